@@ -1,14 +1,16 @@
-"""Several ways to train with one configuration: held-out accuracy or reward over the episodes that were sampled, seed by seed.
+"""Several ways to train with one configuration: held-out accuracy or reward over episodes, seed by seed.
 
     python benchmarks/compare.py CONFIG --run NAME=OVERRIDES --run NAME=OVERRIDES [--seeds N] [--set KEY=VALUE ...] \
         [--of accuracy|reward] [--goal X] [--folder DIR] [--figure FILE] [--out FILE]
     python benchmarks/compare.py configs/gridwalk_tiny.yaml --run GRPO= --run RLOO=algorithm.estimator=rloo
 
-`--run NAME=OVERRIDES` names a contender and what it changes (`key=value`, separated by spaces); `--set` changes all of them alike.
-Runs take turns by seed, each is `rl-vlm train` in a process of its own. Episodes are all that were sampled: those that were
-replaced because they had no gradient, or dropped because they were too old, count. The table shows the score before and after,
-turns, training time and the episodes until an evaluation reached the goal (NaN if none did); the figure shows the score over
-episodes, mean and range of the seeds. A run folder that is finished is not run again, so an interrupted comparison goes on where it was.
+`--run` names a contender and what it changes (`key=value`, separated by spaces); `--set` changes all contenders. They
+take turns by seed, and each run is `rl-vlm train` in a process of its own. A finished run folder is not run again, so
+an interrupted comparison can go on.
+
+Episodes are all that were sampled, including those that were replaced for want of a gradient or dropped as too old.
+The table shows the score before and after, turns, training time, and the episodes until an evaluation reached the
+goal (NaN if none did). The figure shows the score over episodes: mean and range of the seeds.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: training seconds, and by evaluation (the first is before training) episodes so far, score, mean turns."""
+    """Training seconds of a run, and its episodes, score and mean turns by evaluation; the first is before training."""
 
     seconds: float
     episodes: list[int]
@@ -50,7 +52,7 @@ class Outcome:
 
 
 def train(config: Path, folder: Path, overrides: Sequence[str]) -> None:
-    """Train in a process of its own, unless the folder holds a finished run. Raises RuntimeError if the command fails."""
+    """Train in a process of its own, unless the folder holds a finished run. Raises RuntimeError on failure."""
     if not _finished(folder):
         command = [sys.executable, "-m", "rl_vlm.cli", "train", str(config), "--run-dir", str(folder)]
         again = ["--overwrite"] if folder.exists() else []
@@ -127,15 +129,12 @@ def measure(
     report = Report(f"{config.stem}: held-out {of} after training")
     for name, runs in outcomes.items():
         report.add(
-            name,
-            [run.score[-1] for run in runs],
-            unit="",
-            before=statistics.mean(run.score[0] for run in runs),
+            name, [run.score[-1] for run in runs], unit="", before=statistics.mean(run.score[0] for run in runs),
             turns=statistics.mean(run.turns[-1] for run in runs),
             train_s=statistics.median(run.seconds for run in runs),
             episodes=statistics.median(run.episodes[-1] for run in runs),
             episodes_to_goal=statistics.median(run.episodes_to(goal) for run in runs),
-        )
+        )  # fmt: skip
     if figure is not None:
         draw(outcomes, of, figure)
     return report

@@ -1,29 +1,30 @@
-"""What a version of all weights costs between learner and replica, beside the arithmetic limit, a copy of its bytes.
+"""What a version of all weights costs between learner and replica, beside a plain copy of its bytes.
 
     python benchmarks/full_weights.py [--quick] [--gib N] [--out FILE]
 
-Tensors of the shapes of a 4B model's layers in bfloat16, as many as asked for. Packing is what the learner does (`FullPayload.build`:
-the bytes and their SHA-256), checking what a replica does before it loads; next to them what safetensors' `save` with hashlib takes.
-They take turns.
+The tensors have the shapes of a 4B model's layers, in bfloat16. Packing is what the learner does
+(`FullPayload.build`: the bytes and their SHA-256), and checking is what a replica does before it loads. The peers are
+safetensors' `save` and hashlib. All take turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from report import Report
+from report import Report, command_line
 from safetensors.torch import save
 from torch import Tensor
 
 from rl_vlm.models.weights import FullPayload
 
-SHAPES = {"q": (4096, 2560), "k": (1024, 2560), "v": (1024, 2560), "o": (2560, 4096), "gate": (9728, 2560), "up": (9728, 2560), "down": (2560, 9728)}  # fmt: skip
+SHAPES = {
+    "q": (4096, 2560), "k": (1024, 2560), "v": (1024, 2560), "o": (2560, 4096), "gate": (9728, 2560),
+    "up": (9728, 2560), "down": (2560, 9728),
+}  # fmt: skip
 
 
 def weights(gib: float) -> dict[str, Tensor]:
@@ -43,12 +44,9 @@ def measure(gib: float, rounds: int) -> Report:
     size = len(payload.tensors) / 2**30
     source = torch.frombuffer(bytearray(payload.tensors), dtype=torch.uint8)
 
-    def plainly() -> None:
-        hashlib.sha256(save(state)).hexdigest()
-
     parts: dict[str, Callable[[], object]] = {
         "rl_vlm: pack": lambda: FullPayload.build(1, state, "benchmark"),
-        "safetensors.save and hashlib": plainly,
+        "safetensors.save and hashlib": lambda: hashlib.sha256(save(state)).hexdigest(),
         "rl_vlm: check": payload.verify,
         "hashlib": lambda: hashlib.sha256(payload.tensors).hexdigest(),
         "copy of the bytes": source.clone,
@@ -63,20 +61,16 @@ def measure(gib: float, rounds: int) -> Report:
     for name, values in seconds.items():
         report.add(name, values)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    report.ratios["pack / safetensors.save and hashlib, speed"] = (
-        medians["safetensors.save and hashlib"] / medians["rl_vlm: pack"]
-    )
-    report.ratios["check / hashlib, speed"] = medians["hashlib"] / medians["rl_vlm: check"]
+    for part, peer in (("pack", "safetensors.save and hashlib"), ("check", "hashlib")):
+        report.ratios[f"{part} / {peer}, speed"] = medians[peer] / medians[f"rl_vlm: {part}"]
     report.notes.append(f"Packing takes {medians['rl_vlm: pack'] / medians['copy of the bytes']:.1f} times a copy.")
     return report
 
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one layer, two rounds")
+    parser = command_line(__doc__, "one layer, two rounds")
     parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     measure(0.0 if args.quick else args.gib, 2 if args.quick else 7).finish(args.out)
 

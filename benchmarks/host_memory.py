@@ -1,19 +1,19 @@
-"""Host memory of a run over its iterations: driver, learner, env runners, replicas and object store, on episodes full of images.
+"""Host memory of a run over its iterations: processes and object store, on episodes full of images.
 
     python benchmarks/host_memory.py [--iterations 50] [--turns 8] [--image-cache-mib 16] [--quick] [--out FILE]
 
-GridWalk-v0: each turn shows a new picture, so an episode of eight turns carries eight. Whoever keeps what it has been sent grows with
-every iteration. When an iteration is written down, the proportional set sizes (PSS: pages that several processes share count once) of the
-run's processes are added up: memory of their own by kind of process, and shared memory, which is Ray's object store. Mapped files
-(libraries, weights) are not counted: the kernel drops and shares them as it likes. `growth` compares the median of the last five iterations with that of
-the sixth to the tenth, when every process has done everything once; `MB per 1,000 trajectories` is the slope of a line through all after
-the fifth. Each picture is new here, so features that learner and replica keep of old ones (`model.image_cache_mib`, 256 by default) are of
-no use and fill their cache for as long as it is larger than the run: the default here is small, so that what grows is a leak.
+Each turn of GridWalk-v0 shows a new picture, so a process that keeps what it receives grows with every iteration.
+After each iteration the proportional set sizes of the run's processes are added up (PSS counts pages that several
+processes share once): own memory by kind of process, and shared memory, which is Ray's object store. Mapped files are
+not counted, because the kernel drops and shares them as it likes.
+
+`growth` compares the median of the last five iterations with that of the sixth to the tenth, when every process has
+done everything once. `MB per 1,000 trajectories` is the slope of a line through all iterations after the fifth. The
+cache of image features is small by default, so that only a leak can grow.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import subprocess
@@ -26,16 +26,14 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from report import Report
+from memory import memory_of
+from report import Report, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {
-    "ServeReplica": "replicas",
-    "EnvRunner": "env runners",
-    "Learner": "learner",
-    "_WrappedExecutable": "learner",
+    "ServeReplica": "replicas", "EnvRunner": "env runners", "Learner": "learner", "_WrappedExecutable": "learner",
     "rl_vlm.cli": "driver",
-}
+}  # fmt: skip
 GROUPS, GROUP_SIZE, WARM, PATIENCE_S = 8, 8, 5, 900.0
 
 
@@ -67,11 +65,12 @@ class History:
 def measure(iterations: int, turns: int, image_cache_mib: int, folder: Path) -> History:
     """Train in a process of its own. Raises SystemExit with its output where it fails."""
     command = [
-        sys.executable, "-m", "rl_vlm.cli", "train", str(ROOT / "configs/gridwalk_tiny.yaml"), f"algorithm.iterations={iterations}",
-        f"env.kwargs.max_turns={turns}", f"rollout.max_turns={turns}", f"rollout.prompts_per_iteration={GROUPS}",
-        f"rollout.group_size={GROUP_SIZE}", "learner.num_learners=1", "learner.cpus_per_learner=0.25", "serving.num_replicas=1",
-        f"evaluation.every={iterations}", "evaluation.num_items=32", f"logging.checkpoint_every={iterations}",
-        "sight.every=0", f"model.image_cache_mib={image_cache_mib}", "--run-dir", str(folder / "run"),
+        sys.executable, "-m", "rl_vlm.cli", "train", str(ROOT / "configs/gridwalk_tiny.yaml"),
+        f"algorithm.iterations={iterations}", f"env.kwargs.max_turns={turns}", f"rollout.max_turns={turns}",
+        f"rollout.prompts_per_iteration={GROUPS}", f"rollout.group_size={GROUP_SIZE}", "learner.num_learners=1",
+        "learner.cpus_per_learner=0.25", "serving.num_replicas=1", f"evaluation.every={iterations}",
+        "evaluation.num_items=32", f"logging.checkpoint_every={iterations}", "sight.every=0",
+        f"model.image_cache_mib={image_cache_mib}", "--run-dir", str(folder / "run"),
     ]  # fmt: skip
     history, rows = History(), folder / "run" / "progress.csv"
     with (folder / "output.txt").open("w+") as output:
@@ -108,58 +107,35 @@ def _end_of(folder: Path) -> str:
 
 def _memory(process: psutil.Process) -> Counter[str]:
     now: Counter[str] = Counter()
-    for one in [process, *process.children(recursive=True)]:
-        try:
-            name = " ".join(one.cmdline())[:200]
-            kind = next((kind for part, kind in KINDS.items() if part in name), "Ray and others")
-            own, shared = _proportional(one.pid)
-        except (psutil.Error, OSError):  # it has ended meanwhile
-            continue
-        now[kind] += own
-        now["shared memory"] += shared
+    for kind, size in memory_of(process, KINDS, "Pss_Anon", "Ray and others"):
+        now[kind] += size
+    now["shared memory"] = sum(size for _, size in memory_of(process, KINDS, "Pss_Shmem", ""))
     return now
-
-
-def _proportional(pid: int) -> tuple[int, int]:
-    """Bytes of a process's own memory and its part of shared memory. Raises OSError where it has ended."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    return sizes["Pss_Anon"], sizes["Pss_Shmem"]
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "12 iterations, to see that it runs")
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--turns", type=int, default=8, help="the most turns of an episode, each with a picture")
     parser.add_argument("--image-cache-mib", type=int, default=16, help="of learner and replica")
-    parser.add_argument("--quick", action="store_true", help="12 iterations, to see that it runs")
-    parser.add_argument("--out", type=Path, help="write JSON here")
     args = parser.parse_args()
     os.environ.setdefault("RAY_worker_niceness", "0")
     report = Report("Host memory of a run whose episodes are full of images")
     with tempfile.TemporaryDirectory(prefix="rl-vlm-memory-") as folder:
-        history = measure(
-            12 if args.quick else max(args.iterations, 12), args.turns, args.image_cache_mib, Path(folder)
-        )
-    early, late = history.samples[WARM : WARM + 5], history.samples[-5:]
-    for kind in sorted({kind for sample in history.samples for kind in sample}):
-        values = [sample[kind] / 2**20 for sample in late]
-        before = float(np.median([sample[kind] / 2**20 for sample in early]))
-        report.add(kind, values, unit="MiB", before=before)
-    report.add(
-        "all",
-        list(history.totals[-5:] / 2**20),
-        unit="MiB",
-        before=float(np.median(history.totals[WARM : WARM + 5])) / 2**20,
-    )
+        iterations = 12 if args.quick else max(args.iterations, 12)
+        history = measure(iterations, args.turns, args.image_cache_mib, Path(folder))
+    samples = [{**sample, "all": total} for sample, total in zip(history.samples, history.totals, strict=True)]
+    for kind in sorted({kind for sample in samples for kind in sample}, key=lambda kind: (kind == "all", kind)):
+        sizes = [sample.get(kind, 0) / 2**20 for sample in samples]
+        report.add(kind, sizes[-5:], unit="MiB", before=float(np.median(sizes[WARM : WARM + 5])))
     for number in range(len(history.samples) // 10):  # how it went
         report.add(f"all, iteration {10 * number + 10}", [history.totals[10 * number + 9] / 2**20], unit="MiB")
     report.ratios["growth after the fifth iteration (goal: at most 0.02)"] = history.growth
     report.ratios["MB per 1,000 trajectories"] = history.per_thousand / 1e6
     report.notes.append(
-        f"{len(history.samples)} iterations of {GROUPS} x {GROUP_SIZE} episodes, {np.mean(history.turns):.1f} turns each on average; "
-        f"{args.image_cache_mib} MiB of image features each in learner and replica."
+        f"{len(history.samples)} iterations of {GROUPS} x {GROUP_SIZE} episodes, {np.mean(history.turns):.1f} turns "
+        f"each on average; {args.image_cache_mib} MiB of image features each in learner and replica."
     )
     report.finish(args.out)
 

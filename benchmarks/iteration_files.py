@@ -1,7 +1,9 @@
-"""Which of our files one iteration runs through, over all processes: `python benchmarks/iteration_files.py configs/quickstart.yaml`.
+"""Which of our files one iteration runs through, over all processes.
 
-Every process of a run measures its lines with coverage (`pip install coverage`) from its start. Once the iteration `--first` is
-recorded the lines count, until `--iterations` further ones are; what ran before, such as imports, does not.
+    python benchmarks/iteration_files.py configs/quickstart.yaml
+
+Every process of a run measures its lines with coverage (`pip install coverage`) from its start. Lines count from the
+end of iteration `--first` until `--iterations` more have ended, so imports do not count.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import coverage
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rl_vlm"
-# Runs when Python starts, in every process. The context of all threads changes when the driver leaves a file with its name.
+# Runs in every process when Python starts. The context changes when this command writes a file with its name.
 HOOK = """
 import os, threading, time
 def _measure(folder):
     import atexit, coverage
-    measured = coverage.Coverage(data_file=os.path.join(folder, "data"), data_suffix=True, source=[os.environ["MEASURED"]], config_file=False)
+    measured = coverage.Coverage(data_file=os.path.join(folder, "data"), data_suffix=True,
+        source=[os.environ["MEASURED"]], config_file=False)
     measured.start()
     measured.switch_context("before")
     def follow():

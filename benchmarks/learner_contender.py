@@ -1,14 +1,12 @@
-"""One contender of `learner.py` in a process of its own: reads `step` and `quit`, answers with JSON lines.
+"""One contender of `learner.py` in a process of its own: it makes a step for each line.
 
-All contenders have the same model, LoRA weights and batch: rows of 16 prompt tokens and a completion, which no two share.
+All contenders have the same model, LoRA weights and batch: rows of 16 prompt tokens and a completion of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from turns import serve
 
 from rl_vlm.config import RunConfig, parse_config
 
@@ -105,13 +104,11 @@ def trl(folder: Path, rows: int, length: int, threads: int) -> tuple[Callable[[]
     run = run_config(folder, rows, length, threads)
     lora = run.model.lora
     trainer = GRPOTrainer(
-        load_model(folder),
-        lambda completions, **_: [0.0] * len(completions),
-        grpo_arguments(run, tempfile.mkdtemp(prefix="rl-vlm-trl-"), []),
-        Dataset.from_dict({"prompt": ["text"] * rows}),
+        load_model(folder), lambda completions, **_: [0.0] * len(completions),
+        grpo_arguments(run, tempfile.mkdtemp(prefix="rl-vlm-trl-"), []), Dataset.from_dict({"prompt": ["text"] * rows}),
         processing_class=AutoProcessor.from_pretrained(folder, padding_side="left"),
         peft_config=lora_config(lora.rank, lora.alpha, lora.target_modules),
-    )
+    )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1  # as `train` sets it
     model = trainer.model.train()
     vocabulary = model.config.get_text_config().vocab_size
@@ -161,16 +158,14 @@ def main() -> None:
     parser.add_argument("threads", type=int)
     parser.add_argument("--gradients", type=Path)
     args = parser.parse_args()
-    # Libraries print to stdout as they like; answers go to the real one.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    torch.set_num_threads(args.threads)
-    size = (args.folder, args.rows, args.length, args.threads)
-    loss, parameters = trl(*size) if args.kind == "trl" else ours(*size, log_entropy=args.kind != "lean")
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        if line.strip() == "quit":
-            break
-        print(json.dumps(step(loss, parameters, args.gradients)), file=answers, flush=True)
+
+    def prepare() -> Callable[[str], dict[str, Any]]:
+        torch.set_num_threads(args.threads)
+        size = (args.folder, args.rows, args.length, args.threads)
+        loss, parameters = trl(*size) if args.kind == "trl" else ours(*size, log_entropy=args.kind != "lean")
+        return lambda _: step(loss, parameters, args.gradients)
+
+    serve(prepare)
 
 
 if __name__ == "__main__":

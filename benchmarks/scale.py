@@ -3,16 +3,15 @@
     python benchmarks/scale.py [--quick] [--out FILE]
 
 - router: decisions per second of `AffinityRouter` over N replicas, of new work and of conversations (one process).
-- registry: seconds from a publication until N replicas have acknowledged it. Replicas load in no time; the payload's bytes travel by Ray's
-  object store and are not counted. `in process` is the registry's own work, `over Ray` has real calls of an actor.
-- rounds, groups: CPU seconds of the driver per group, and groups per second, of `Sampler` with shards and with single tasks, with `GroupBuffer`,
-  with N env runners whose groups take 2 s (log-normal). Groups have 8 episodes of 512 tokens. The driver only receives here: its
-  limit in groups per second is 1 / CPU seconds.
+- registry: seconds from a publication until N replicas have acknowledged it. Loading takes no time, and the payload's
+  bytes, which travel by Ray's object store, are not counted.
+- rounds, groups: the driver's CPU seconds per group, and groups per second, of `Sampler` with shards and with single
+  tasks, and of `GroupBuffer`, with N env runners. A group has 8 episodes of 512 tokens and takes 2 s (log-normal).
+  The driver only receives here: its limit in groups per second is 1 / CPU seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -22,15 +21,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-from report import Report
-from simulated import HOSTS, ReplicaHost, publish_locally, runners
+from report import Report, command_line
+from simulated import HOSTS, ReplicaHost, runners
 
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.rollouts import GroupBuffer
 from rl_vlm.rollout.sampler import Sampler
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.serving.client import AffinityRouter, home_session
-from rl_vlm.serving.registry import Published, Registry, start_registry
+from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.types import POLICY
 
 GROUP_S, LAG = 2.0, 2
@@ -79,17 +78,12 @@ def versions(count: int) -> list[Published]:
 
 
 def registry(report: Report, replicas: int, count: int) -> None:
-    """Publication latency, in the registry's process and over Ray."""
-    own = Registry("model")
-    report.add(
-        f"registry, {replicas} replicas, in process",
-        asyncio.run(publish_locally(own, replicas, versions(count), 0.0)),
-    )
+    """Publication latency over Ray."""
     actor = start_registry(f"scale-{replicas}", "scale", Path("model"))
     ray.get(actor.join.remote(POLICY), timeout=60)
     hosts = [ReplicaHost.remote() for _ in range(HOSTS)]
     names = [f"replica{k}" for k in range(replicas)]
-    running = [host.run.remote(actor, names[k::HOSTS], 0.0) for k, host in enumerate(hosts)]
+    running = [host.run.remote(actor, names[k::HOSTS]) for k, host in enumerate(hosts)]
     seconds = []
     try:
         deadline = time.monotonic() + 60
@@ -107,7 +101,7 @@ def registry(report: Report, replicas: int, count: int) -> None:
     finally:
         for one in (actor, *hosts):
             ray.kill(one)
-    report.add(f"registry, {replicas} replicas, over Ray", seconds)
+    report.add(f"registry, {replicas} replicas", seconds)
 
 
 def rounds(report: Report, count: int, repeats: int) -> None:
@@ -125,7 +119,7 @@ def rounds(report: Report, count: int, repeats: int) -> None:
 
 
 def continuous(report: Report, count: int, repeats: int) -> None:
-    """Groups as they come, at lag 2: every runner has one under way, the learner takes batches of a sixteenth of them."""
+    """Groups as they come, at lag 2: every runner has one under way, and a sixteenth of them makes a batch."""
     env_runners, hosts = runners(count, GROUP_S)
     sampler, buffer = Sampler(env_runners, sharded=False), GroupBuffer(LAG)
     batch = max(count // 16, 1)
@@ -182,11 +176,8 @@ def measure(quick: bool) -> Report:
 
 def main() -> None:
     """Measure, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small numbers: half a minute")
-    parser.add_argument("--out", type=Path, help="JSON goes here")
-    given = parser.parse_args()
-    measure(given.quick).finish(given.out)
+    args = command_line(__doc__, "small numbers: half a minute").parse_args()
+    measure(args.quick).finish(args.out)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,30 @@
-"""Tokens per second of one served model: transformers' own generate, a one-request-at-a-time server, our engines, Serve, HTTP.
+"""Tokens per second of one served model: transformers' generate, one request at a time, our engines, Serve, HTTP.
 
-    python benchmarks/serving.py [--quick] [--engine vllm] [--out FILE]
+    python benchmarks/serving.py [--quick] [--size 2b] [--engine vllm] [--out FILE]
 
-A random Qwen3-VL of 6 M parameters, prompts of 116 tokens with one new 224² image, 64 new tokens, greedy; 1, 8, 32 and 64
-requests at a time. Each contender lives in a process of its own with one torch thread, only one works at a time, and they
-take turns in every round.
+A random Qwen3-VL of 6 M parameters answers prompts of 116 tokens with one new 224² image by 64 new tokens, greedy; 1,
+8, 32 and 64 requests at a time. Each contender lives in a process of its own with one torch thread, and they take
+turns in every round. With `--size 2b` or `4b` they share one GPU, in bfloat16; vLLM takes a fifth of its memory for
+each contender, which must be 16 GiB at 4B.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models import SIX_MILLION, random_model
-from report import Report
-
-HERE = Path(__file__).parent
-
+from models import random_model, shape
+from report import Report, command_line
+from turns import Contender
 
 LABELS = {
     "generate": "transformers.generate", "one": "one at a time", "raw": "raw engine", "handle": "one Serve replica",
     "http": "HTTP",
 }  # fmt: skip
+_GPU = ("model.dtype=bfloat16", "serving.gpus_per_replica=1", "serving.vllm.gpu_memory_utilization=0.2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +39,19 @@ class Setup:
     kinds: tuple[str, ...] = tuple(LABELS)
 
 
-class Contender:
-    """A contender's process."""
+class Server(Contender):
+    """A contender that answers requests."""
 
     def __init__(self, kind: str, setup: Setup) -> None:
-        self.label, self.kind = LABELS[kind], kind
+        arguments = (kind, setup.folder, *setup.options, "--engine", setup.engine)
+        super().__init__(LABELS[kind], "serving_contender.py", *arguments, OMP_NUM_THREADS="1")
+        self.kind = kind
         self.rates: dict[int, list[float]] = {}
         self.first: list[float] = []
-        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  # closed with the process
-        command = [sys.executable, str(HERE / "serving_contender.py"), kind, str(setup.folder), *setup.options]
-        command += ["--engine", setup.engine]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
-        )
-
-    def answer(self) -> dict[str, Any]:
-        """The next JSON line."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            raise RuntimeError(f"{self.label} ended: {self._errors.read()[-2000:]}")
-        return json.loads(line)  # type: ignore[no-any-return]
 
     def run(self, count: int, keep: bool = True) -> None:
         """Answer `count` requests at once."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"run {count}\n")
-        self._process.stdin.flush()
-        result = self.answer()
+        result = self.ask(str(count))
         if keep:
             self.rates.setdefault(count, []).append(result["tokens"] / result["seconds"])
             if result["first"] is not None:
@@ -83,24 +61,14 @@ class Contender:
         """Median tokens per second."""
         return statistics.median(self.rates[count])
 
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(120)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._errors.close()
-
 
 def measure(setup: Setup, report: Report) -> None:
     """Run everything and put it into the report."""
-    contenders: dict[str, Contender] = {}
+    contenders: dict[str, Server] = {}
     try:
         for kind in setup.kinds:  # one after the other: each may load a large model
-            contenders[kind] = Contender(kind, setup)
-            contenders[kind].answer()
+            contenders[kind] = Server(kind, setup)
+            contenders[kind].wait_until_ready()
         for count in setup.counts:
             for contender in contenders.values():
                 contender.run(count, keep=False)
@@ -118,7 +86,7 @@ def measure(setup: Setup, report: Report) -> None:
             contender.close()
 
 
-def _ratios(report: Report, contenders: dict[str, Contender], counts: tuple[int, ...]) -> None:
+def _ratios(report: Report, contenders: dict[str, Server], counts: tuple[int, ...]) -> None:
     raw = contenders["raw"]
     for count in counts:
         for kind in ("handle", "http"):
@@ -135,16 +103,19 @@ def _ratios(report: Report, contenders: dict[str, Contender], counts: tuple[int,
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="our own contenders at 8 and 32 requests only")
+    parser = command_line(__doc__, "our own contenders at 8 and 32 requests only")
+    parser.add_argument("--size", choices=("6m", "2b", "4b"), default="6m", help="2b and 4b need a GPU")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--out", type=Path, help="write JSON here")
     args = parser.parse_args()
-    report = Report(f"Serving, engine {args.engine}")
-    quick: dict[str, Any] = {"counts": (8, 32), "rounds": 2, "kinds": ("raw", "handle", "http")} if args.quick else {}
+    on_gpu = args.size != "6m"
+    how: dict[str, Any] = {"counts": (1, 8, 32, 64, 256)} if on_gpu else {}
+    if args.quick:
+        how = {"counts": (8, 32), "rounds": 2, "kinds": ("raw", "handle", "http")}
+    report = Report(f"Serving {args.size.upper()}, engine {args.engine}")
     with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as scratch:
-        folder = random_model(Path(scratch) / "model", max_pixels=512 * 512, **SIX_MILLION)
-        measure(Setup(folder, args.engine, **quick), report)
+        place = {"device": "cuda", "dtype": "bfloat16"} if on_gpu else {}
+        folder = random_model(Path(scratch) / "model", max_pixels=512 * 512, **place, **shape(args.size))
+        measure(Setup(folder, args.engine, _GPU if on_gpu else (), **how), report)
     report.finish(args.out)
 
 

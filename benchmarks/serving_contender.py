@@ -1,4 +1,4 @@
-"""One contender of `serving.py` in a process of its own: reads `run COUNT` and `quit`, answers with JSON lines."""
+"""One contender of `serving.py`: each line holds a number of requests that are answered at once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import argparse
 import asyncio
 import base64
 import contextlib
-import json
-import os
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
+from turns import serve
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import RunConfig, load_config
@@ -46,33 +45,21 @@ class Prompts:
         self._text = text
         self._rng = np.random.default_rng(0)
         self._count = 0
-        self._words = self._filler()
+        self.words = "What is in the picture?"
+        while len(self._request().prompt_ids) - 1 + text.images.count_tokens(SIDE, SIDE) < PROMPT_TOKENS:
+            self.words += " a"
 
-    def _filler(self) -> str:
-        words = "What is in the picture?"
-        while len(self._request(words).prompt_ids) - 1 + self._image_tokens() < PROMPT_TOKENS:
-            words += " a"
-        return words
-
-    def _image_tokens(self) -> int:
-        return self._text.images.count_tokens(SIDE, SIDE)
-
-    def _request(self, words: str) -> GenerationRequest:
+    def _request(self) -> GenerationRequest:
         pixels = self._rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
         image = EncodedImage.from_pil(Image.fromarray(pixels))
-        span = self._text.codec.encode_prompt([Message.of("user", image, words)])
+        span = self._text.codec.encode_prompt([Message.of("user", image, self.words)])
         self._count += 1
         sampling = SamplingParams(NEW_TOKENS, temperature=0.0)
         return GenerationRequest(f"r{self._count}", span.token_ids, sampling, span.images)
 
     def take(self, count: int) -> list[GenerationRequest]:
         """Fresh requests."""
-        return [self._request(self._words) for _ in range(count)]
-
-    @property
-    def words(self) -> str:
-        """Their text."""
-        return self._words
+        return [self._request() for _ in range(count)]
 
 
 class Generate:
@@ -101,17 +88,12 @@ class Generate:
         pixels = self._processor(images=images, return_tensors="pt").to(self._device)
         with torch.inference_mode():
             out = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                input_ids=ids, attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=(ids == codec.image_token_id).int(),
-                pixel_values=pixels["pixel_values"].to(self._model.dtype),
-                image_grid_thw=pixels["image_grid_thw"],
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                suppress_tokens=self._suppressed,
-                eos_token_id=codec.end_of_turn_id,
-                pad_token_id=codec.pad_token_id,
-            )
+                pixel_values=pixels["pixel_values"].to(self._model.dtype), image_grid_thw=pixels["image_grid_thw"],
+                do_sample=False, max_new_tokens=NEW_TOKENS, suppress_tokens=self._suppressed,
+                eos_token_id=codec.end_of_turn_id, pad_token_id=codec.pad_token_id,
+            )  # fmt: skip
         return int(out[:, ids.shape[1] :].numel())
 
     async def first_token(self, request: GenerationRequest) -> float | None:
@@ -256,38 +238,38 @@ def main() -> None:
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("options", nargs="*", help="section.key=value")
     args = parser.parse_args()
-    answers, sys.stdout = sys.stdout, sys.stderr
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    quiet_libraries()
-    import torch
-
-    torch.set_num_threads(1)
-    options = options_of(args.engine, args.options)
-    run = configuration(args.folder, options)
-    text = load_text_side(args.folder)
-    prompts = Prompts(text)
     with contextlib.ExitStack() as stack:
-        contender: Contender
-        if args.kind in ("generate", "one"):
-            contender = Generate(args.folder, text, run, args.kind == "generate")
-        elif args.kind == "raw":
-            contender = RawEngine(args.folder, run)
-        elif args.kind == "handle":
-            contender = Handle(stack.enter_context(served(args.folder, run)))
-        else:
-            contender = HTTP(stack.enter_context(http_server(args.folder, options)), prompts.words)
-        loop = asyncio.new_event_loop()
-        print(json.dumps({"ready": True}), file=answers, flush=True)
-        for line in sys.stdin:
-            command, *rest = line.split()
-            if command == "quit":
-                break
-            requests = prompts.take(int(rest[0]))
-            started = time.perf_counter()
-            tokens = loop.run_until_complete(contender.answer(requests))
-            seconds = time.perf_counter() - started
-            first = loop.run_until_complete(contender.first_token(prompts.take(1)[0])) if len(requests) == 1 else None
-            print(json.dumps({"tokens": tokens, "seconds": seconds, "first": first}), file=answers, flush=True)
+
+        def prepare() -> Callable[[str], dict[str, Any]]:
+            quiet_libraries()
+            import torch
+
+            torch.set_num_threads(1)
+            options = options_of(args.engine, args.options)
+            run, text = configuration(args.folder, options), load_text_side(args.folder)
+            prompts = Prompts(text)
+            contender: Contender
+            if args.kind in ("generate", "one"):
+                contender = Generate(args.folder, text, run, args.kind == "generate")
+            elif args.kind == "raw":
+                contender = RawEngine(args.folder, run)
+            elif args.kind == "handle":
+                contender = Handle(stack.enter_context(served(args.folder, run)))
+            else:
+                contender = HTTP(stack.enter_context(http_server(args.folder, options)), prompts.words)
+            events = stack.enter_context(asyncio.Runner())
+
+            def answer(count: str) -> dict[str, Any]:
+                requests = prompts.take(int(count))
+                started = time.perf_counter()
+                tokens = events.run(contender.answer(requests))
+                seconds = time.perf_counter() - started
+                first = events.run(contender.first_token(prompts.take(1)[0])) if len(requests) == 1 else None
+                return {"tokens": tokens, "seconds": seconds, "first": first}
+
+            return answer
+
+        serve(prepare)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Trials of a sweep that share one set of replicas (`serving.shared`) beside trials that start their own: memory, time, learning.
+"""Trials of a sweep that share one set of replicas (`serving.shared`), and trials with their own: memory and time.
 
     python benchmarks/shared_serving.py [--quick] [--trials 2 4 8] [--iterations 20] [--out FILE]
 
-Both sides are `rl-vlm sweep` of the quickstart with the tiny model, seeds 0, 1, ... as the trials, all at the same time, in a process of its own.
-Seconds are those of the command, from its start to its end, so they hold the starting of Ray, replicas and trials. Memory is the highest
-sum of the processes' proportional set sizes (PSS: pages that several processes share count once), sampled twice a second; `serving` is that of
-replicas and registries alone. Accuracy is that of the held-out split after the last iteration, the mean of the trials.
+Each side is `rl-vlm sweep` of the quickstart in a process of its own. The seeds 0, 1, ... are the trials, which run
+at the same time. Seconds are those of the whole command. Memory is the highest sum of the processes' proportional set
+sizes (PSS counts pages that several processes share once), sampled twice a second; `serving` is that of replicas and
+registries. Accuracy is that of the held-out split after the last iteration, the mean of the trials.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -20,64 +19,44 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import yaml
-from report import Report
+from memory import memory_of
+from report import Report, command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {
-    "ServeReplica": "serving",
-    "Registry": "serving",
-    "RunnerGroup": "runners",
-    "EnvRunner": "runners",
+    "ServeReplica": "serving", "Registry": "serving", "RunnerGroup": "runners", "EnvRunner": "runners",
     "GRPO": "trials",
-}
+}  # fmt: skip
 GIB = 2**30
 
 
 @dataclass
 class Memory:
-    """The peak over time of the memory of a process and its children, bytes by kind of process."""
+    """The peak over time of the memory of a process and its children, in bytes."""
 
     process: psutil.Process
-    peak: Counter[str] = field(default_factory=Counter)
     highest: int = 0
+    serving: int = 0
     processes: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def watch(self) -> None:
         """Sample until `end`."""
         while not self._ended.wait(0.5):
-            now: Counter[str] = Counter()
-            count = 0
-            for child in [self.process, *_children(self.process)]:
-                try:
-                    now[_kind(child)] += child.memory_full_info().pss
-                    count += 1
-                except psutil.Error:  # it has ended meanwhile
-                    continue
-            if sum(now.values()) > self.highest:
-                self.highest, self.peak, self.processes = sum(now.values()), now, count
+            now = memory_of(self.process, KINDS, "Pss", "others")
+            total = sum(size for _, size in now)
+            if total > self.highest:
+                self.highest, self.processes = total, len(now)
+                self.serving = sum(size for kind, size in now if kind == "serving")
 
     def end(self) -> None:
         """Stop sampling."""
         self._ended.set()
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-def _kind(process: psutil.Process) -> str:
-    name = " ".join(process.cmdline())[:200]
-    return next((kind for part, kind in KINDS.items() if name.startswith("ray::") and part in name), "others")
 
 
 @dataclass(frozen=True)
@@ -100,8 +79,9 @@ def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas
         yaml.safe_dump({"space": {"seed": {"grid": list(range(trials))}}, "max_concurrent": trials, "shared": shared})
     )
     command = [
-        sys.executable, "-m", "rl_vlm.cli", "sweep", str(ROOT / "configs/quickstart.yaml"), f"algorithm.iterations={iterations}",
-        f"serving.num_replicas={replicas}", "rollout.num_env_runners=1", f"evaluation.every={iterations}",
+        sys.executable, "-m", "rl_vlm.cli", "sweep", str(ROOT / "configs/quickstart.yaml"),
+        f"algorithm.iterations={iterations}", f"serving.num_replicas={replicas}", "rollout.num_env_runners=1",
+        f"evaluation.every={iterations}",
         "evaluation.num_items=128", "resources.num_cpus=64", "--space", str(space), "--run-dir", str(folder / "sweep"),
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
@@ -126,7 +106,7 @@ def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas
         rows = list(csv.DictReader(file))
     failed = trials - sum(row["finished"] == "True" for row in rows)  # those that never began, too
     before, last = ([float(row[key]) for row in rows if row["finished"] == "True"] for key in ("before", "last"))
-    return Outcome(seconds, memory.highest, memory.peak["serving"], memory.processes, before, last, failed)
+    return Outcome(seconds, memory.highest, memory.serving, memory.processes, before, last, failed)
 
 
 def measure(trials: list[int], iterations: int, rounds: int, replicas: int, sides: list[str]) -> Report:
@@ -164,20 +144,16 @@ def measure(trials: list[int], iterations: int, rounds: int, replicas: int, side
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two trials of two iterations")
+    parser = command_line(__doc__, "two trials of two iterations")
     parser.add_argument("--trials", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--sides", nargs="+", choices=["own", "shared"], default=["own", "shared"])
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.trials, arguments.iterations, arguments.rounds = [2], 2, 1
-    measure(arguments.trials, arguments.iterations, arguments.rounds, arguments.replicas, arguments.sides).finish(
-        arguments.out
-    )
+    args = parser.parse_args()
+    if args.quick:
+        args.trials, args.iterations, args.rounds = [2], 2, 1
+    measure(args.trials, args.iterations, args.rounds, args.replicas, args.sides).finish(args.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ray.rllib.utils.actor_manager import FaultTolerantActorManager
 
 from rl_vlm.rollout.sampler import EnvRunners
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.registry import Changes, Published, Registry
+from rl_vlm.serving.registry import Changes
 from rl_vlm.types import POLICY, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
 HOSTS = 2  # processes that the simulated runners, or replicas, live in
@@ -71,58 +70,25 @@ def runners(count: int, seconds: float) -> tuple[EnvRunners, list[Any]]:
     return EnvRunners(SimpleNamespace(_worker_manager=manager)), hosts  # type: ignore[arg-type]
 
 
-async def follow(registry: Any, replica: str, load_s: float, ended: asyncio.Event) -> None:
-    """One replica: waits for versions, loads and acknowledges them. `registry` has Registry's coroutines."""
+async def follow(registry: Any, replica: str, ended: asyncio.Event) -> None:
+    """One replica: waits for versions, loads them in no time, and acknowledges them."""
     since = None
     while not ended.is_set():
-        changes: Changes | None = await registry.watch(replica, since, {})
+        changes: Changes | None = await registry.watch.remote(replica, since, {})
         since = changes.revision if changes is not None else since
         if changes is not None and (found := changes.newest.get(POLICY)) is not None:
-            await asyncio.sleep(load_s)
-            await registry.ack(replica, POLICY, found.version, found.sha256)
-
-
-class _Remote:
-    """Calls an actor's methods as coroutines."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*arguments: Any) -> Any:
-            return await getattr(self._actor, name).remote(*arguments)
-
-        return call
+            await registry.ack.remote(replica, POLICY, found.version, found.sha256)
 
 
 @ray.remote(num_cpus=0, max_concurrency=100_000)
 class ReplicaHost:
     """Many simulated replicas in one process."""
 
-    async def run(self, registry: Any, names: list[str], load_s: float) -> None:
+    async def run(self, registry: Any, names: list[str]) -> None:
         """Follow the registry until `stop`."""
         self._ended = asyncio.Event()
-        await asyncio.gather(*(follow(_Remote(registry), name, load_s, self._ended) for name in names))
+        await asyncio.gather(*(follow(registry, name, self._ended) for name in names))
 
     async def stop(self) -> None:
         """End all of them at their next answer."""
         self._ended.set()
-
-
-async def publish_locally(registry: Registry, replicas: int, versions: list[Published], load_s: float) -> list[float]:
-    """Seconds from each publication until all replicas have acknowledged it, all in this process: the registry's own work."""
-    ended = asyncio.Event()
-    await registry.join(POLICY)
-    following = [asyncio.create_task(follow(registry, f"replica{k}", load_s, ended)) for k in range(replicas)]
-    await asyncio.sleep(0.1)
-    seconds = []
-    for published in versions:
-        started = time.perf_counter()
-        await registry.publish(published)
-        await registry.report(published.version, replicas, 120.0)
-        seconds.append(time.perf_counter() - started)
-    ended.set()
-    for task in following:
-        task.cancel()
-    await asyncio.gather(*following, return_exceptions=True)
-    return seconds

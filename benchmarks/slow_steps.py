@@ -1,4 +1,4 @@
-"""Shapes in episodes of very different length: one to five turns, and steps of 20 ms to 2 s (log-normal), both fixed by the item."""
+"""Shapes with one to five turns of 20 ms to 2 s each (log-normal); the item fixes both."""
 
 from __future__ import annotations
 

@@ -10,34 +10,23 @@ Set for speed: float32 without autocast; no gradient checkpointing; fused AdamW 
 no logging, checkpoints, reference model or data workers. TRL reads the rows of a rollout once per optimiser step, so
 the dataset hands out rows that were made beforehand, with images as uint8 tensors.
 
-Tried on the quickstart, 16 x 8 rows, one thread, in processor time of interleaved steps, and left out: gradient
-checkpointing (TRL's default) + 7 %; a plain dataset, which decodes its images at every read, + 7 %; eager attention
-+ 2 to 7 %; PIL images instead of tensors + 4 %. Without a difference: a static cache for generation, LoRA injected
-without peft's wrapper, AdamW that is not fused, no filter for infinite losses. `torch_compile` breaks its graphs in the
-vision code, compiles for minutes and was no faster afterwards.
+Tried and left out, because none was faster: gradient checkpointing (TRL's default), a plain dataset, eager attention,
+PIL images instead of tensors, a static cache, LoRA without peft's wrapper, `torch_compile`.
 
 What TRL does that no setting changes: it prepares and encodes the image of every row, in generation, in the pass for
 the old log-probabilities and in the loss; that pass covers the first optimiser step too, whose ratio is 1 anyway; rows
 with zero advantage are differentiated like others. Its continuous batching refuses multimodal models, and its own vLLM
 mode is not used here, since all contenders sample with transformers.
-
-As a program it reads `step N`, `accuracy N` and `quit` from stdin and answers each with a JSON line; with `--steps N`
-it prints one line per step instead.
-
-    python benchmarks/trl_loop.py --config configs/quickstart.yaml --prompts 16 --threads 1
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,9 +35,9 @@ from huggingface_hub import constants
 from transformers import AutoProcessor, TrainerCallback
 from trl import import_utils
 
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import RunConfig
 from rl_vlm.envs.registry import make
-from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import lora_config
 from rl_vlm.types import Split, UserInputError
 from rl_vlm.zoo.shapes.environment import ShapesEnv, parse_answer, shapes_item
@@ -59,8 +48,6 @@ import_utils.is_vllm_available = lambda min_version=None: False
 constants.HF_HUB_DISABLE_TELEMETRY = True
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402  # only now, without vLLM
-
-EVALUATION_BATCH = 128
 
 Row = dict[str, Any]
 
@@ -77,30 +64,26 @@ class TRLLoop:
         quiet_libraries()
         torch.set_num_threads(num_threads)
         self._num_threads = num_threads
+        self.prompts = run.rollout.prompts_per_iteration
         self._env = _shapes(run)
         self._processor = AutoProcessor.from_pretrained(folder, padding_side="left", truncation_side="left")
         text = load_text_side(folder)
         self._end_of_turn: int = text.codec.end_of_turn_id
         self._suppressed: list[int] = text.codec.suppressed_token_ids(text.vocab_size).tolist()
         self._scratch = tempfile.TemporaryDirectory(prefix="rl-vlm-trl-")
-        self._reward = 0.0
         self._error: BaseException | None = None
         self._gate = _Gate(run.algorithm.minibatches * run.algorithm.epochs)
         lora = run.model.lora
         self.trainer = _TimedTrainer(
-            load_model(folder),
-            self._grade,
-            grpo_arguments(run, self._scratch.name, self._suppressed),
-            self._dataset("train"),
-            processing_class=self._processor,
-            callbacks=[self._gate],
+            load_model(folder), self._grade, grpo_arguments(run, self._scratch.name, self._suppressed),
+            self._dataset("train"), processing_class=self._processor, callbacks=[self._gate],
             peft_config=lora_config(lora.rank, lora.alpha, lora.target_modules),
-        )
+        )  # fmt: skip
         # A daemon: it waits at the gate for a next step that may never come.
         threading.Thread(target=self._train, name="trl", daemon=True).start()
 
     def step(self) -> dict[str, float]:
-        """One rollout and its optimiser steps: seconds by activity (`sample`: generation and rewards) and mean reward."""
+        """One rollout and its optimiser steps: seconds by activity (`sample`: generation and rewards)."""
         self.trainer.sample_seconds = 0.0
         started = time.perf_counter()
         self._gate.pass_one()
@@ -110,44 +93,7 @@ class TRLLoop:
         if self._gate.closed:
             raise UserInputError("The schedule has ended: raise algorithm.iterations for more steps.")
         sample = self.trainer.sample_seconds
-        return {"sample": sample, "learn": total - sample, "total": total, "reward": self._reward}
-
-    @torch.no_grad()
-    def accuracy(self, num_items: int = 512) -> float:
-        """Greedy reward on held-out items."""
-        rows = self._rows("test")[:num_items]
-        model = self.trainer.model.eval()
-        right = 0.0
-        for start in range(0, len(rows), EVALUATION_BATCH):
-            batch = rows[start : start + EVALUATION_BATCH]
-            inputs = self.encode(batch)
-            sampled = model.generate(
-                **inputs,
-                max_new_tokens=self.trainer.max_completion_length,
-                do_sample=False,
-                suppress_tokens=self._suppressed,
-                eos_token_id=self._end_of_turn,
-            )[:, inputs["input_ids"].shape[1] :]
-            ids = [_until(row.tolist(), self._end_of_turn) for row in sampled]
-            texts = self._processor.batch_decode(ids, skip_special_tokens=True)
-            right += sum(self._grades(texts, ids, [row["answer"] for row in batch]))
-        model.train()
-        return right / len(rows)
-
-    def encode(self, rows: list[Row]) -> Any:
-        """The model's inputs for the prompts of some rows."""
-        prompts = [
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image", "image": row["image"]}, _text(row["prompt"][0]["content"])],
-                }
-            ]
-            for row in rows
-        ]
-        return self._processor.apply_chat_template(
-            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True
-        )
+        return {"sample": sample, "learn": total - sample, "total": total}
 
     def _train(self) -> None:
         torch.set_num_threads(self._num_threads)  # torch keeps this number per thread
@@ -156,9 +102,6 @@ class TRLLoop:
         finally:
             self._error = sys.exception()
             self._gate.close()
-
-    def _rows(self, split: Split) -> list[Row]:
-        return [self._row(split, index) for index in range(self._env.num_items(split))]
 
     def _row(self, split: Split, index: int) -> Row:
         item = shapes_item(self._env.task, split, index, self._env.seed, self._env.image_size)
@@ -170,7 +113,7 @@ class TRLLoop:
         }
 
     def _dataset(self, split: Split) -> Dataset:
-        rows = self._rows(split)
+        rows = [self._row(split, index) for index in range(self._env.num_items(split))]
 
         def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
             return {column: [rows[index][column] for index in batch["index"]] for column in rows[0]}
@@ -181,9 +124,7 @@ class TRLLoop:
         self, completions: list[list[dict[str, str]]], completion_ids: list[list[int]], answer: list[str], **_: Any
     ) -> list[float]:
         """TRL's reward function."""
-        grades = self._grades([messages[0]["content"] for messages in completions], completion_ids, answer)
-        self._reward = sum(grades) / len(grades)
-        return grades
+        return self._grades([messages[0]["content"] for messages in completions], completion_ids, answer)
 
     def _grades(self, texts: list[str], ids: list[list[int]], answers: list[str]) -> list[float]:
         """1 if the whole turn is the right answer and the policy ended it itself."""
@@ -306,58 +247,3 @@ def _shapes(run: RunConfig) -> ShapesEnv:
     if not isinstance(env, ShapesEnv) or env.turns != 1 or env.tool:
         raise UserInputError("The TRL loop plays Shapes-v0 with one turn and no tool.")
     return env
-
-
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def _until(ids: list[int], end: int) -> list[int]:
-    """The ids up to and including the first `end`."""
-    return ids[: ids.index(end) + 1] if end in ids else ids
-
-
-class _Loop(Protocol):
-    def step(self) -> dict[str, float]: ...
-
-    def accuracy(self, num_items: int) -> float: ...
-
-
-def serve(loop: _Loop, commands: Iterable[str], answers: TextIO) -> None:
-    """Answer `step N` and `accuracy N` with a JSON line each, until `quit` or the end of the commands."""
-    for line in commands:
-        command, *numbers = line.split()
-        if command == "quit":
-            return
-        if command == "step":
-            taken = [loop.step() for _ in range(int(numbers[0]))]
-            answer: dict[str, Any] = {"totals": [s["total"] for s in taken], "reward": [s["reward"] for s in taken]}
-        elif command == "accuracy":
-            answer = {"accuracy": loop.accuracy(int(numbers[0]))}
-        else:
-            raise UserInputError(f"Command {command!r} is unknown: send step N, accuracy N or quit.")
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
-    parser.add_argument("--folder", type=Path, help="the model; default: the config's")
-    parser.add_argument("--prompts", type=int, help="prompts per step; default: the config's")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="run this many steps and print each; default: serve stdin")
-    args = parser.parse_args()
-    # Libraries print to stdout as they like; answers go to the real one.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    run = load_config(args.config, [f"rollout.prompts_per_iteration={args.prompts}"] if args.prompts else [])
-    loop = TRLLoop(args.folder or resolve_model(run.model.path), run, args.threads)
-    if args.steps is None:
-        serve(loop, sys.stdin, answers)
-        return
-    for _ in range(args.steps):
-        print(json.dumps(loop.step()), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What the GPU checks share: models of the published shapes with random weights, conversations, and a report in JSON.
 
-They need torch, transformers, peft, pydantic, numpy and pillow: neither Ray nor vLLM nor a network, and no torchvision, since
-all pictures have sizes that are not changed.
+They need torch, transformers, peft, pydantic, numpy and pillow: neither Ray nor vLLM nor a network. They need no
+torchvision, because no picture is resized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the learner compute the right thing on this GPU? Each check has a threshold; those that fail are named, and the code is 1.
+"""Does the learner compute the right thing on this GPU? A check beyond its threshold is named, and the code is 1.
 
     python benchmarks/gpu/correctness.py [--size 2b] [--out FILE]
 
@@ -108,7 +108,7 @@ class Bench:
             yield name, float(np.sqrt(np.mean((found[0] - other) ** 2))), 0.05
 
     def wide_head(self) -> Gaps:
-        """`model.head_dtype: float32` sums products of 16-bit numbers in float32: values and gradient against float64."""
+        """`model.head_dtype: float32` sums products of 16-bit numbers in float32; compared with float64."""
         policy, _ = self.policy("bfloat16", model__head_dtype="float32")
         weight = policy.backbone.lm_head.weight.detach()
         generator = torch.Generator(self.device).manual_seed(0)
@@ -159,7 +159,7 @@ class Bench:
         yield "first_ratio_error", stats.first_ratio_error, 0.0
 
     def kernels(self) -> Gaps:
-        """Which kernels compute attention. The one called math writes out all scores; torch takes it where no other fits."""
+        """Which kernels compute attention. The one called math, torch's last resort, writes out all scores."""
         for dtype in ("bfloat16", "float32"):
             policy, run = self.policy(dtype)
             updater = make_updater(policy, run)

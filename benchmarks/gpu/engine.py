@@ -2,9 +2,10 @@
 
     python benchmarks/gpu/engine.py [--size 2b] [--out FILE]
 
-Random weights of the published shapes, bfloat16, LoRA of rank 32. The gap is |log-probability of the engine minus that of the
-learner| per sampled token, before the first and after ten optimiser steps; the adapter of 8b has 349 MB. `--size tiny` tries the
-same code on a CPU in seconds; there the learner beside the engine is a thread instead of a process.
+Random weights of the published shapes, bfloat16, LoRA of rank 32. The gap is |log-probability of the engine minus
+that of the learner| per sampled token, before the first and after ten optimiser steps. The adapter of 8b has 349 MB.
+`--size tiny` tries the same code on a CPU in seconds; there the learner beside the engine is a thread instead of a
+process.
 """
 
 from __future__ import annotations
@@ -29,15 +30,7 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
 from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.lora import lora_factors
-from rl_vlm.types import (
-    Completion,
-    GenerationRequest,
-    Message,
-    SamplingParams,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-)
+from rl_vlm.types import Completion, GenerationRequest, Message, SamplingParams, Trajectory, TrajectoryStatus, Turn
 
 _START_S = 240.0  # until the learning process has done its first step
 _STOP_S = 30.0
@@ -204,7 +197,7 @@ def learn_until(stop: Any, steps: Any, folder: Path, tokens: int, side: int, dev
 
 @contextmanager
 def _learning(bench: Bench) -> Iterator[Any]:
-    """Inside, another process learns on the same device (a thread at the tiny size); gives a function that counts its steps."""
+    """While another process (or thread, at the tiny size) learns on the device: a function that counts its steps."""
     context = multiprocessing.get_context("spawn")
     stop, steps = context.Event(), context.Value("q", 0)
     given = (stop, steps, bench.folder, bench.tokens, bench.side, bench.device)

@@ -1,17 +1,17 @@
-"""How fast is the learner on this GPU, and what does it hold? Random weights of the published shapes, bfloat16, LoRA of rank 32.
+"""How fast is the learner on this GPU, and what does it hold? Random weights, bfloat16, LoRA of rank 32.
 
     python benchmarks/gpu/speed.py [--size 4b] [--out FILE]
 
-An update is one optimiser step over a micro-batch of 8,192 packed tokens with images. MFU counts what an update with frozen
-weights needs: two products forward and two backward for every weight and token (no gradient of the weights, no second
-forward pass of checkpointing), the head at sampled positions alone, and attention between tokens that see each other. Without --size: 2b, 4b, 8b.
-`--size tiny` tries the same code on a CPU in seconds.
+An update is one optimiser step over a micro-batch of 8,192 packed tokens with images. MFU counts what an update with
+frozen weights needs: two products forward and two backward for every weight and token, the head at sampled positions
+alone, and attention between tokens that see each other. Without --size: 2b, 4b, 8b, in the published shapes. `--size
+tiny` tries the same code on a CPU in seconds.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from common import Report, arguments, device_of, free, full_batch, make_policy, picture, run_config, scratch, seconds
-from torch.nn import functional
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from rl_vlm.learning import losses
+from rl_vlm.learning.losses import token_logprobs
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import SingleProcess
@@ -64,14 +62,14 @@ class Update:
         for micro in self.packed:
             lengths = (micro.segments >= 0).sum(1).astype(float)
             total += 4 * active * lengths.sum() + 4 * text.embedding * len(micro.target)
-            # Scores and their product with the values for every pair that sees each other, once forward and twice backward.
+            # Scores and their product with the values for each seen pair, once forward and twice backward.
             pairs = sum(_seen_pairs(row) for row in micro.segments)
             total += 12 * text.layers * text.heads * text.head_dim * pairs
         return total
 
 
 def _seen_pairs(segments: np.ndarray) -> float:
-    """Queries and keys of a packed row that see each other: the prompt, and each continuation with the prompt and itself."""
+    """Pairs of a packed row that see each other: within the prompt, and each continuation with prompt and itself."""
     lengths = np.bincount(segments[segments >= 0]).astype(float)
     return float((lengths**2).sum() / 2 + lengths[0] * lengths[1:].sum())
 
@@ -102,13 +100,12 @@ class Speed:
         self.repeats = 1 if size == "tiny" else 3
         self.shape = ModelShape.read(folder)
 
-    def update(self, name: str, change: Callable[[Update], None] = lambda _: None, **dotted: Any) -> None:
+    def update(self, name: str, **dotted: Any) -> None:
         """Time a step, its peak memory, and what the plan says of it."""
         with (
             self.report.measured(f"{self.size} {name}"),
             an_update(self.folder, self.device, self.tokens, self.side, **dotted) as update,
         ):
-            change(update)
             if self.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             taken = seconds(update.step, self.device, self.repeats)
@@ -122,94 +119,38 @@ class Speed:
             )
             planned = sum(part.bytes for part in learner.parts if part.name != "CUDA context")
             self.report.add(
-                f"{self.size} {name}",
-                seconds=taken,
-                tokens_per_s=update.tokens / taken,
+                f"{self.size} {name}", seconds=taken, tokens_per_s=update.tokens / taken,
                 tflops=update.flops(self.shape) / taken / 1e12,
-                mfu=update.flops(self.shape) / taken / best if best else None,
-                peak_gib=peak / 2**30 if peak else None,
-                planned_gib=planned / 2**30,
-                tokens=update.tokens,
-            )
+                mfu=update.flops(self.shape) / taken / best if best else None, peak_gib=peak / 2**30 if peak else None,
+                planned_gib=planned / 2**30, tokens=update.tokens,
+            )  # fmt: skip
 
     def updates(self) -> None:
         """The update as it is, and with one thing changed at a time."""
         self.update("update", learner__gradient_checkpointing=True)
         self.update("update, no checkpointing", learner__gradient_checkpointing=False)
-        self.update("update, LoRA in bfloat16", _lora_in_bf16, learner__gradient_checkpointing=True)
-        # More images than the cache holds: each step decodes them again, by a thread or before its pass.
+        # More images than the cache holds: each step decodes them again.
         self.update("update, images not kept", model__image_cache_mib=0)
-        self.update("update, images not kept, not read ahead", _read_nothing_ahead, model__image_cache_mib=0)
-        # Minutes for each size; on a CPU it needs a C++ compiler.
-        if self.device == "cuda" and self.size == "4b":
-            self.update("update, compiled layers", _compile_layers, learner__gradient_checkpointing=True)
 
     def head(self) -> None:
-        """Log-probabilities of sampled tokens, forward and backward, in tiles of several sizes."""
+        """Log-probabilities of sampled tokens, forward and backward."""
         with (
             self.report.measured(f"{self.size} head"),
             an_update(self.folder, self.device, self.tokens, self.side) as update,
         ):
-            backbone, rows = update.policy.backbone, self.tokens // 2
-            hidden = torch.randn(
-                rows, self.shape.text.hidden, device=self.device, dtype=torch.bfloat16, requires_grad=True
-            )
+            backbone, rows, width = update.policy.backbone, self.tokens // 2, self.shape.text.hidden
+            hidden = torch.randn(rows, width, device=self.device, dtype=torch.bfloat16, requires_grad=True)
             targets = torch.randint(0, 200, (rows,), device=self.device)
-            for name, options in _head_options():
-                if self.device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
-                def work(options: dict[str, Any] = options) -> None:
-                    losses.token_logprobs(backbone, hidden, targets, 1.0, **options)[0].sum().backward()
+            def work() -> None:
+                token_logprobs(backbone, hidden, targets, 1.0)[0].sum().backward()
 
-                taken = seconds(work, self.device, self.repeats)
-                peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if self.device == "cuda" else None
-                self.report.add(f"{self.size} head, {name}", seconds=taken, rows=rows, peak_gib=peak)
-
-    def attention(self) -> None:
-        """One layer's attention over a packed row: torch's kernel with a dense mask, and flex attention with its segments."""
-        text, length = self.shape.text, self.tokens
-        width = length // 9
-        segments = torch.clamp(torch.arange(length, device=self.device) // width, max=8)
-        shapes = (text.heads, text.kv_heads, text.kv_heads)
-        inputs = [
-            torch.randn(
-                1,
-                heads,
-                length,
-                text.head_dim,
-                device=self.device,
-                dtype=torch.bfloat16,
-                requires_grad=self.device == "cuda",
-            )
-            for heads in shapes
-        ]
-
-        def seen(_: Any, __: Any, query: Any, key: Any) -> Any:
-            return (query >= key) & ((segments[key] == 0) | (segments[key] == segments[query]))
-
-        places = torch.arange(length, device=self.device)
-        dense = seen(0, 0, places[:, None], places[None, :])[None, None]
-        block = create_block_mask(seen, None, None, length, length, device=self.device)
-        flex = torch.compile(flex_attention) if self.device == "cuda" else flex_attention
-        outputs: dict[str, Any] = {}
-        kinds: dict[str, Callable[[], Any]] = {
-            "dense mask": lambda: functional.scaled_dot_product_attention(*inputs, attn_mask=dense, enable_gqa=True),
-            "flex": lambda: flex(*inputs, block_mask=block, enable_gqa=True),
-        }
-        for name, attend in kinds.items():
-            with self.report.measured(f"{self.size} attention, {name}"):
-
-                def work(attend: Callable[[], Any] = attend, name: str = name) -> None:
-                    out = attend()
-                    outputs[name] = out.detach()
-                    if out.requires_grad:
-                        out.sum().backward()
-
-                taken = seconds(work, self.device, self.repeats)
-                gap = float((outputs[name] - outputs["dense mask"]).abs().max())
-                self.report.add(f"{self.size} attention, {name}", seconds=taken, gap=gap, tokens=length)
+            taken = seconds(work, self.device, self.repeats)
+            peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if self.device == "cuda" else None
+            self.report.add(f"{self.size} head", seconds=taken, rows=rows, peak_gib=peak)
 
     def images(self) -> None:
         """Milliseconds per image: decoding and cutting it on the CPU, and a pass of the tower."""
@@ -267,30 +208,6 @@ class Speed:
                 torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _lora_in_bf16(update: Update) -> None:
-    for parameter in update.policy.parameters:
-        parameter.data = parameter.data.bfloat16()
-    update.strategy.prepare(update.policy, make_optimizer(update.policy, update.run))
-
-
-def _read_nothing_ahead(update: Update) -> None:
-    update.policy.backbone.announce_images = lambda images: None  # type: ignore[method-assign]
-
-
-def _compile_layers(update: Update) -> None:
-    for layer in update.policy.model.model.language_model.layers:
-        layer.compile()
-
-
-def _head_options() -> list[tuple[str, dict[str, Any]]]:
-    """How the head may be cut."""
-    tiles = [(1024, 16384), (4096, 16384), (4096, 65536)]
-    return [
-        ("as it is", {}),
-        *((f"tiles of {rows} × {columns}", {"tile": losses.Tile(rows, columns)}) for rows, columns in tiles),
-    ]
-
-
 def main(arguments_given: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     args = arguments(__doc__, "").parse_args(arguments_given)
@@ -302,7 +219,6 @@ def main(arguments_given: list[str] | None = None) -> int:
             speed = Speed(report, folder, size, device)
             speed.updates()
             speed.head()
-            speed.attention()
             speed.images()
             if size in ("tiny", "4b"):
                 speed.profile()

@@ -1,6 +1,6 @@
 """The policy update: old log-probabilities once per rollout, then one optimiser step per minibatch.
 
-Plain torch, without Ray: RLlib's learner and the single-process loop of the benchmarks both run this."""
+Plain torch, without Ray: RLlib's learner and `examples/one_process.py` both run this."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 # The policy update: old log-probabilities once per rollout, then one optimiser step per minibatch.
 #
-# Plain torch, without Ray: RLlib's learner and the single-process loop of the benchmarks both run this.
+# Plain torch, without Ray: RLlib's learner and `examples/one_process.py` both run this.
 
 
 class LossError(RLVLMError):

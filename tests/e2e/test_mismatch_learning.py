@@ -16,7 +16,6 @@ from runs import QUICKSTART, ROOT
 from safetensors.torch import save
 
 from rl_vlm.config import load_config
-from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.weights import AdapterPayload
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(900)]
@@ -52,21 +51,23 @@ class NoisyEngine:
         await self._engine.load_adapter(replace(payload, tensors=blob, sha256=hashlib.sha256(blob).hexdigest()))
 
 
-def train(bare_loop: Callable[..., Any], name: str, noisy: bool, seed: int) -> dict[str, float]:
+def train(one_process: Callable[..., Any], name: str, noisy: bool, seed: int) -> dict[str, float]:
     run = load_config(QUICKSTART, [f"algorithm.iterations={ITERATIONS}", f"seed={seed}", *SETTINGS[name]])
-    loop = bare_loop(resolve_model(run.model.path), run)
+    loop = one_process(run)
     engine, noise = loop.engine, NoisyEngine(loop.engine)
-    if noisy:
-        loop.engine = noise
     figures = []
     for _ in range(ITERATIONS):
-        figures.append(loop.step())
+        loop.engine = engine
+        groups = loop.sample("train", loop.draw_items(), run.rollout.group_size, run.rollout.temperature)
+        reward = float(np.mean([group.rewards.mean() for group in groups]))
+        figures.append({"reward": reward, **loop.learn(groups)})
+        loop.engine = noise if noisy else engine
+        loop.publish()
         # mismatch/kl is about half the variance of the noise in a log-probability.
         found = math.sqrt(2 * figures[-1]["mismatch/kl"])
         noise.scale *= min(max(NOISE / max(found, 1e-6), 0.7), 1.4)
     loop.engine = engine
-    loop.iteration += 1
-    loop._loop.run_until_complete(engine.load_adapter(loop.policy.payload(loop.iteration)))
+    loop.publish()
     settled = figures[ITERATIONS // 4 :]
     return {
         "nats": float(np.sqrt(2 * np.mean([step["mismatch/kl"] for step in settled]))),
@@ -79,12 +80,12 @@ def train(bare_loop: Callable[..., Any], name: str, noisy: bool, seed: int) -> d
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_correction_learns_with_a_noisy_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from bare import BareLoop
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from one_process import OneProcess
 
-    found = {"exact engine": train(BareLoop, "none", noisy=False, seed=seed)}
+    found = {"exact engine": train(OneProcess, "none", noisy=False, seed=seed)}
     for name in SETTINGS:
-        found[name] = train(BareLoop, name, noisy=True, seed=seed)
+        found[name] = train(OneProcess, name, noisy=True, seed=seed)
         print(seed, name, json.dumps(found[name]), flush=True)
     print(seed, json.dumps(found, indent=1))
     assert found["exact engine"]["nats"] < 1e-3

@@ -100,11 +100,9 @@ def test_what_is_wrong_is_named(ran: dict[str, Any]) -> None:
 
 def test_speed_prints_its_figures(ran: dict[str, Any]) -> None:
     figures = ran["speed"]["figures"]
-    kept = "update, images not kept"
-    for name in ("update", "update, no checkpointing", "update, LoRA in bfloat16", kept, f"{kept}, not read ahead"):
+    for name in ("update", "update, no checkpointing", "update, images not kept"):
         assert figures[f"tiny {name}"]["tokens_per_s"] > 0 and figures[f"tiny {name}"]["planned_gib"] > 0
-    assert figures["tiny attention, flex"]["gap"] < 0.05
-    assert {"tiny head, as it is", "tiny images", "tiny profile"} <= set(figures)
+    assert {"tiny head", "tiny images", "tiny profile"} <= set(figures)
     assert figures["tiny profile"]["operations"]
 
 

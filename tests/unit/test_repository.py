@@ -24,7 +24,7 @@ LEFT_BY_TOOLS = (
 
 
 def test_imports_are_sorted_alike_whatever_folders_a_run_leaves(tmp_path: Path) -> None:
-    for folder in ("rl_vlm", "tests", "benchmarks"):
+    for folder in ("rl_vlm", "tests", "benchmarks", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in IGNORED:

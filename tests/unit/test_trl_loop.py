@@ -1,8 +1,6 @@
 """benchmarks/trl_loop.py: TRL takes whole steps on the same prompts, with the reward and the schedule of the run."""
 
 import importlib
-import io
-import json
 from pathlib import Path
 
 import pytest
@@ -41,10 +39,19 @@ def loop(module, tiny_folder):
     return module.TRLLoop(tiny_folder, run_config())
 
 
+def _text(text):
+    return {"type": "text", "text": text}
+
+
 def test_prompts_are_those_of_the_system(loop, tiny_folder):
     text = load_text_side(tiny_folder)
     items = [shapes_item("count", "train", index) for index in (0, 5)]
-    encoded = loop.encode([loop._row("train", index) for index in (0, 5)])
+    rows = [loop._row("train", index) for index in (0, 5)]
+    contents = [[{"type": "image", "image": row["image"]}, _text(row["prompt"][0]["content"])] for row in rows]
+    encoded = loop._processor.apply_chat_template(
+        [[{"role": "user", "content": content}] for content in contents],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True,
+    )  # fmt: skip
     for item, ids in zip(items, encoded["input_ids"].tolist(), strict=True):
         span = text.codec.encode_prompt([Message.of("user", item.image, item.question)])
         count = text.images.count_tokens(item.image.width, item.image.height)
@@ -74,9 +81,7 @@ def test_steps_are_whole_and_follow_the_schedule_to_its_end(loop):
         assert loop.trainer.state.global_step == 2 * number
         assert measured["total"] == pytest.approx(measured["sample"] + measured["learn"])
         assert 0 < measured["sample"] < measured["total"]
-        assert 0 <= measured["reward"] <= 1
     assert loop.trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
-    assert 0 <= loop.accuracy(3) <= 1
     for _ in range(2):
         with pytest.raises(UserInputError, match=r"algorithm\.iterations"):
             loop.step()
@@ -102,21 +107,3 @@ def test_settings_that_trl_lacks_are_refused(module, tmp_path):
     for algorithm in ({"advantage_normalization": "std"}, {"kl_coef": 0.1, "kl_estimator": "k2"}):
         with pytest.raises(UserInputError, match="TRL"):
             module.grpo_arguments(run_config(algorithm={**OVERRIDES["algorithm"], **algorithm}), str(tmp_path), [])
-
-
-def test_commands_are_answered_with_a_line_of_json_each(module):
-    class Loop:
-        def step(self):
-            return {"total": 0.5, "reward": 0.25}
-
-        def accuracy(self, num_items):
-            return 1 / num_items
-
-    answers = io.StringIO()
-    module.serve(Loop(), ["step 2\n", "accuracy 4\n", "quit\n", "step 9\n"], answers)
-    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
-        {"totals": [0.5, 0.5], "reward": [0.25, 0.25]},
-        {"accuracy": 0.25},
-    ]
-    with pytest.raises(UserInputError, match="unknown"):
-        module.serve(Loop(), ["dance\n"], answers)

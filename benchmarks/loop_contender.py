@@ -1,58 +1,61 @@
-"""One contender of `loop.py` or `never_wait.py` in a process of its own: reads `step N PROMPTS` and `quit`, answers with JSON lines."""
+"""One contender of `loop.py` or `never_wait.py`: a line holds the numbers of steps and of prompts."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import atexit
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
+from turns import HERE, serve
 
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.models.loading import resolve_model
 
 
-class Loop(Protocol):
-    """Whatever can do a GRPO step."""
+class OneProcess:
+    """The loop in one process, without Ray: `examples/one_process.py`."""
+
+    def __init__(self, run: RunConfig, threads: int) -> None:
+        sys.path.append(str(HERE.parent / "examples"))
+        from one_process import OneProcess
+
+        self._loop = OneProcess(run, threads)
 
     def step(self, prompts: int) -> dict[str, float]:
         """One step with that many prompts: seconds by activity, `total` among them."""
-        ...
-
-
-class Bare:
-    """The single-process loop without Ray."""
-
-    def __init__(self, run: RunConfig, folder: Path, threads: int) -> None:
-        from bare import BareLoop
-
-        self._loop = BareLoop(folder, run, threads)
-
-    def step(self, prompts: int) -> dict[str, float]:
-        self._loop.run = _with_prompts(self._loop.run, prompts)
-        return self._loop.step()
+        loop = self._loop
+        loop.run = _with_prompts(loop.run, prompts)
+        rollout = loop.run.rollout
+        started = time.perf_counter()
+        groups = loop.sample("train", loop.draw_items(), rollout.group_size, rollout.temperature)
+        sampled = time.perf_counter()
+        loop.learn(groups)
+        learned = time.perf_counter()
+        loop.publish()
+        ended = time.perf_counter()
+        seconds = (sampled - started, learned - sampled, ended - learned, ended - started)
+        return dict(zip(("sample", "learn", "publish", "total"), seconds, strict=True))
 
 
 class Ours:
-    """The system: Ray Serve, env runners, learner group. `rounds` collects rollouts in whole rounds."""
+    """The system: Ray Serve, env runners, learner group."""
 
-    def __init__(self, run: RunConfig, rounds: bool = False) -> None:
+    def __init__(self, run: RunConfig) -> None:
         from rl_vlm.runs.ray_session import ray_cluster
         from rl_vlm.runs.train import kind_of
 
-        self._cluster = ray_cluster(run)
-        self._cluster.__enter__()
+        cluster = ray_cluster(run)
+        cluster.__enter__()
+        atexit.register(cluster.__exit__, None, None, None)
         scratch = Path(tempfile.mkdtemp(prefix="rl-vlm-bench-"))
         self._algorithm: Any = kind_of(run).rllib_config(run).from_run_config(run, scratch).build_algo()
-        if rounds:
-            from whole_rounds import WholeRounds
-
-            rollouts = self._algorithm.rollouts
-            self._algorithm.rollouts = WholeRounds(rollouts._sampler, rollouts._stream, run)
+        atexit.register(self._algorithm.stop)
         self._replicas = [
             process
             for process in psutil.Process().children(recursive=True)
@@ -68,15 +71,11 @@ class Ours:
         metrics = self._algorithm.last_metrics
         seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
         return {
-            **seconds,
-            "total": total,
-            "reward": metrics.get("reward/mean", 0.0),
-            "engine": self._engine_s() - cpu_s,
+            **seconds, "total": total, "engine": self._engine_s() - cpu_s,
             "trajectories": metrics.get("rollout/groups", 0.0) * self._algorithm.run.rollout.group_size,
-            "lag_max": metrics.get("rollout/lag_max", 0.0),
-            "utilisation": metrics.get("rollout/utilisation", 0.0),
+            "lag_max": metrics.get("rollout/lag_max", 0.0), "utilisation": metrics.get("rollout/utilisation", 0.0),
             "too_old": metrics.get("dropped/too_old", 0.0),
-        }
+        }  # fmt: skip
 
     def _engine_s(self) -> float:
         times = [process.cpu_times() for process in self._replicas]
@@ -90,20 +89,17 @@ class Ours:
         algorithm.make_state()
         algorithm.version, algorithm.updates = version, updates
 
-    def close(self) -> None:
-        self._algorithm.stop()
-        self._cluster.__exit__(None, None, None)
-
 
 class TRL:
-    """TRL's GRPOTrainer."""
+    """TRL's GRPOTrainer, which has the configuration's number of prompts."""
 
-    def __init__(self, run: RunConfig, folder: Path, threads: int) -> None:
+    def __init__(self, run: RunConfig, threads: int) -> None:
         from trl_loop import TRLLoop
 
-        self._loop = TRLLoop(folder, run, threads)
+        self._loop = TRLLoop(resolve_model(run.model.path), run, threads)
 
     def step(self, prompts: int) -> dict[str, float]:
+        assert prompts == self._loop.prompts
         return self._loop.step()
 
 
@@ -115,28 +111,19 @@ def _with_prompts(run: RunConfig, prompts: int) -> RunConfig:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("bare", "ours", "rounds", "trl"))
+    parser.add_argument("kind", choices=("one", "ours", "trl"))
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    # Libraries print to stdout as they like; answers go to the real one.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    run = load_config(args.config, args.overrides)
-    folder = resolve_model(run.model.path)
-    loops = {"bare": lambda: Bare(run, folder, args.threads), "ours": lambda: Ours(run)}
-    loops["rounds"] = lambda: Ours(run, rounds=True)
-    loops["trl"] = lambda: TRL(run, folder, args.threads)
-    loop: Any = loops[args.kind]()
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        command, *numbers = line.split()
-        if command == "quit":
-            break
-        count, prompts = map(int, numbers)
-        print(json.dumps({"steps": [loop.step(prompts) for _ in range(count)]}), file=answers, flush=True)
-    if hasattr(loop, "close"):
-        loop.close()
+
+    def prepare() -> Callable[[str, str], list[dict[str, float]]]:
+        run = load_config(args.config, args.overrides)
+        assert isinstance(run, RunConfig)
+        loop = Ours(run) if args.kind == "ours" else {"one": OneProcess, "trl": TRL}[args.kind](run, args.threads)
+        return lambda steps, prompts: [loop.step(int(prompts)) for _ in range(int(steps))]
+
+    serve(prepare)
 
 
 if __name__ == "__main__":
