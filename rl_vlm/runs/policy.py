@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.algorithms.checkpoint import latest_checkpoint, save_checkpoint
-from rl_vlm.algorithms.sight import Fault, SightError, raise_or_tell
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
@@ -23,6 +22,7 @@ from rl_vlm.envs.parts import make_part, survey, train_size
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.wire import check_plain
 from rl_vlm.evaluation.heldout import evaluation_tasks
+from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model

@@ -27,7 +27,7 @@ from rl_vlm.preference.collector import (
     evaluation_seeds,
     make_run_env,
 )
-from rl_vlm.preference.sampling import (
+from rl_vlm.preference.schedule import (
     EVAL_COLUMNS,
     TRAIN_COLUMNS,
     FinishedEpisode,
@@ -49,7 +49,7 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
     from rl_vlm.labelling.teachers import prompts_of
     from rl_vlm.preference.collector import make_run_env
     from rl_vlm.preference.feedback import check_cache
-    from rl_vlm.preference.sampling import check_segments
+    from rl_vlm.preference.schedule import check_segments
 
     settings = config.preference
     env = make_run_env(config)
