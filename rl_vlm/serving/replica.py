@@ -41,7 +41,7 @@ from rl_vlm.serving.follower import (
     ReplicaTally,
 )
 from rl_vlm.serving.registry import app_name, fetch_model_files, registry_name
-from rl_vlm.serving.spans import engine_spans
+from rl_vlm.tracing import finished
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -362,7 +362,12 @@ class VLMServer:
         for request, completion in zip(requests, completions, strict=True):
             object.__setattr__(completion, "replica_id", self.replica_id)
             if request.trace:
-                spans = engine_spans(request.trace, completion, arrived_ns, admitted_s, seconds)
+                parts = {"admit": admitted_s, "queue": completion.queue_s, "generate": completion.generate_s}
+                spans = finished(
+                    request.trace, f"replica-{self.replica_id}", "engine", arrived_ns, seconds, parts,
+                    version=completion.policy_version, prompt_tokens=len(completion.prompt_ids),
+                    tokens=sum(len(sample.token_ids) for sample in completion.samples),
+                )  # fmt: skip
                 object.__setattr__(completion, "spans", spans)
             self._tally.answered(completion, seconds)
 
