@@ -40,7 +40,7 @@ from rl_vlm.serving.follower import (
     ReplicaState,
     ReplicaTally,
 )
-from rl_vlm.serving.registry import app_name, fetch_model_files, registry_name
+from rl_vlm.serving.registry import app_name, registry_name
 from rl_vlm.tracing import finished
 from rl_vlm.types import (
     Completion,
@@ -268,7 +268,7 @@ class VLMServer:
 
     def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
         keep_to_loopback()
-        folder = model.on_this_node(lambda: fetch_model_files(run_id, namespace))
+        folder = model.on_this_node()
         self._engine = build_engine(folder, run)
         self._serving, self._run_id = run.serving, run_id
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
