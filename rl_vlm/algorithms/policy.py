@@ -90,7 +90,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
         return RLModuleSpec(
             module_class=VLMModule,
-            model_config={"model": self.served_model, "run_id": self.run_id, "run_config": self.run_config},
+            model_config={"model": self.served_model, "run_config": self.run_config},
         )
 
 

@@ -11,6 +11,8 @@ from rl_vlm.plugins import load_plugins
 from rl_vlm.runs import policy, preference
 from rl_vlm.runs.lifecycle import RunKind
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
+from rl_vlm.tracing import collector_is_named
+from rl_vlm.types import UserInputError
 
 # The kinds of runs of `rl-vlm train`. The class of a configuration says which kind it is.
 
@@ -29,7 +31,18 @@ def inspect_run(config: TrainConfig) -> dict[str, Any]:
     """
     load_plugins(config.plugins)
     check_quantization(config.serving.quantization)
+    if config.logging.traces and collector_is_named():
+        _check_exporter()
     return kind_of(config).inspect(config)
+
+
+def _check_exporter() -> None:
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
+    except ImportError as error:
+        raise UserInputError(
+            "OTEL_EXPORTER_OTLP_ENDPOINT asks for traces to be sent, which needs a package: pip install 'rl-vlm[otlp]'."
+        ) from error
 
 
 def default_run_dir(config: TrainConfig) -> Path:
