@@ -415,6 +415,7 @@ class Sampling(PolicyAlgorithm):
         self.recovery: Any = SimpleNamespace(earlier_restarts=0)
         left = iter(rounds)
         self.rollouts: Any = SimpleNamespace(
+            crosses_versions=False,
             next_groups=lambda version, left_over: next(left),
             timings={},
             metrics={},
