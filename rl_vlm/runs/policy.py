@@ -351,7 +351,7 @@ class PolicyRun(RunLifecycle):
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
         self.display.update(iteration, metrics)
-        if config.sight.gate != "off":
+        if algorithm.sight_faults and config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
         if hint := self._unpaid_start.look(iteration, metrics):
             self.display.message(hint)
