@@ -16,7 +16,7 @@ import httpx
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.envs.adapters.address import is_loopback, token_header
+from rl_vlm.envs.address import is_loopback, token_header
 from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import Message, Part, UserInputError, as_encoded
 

@@ -35,7 +35,7 @@ def list_them(context: typer.Context, as_json: AsJson = False) -> None:
     """List the environments that are known by name, with their splits and turns."""
     if context.invoked_subcommand is not None:
         return
-    from rl_vlm.envs.listing import list_environments
+    from rl_vlm.envs.registry import list_environments
 
     found = list_environments()
     if as_json:

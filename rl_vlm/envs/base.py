@@ -15,7 +15,9 @@ from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
 Info = dict[str, Any]
-Count = Annotated[int, Field(ge=1)]  # for arguments of environments
+# For arguments of environments.
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 StepResult = tuple[Observation, float, bool, bool, Info]
 
 

@@ -6,21 +6,23 @@ import ctypes
 import gc
 import hashlib
 import random
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import FrameType
 from typing import Any, Literal
 
 import psutil
 from PIL import Image
 
-from rl_vlm.envs.adapters.shared import forget_shared
 from rl_vlm.envs.base import StepResult, VisionEnv
-from rl_vlm.envs.deadline import DeadlineError, deadline
 from rl_vlm.envs.errors import check_reset, check_step
+from rl_vlm.envs.foreign.vlm_gym import forget_shared
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError, as_encoded
@@ -361,3 +363,29 @@ def as_text(observation: Observation) -> str:
         )
         lines.append(f"[{message.role}] {' '.join(parts)}")
     return "\n".join(lines)
+
+
+_AGAIN_S = 1.0  # code that catches the interruption is interrupted again
+
+
+class DeadlineError(BaseException):
+    """The deadline has passed. No Exception, because code of others catches these."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise DeadlineError inside the block once `seconds` have passed; in another thread than the main one there is no deadline."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise DeadlineError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)

@@ -6,13 +6,15 @@ import math
 import numbers
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from PIL import Image
 
-from rl_vlm.envs.base import Info, StepResult
 from rl_vlm.types import EncodedImage, Message, Observation, RLVLMError, Role
+
+if TYPE_CHECKING:
+    from rl_vlm.envs.base import Info, StepResult
 
 ROLES = get_args(Role)
 _MOST_ENTRIES = 100  # of one value of an info that is sent on

@@ -7,21 +7,187 @@ that hold tokens and keys are not handed on, except those that the arguments or 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_vlm.child import Child, ChildStartError
-from rl_vlm.envs import wire
-from rl_vlm.envs.adapters.address import TOKEN_VARIABLE
-from rl_vlm.envs.adapters.interfaces import split_scheme
-from rl_vlm.envs.apart import EnvClient, raise_error
-from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
-from rl_vlm.envs.registry import portable_id
+from PIL import Image
+
+from rl_vlm.child import Answer, Child, ChildStartError
+from rl_vlm.envs.address import TOKEN_VARIABLE
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics, check_reset, check_step
+from rl_vlm.envs.foreign import split_scheme
+from rl_vlm.envs.registry import make, portable_id
 from rl_vlm.frames import Frame, FrameError, PeerGoneError
-from rl_vlm.types import Observation, Split, UserInputError
+from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 
 PASS_VARIABLE = "RL_VLM_ENV_PASS"  # names of variables, although they hold secrets, that environments may see
 _CLOSE_S = 2.0
+MAX_MESSAGE = 500  # characters of an exception's text that are sent
+_KINDS: dict[str, type[Exception]] = {"input": UserInputError, "env": EnvError}
+MAX_SIDE = 2**16  # pixels
+
+
+def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UserInputError for an argument that is no JSON, so that the process of an environment could not be told it."""
+    for name, value in arguments.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserInputError(
+                f"{env_id}: env.kwargs.{name} must be plain values to reach another process ({error}): quote dates, and write sets as "
+                "lists."
+            ) from error
+
+
+def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """An observation as JSON and the PNG bytes of its images."""
+    messages: list[dict[str, Any]] = []
+    blobs: list[bytes] = []
+    for message in observation.messages:
+        parts: list[Any] = []
+        for part in message.parts:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            image = EncodedImage.from_pil(part) if isinstance(part, Image.Image) else part
+            parts.append({"width": image.width, "height": image.height})
+            blobs.append(image.png)
+        messages.append({"role": message.role, "parts": parts})
+    return messages, blobs
+
+
+def unpack_observation(messages: Any, blobs: list[bytes]) -> Observation:
+    """The inverse of `pack_observation`; FrameError if the two do not fit together."""
+    left = iter(blobs)
+    try:
+        return Observation(
+            tuple(
+                Message(message["role"], tuple(_unpack_part(part, left) for part in message["parts"]))
+                for message in messages
+            )
+        )
+    except (TypeError, KeyError, StopIteration, RuntimeError, AttributeError) as error:
+        raise FrameError(f"an observation does not fit its images ({error})") from error
+
+
+def _unpack_part(part: Any, blobs: Any) -> str | EncodedImage:
+    if isinstance(part, str):
+        return part
+    png, width, height = next(blobs), part["width"], part["height"]
+    if not all(type(side) is int and 1 <= side <= MAX_SIDE for side in (width, height)):
+        raise TypeError(f"an image of {str(width)[:20]} x {str(height)[:20]} pixels")
+    return EncodedImage(hashlib.sha256(png).hexdigest(), png, width, height)
+
+
+class EnvWorker:
+    """Answers requests, one at a time: `make`, then `num_items`, `reset`, `step`, and `close`.
+
+    build: makes the environment at the request `make`; by default it is made as the request says.
+    """
+
+    def __init__(self, build: Callable[[], VisionEnv] | None = None) -> None:
+        self._build = build
+        self._env: VisionEnv | None = None
+
+    def answer(self, request: dict[str, Any]) -> Frame:
+        """The reply to one request; whatever the environment raises becomes an error reply."""
+        try:
+            return self._carry_out(request)
+        except UserInputError as error:
+            return {"kind": "input", "error": short_line(error)}, []
+        except EnvError as error:
+            return {"kind": "env", "error": short_line(error)}, []
+        except Exception as error:
+            return {"kind": "env", "error": f"{type(error).__name__}: {short_line(error)}"}, []
+
+    def _carry_out(self, request: dict[str, Any]) -> Frame:
+        op = request["op"]
+        if op == "make":
+            self._env = self._build() if self._build else make(request["env_id"], **request["kwargs"])
+            return {"metrics": check_metrics(self._env.metrics)}, []
+        if self._env is None:
+            raise EnvError("no environment was made")
+        if op == "num_items":
+            return {"value": self._env.num_items(request["split"])}, []
+        if op == "reset":
+            observation, info = check_reset(self._env.reset(seed=request["seed"], options=request["options"]))
+            messages, blobs = pack_observation(observation)
+            return {"messages": messages, "info": info}, blobs
+        if op == "step":
+            observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
+            messages, blobs = pack_observation(observation)
+            flags = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
+            return {"messages": messages, **flags}, blobs
+        if op == "close":
+            self._env.close()
+            return {}, []
+        raise EnvError(f"unknown request {op!r}")
+
+
+def prepare() -> Answer:
+    """In a child process: what answers requests."""
+    worker = EnvWorker()
+    return lambda request, _: worker.answer(request)
+
+
+class EnvClient(VisionEnv):
+    """An environment elsewhere: its calls are frames that an `EnvWorker` answers. Subclasses carry the frames."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Have an environment made."""
+
+    @abstractmethod
+    def _is_open(self) -> bool:
+        """Whether there is one."""
+
+    @abstractmethod
+    def _ask(self, request: dict[str, Any]) -> Frame:
+        """The reply to a request. Raises EnvLostError where the other side has lost the environment without a trace."""
+
+    @abstractmethod
+    def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
+        """The observation in a reply."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """See VisionEnv. Where the environment is lost, another one is made."""
+        super().reset(seed=seed)
+        request = {"op": "reset", "seed": seed, "options": options}
+        if not self._is_open():
+            self._open()
+        try:
+            reply, blobs = self._ask(request)
+        except EnvLostError:
+            self._open()
+            reply, blobs = self._ask(request)
+        return check_reset((self._observation(reply, blobs), reply.get("info")))
+
+    def step(self, action: str) -> StepResult:
+        """See VisionEnv."""
+        reply, blobs = self._ask({"op": "step", "action": action})
+        flags = (reply.get("reward"), reply.get("terminated"), reply.get("truncated"), reply.get("info"))
+        return check_step((self._observation(reply, blobs), *flags))
+
+
+class EnvLostError(EnvCrashError):
+    """The other side does not know the environment any more."""
+
+
+def raise_error(reply: dict[str, Any], what: str) -> None:
+    """Raise the error that a reply brings, if it brings one; `what` is put in front of the environment's own."""
+    if "error" in reply:
+        kind = _KINDS.get(reply.get("kind", ""), EnvError)
+        raise kind(str(reply["error"]) if kind is UserInputError else f"{what}: {reply['error']}")
+
+
+def short_line(error: Exception) -> str:
+    """An exception's message as one bounded line."""
+    return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
 
 
 class ProcessEnv(EnvClient):
@@ -46,7 +212,7 @@ class ProcessEnv(EnvClient):
         self._env_id = env_id
         self._kwargs = kwargs or {}
         self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": self._kwargs}
-        wire.check_plain(env_id, self._kwargs)
+        check_plain(env_id, self._kwargs)
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._child: Child | None = None
@@ -71,7 +237,7 @@ class ProcessEnv(EnvClient):
         self._kill()
 
     def _open(self) -> None:
-        self._child = Child("rl_vlm.envs.apart:prepare", whole=True, keep=self._wanted_secrets(), quiet=False)
+        self._child = Child("rl_vlm.envs.isolation:prepare", whole=True, keep=self._wanted_secrets(), quiet=False)
         try:
             self._child.wait_ready(self._start_timeout_s)
         except ChildStartError as error:
@@ -117,7 +283,7 @@ class ProcessEnv(EnvClient):
 
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
         try:
-            return wire.unpack_observation(reply.get("messages"), blobs)
+            return unpack_observation(reply.get("messages"), blobs)
         except FrameError as error:
             raise self._protocol_error(error) from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.envs.parts import make_part, part_size
+from rl_vlm.envs.registry import make_part, part_size
 from rl_vlm.evaluation.outcomes import Side, label
 from rl_vlm.models.digest import hash_model
 from rl_vlm.models.loading import resolve_model

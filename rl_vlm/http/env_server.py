@@ -22,11 +22,10 @@ from starlette.routing import Route
 
 from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs.adapters.remote import FRAME
-from rl_vlm.envs.apart import EnvWorker, short_line
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.isolation import ProcessEnv
+from rl_vlm.envs.isolation import EnvWorker, ProcessEnv, short_line
 from rl_vlm.envs.registry import make
+from rl_vlm.envs.remote import FRAME
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.gate import Deadlines, Gate, HTTPMetrics, RequestError, error_response
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure

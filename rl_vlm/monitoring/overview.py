@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import getproxies
 
-from rl_vlm.envs.adapters.address import is_loopback
+from rl_vlm.envs.address import is_loopback
 from rl_vlm.monitoring.ray_metrics import EVAL
 from rl_vlm.types import POLICY, RLVLMError, UserInputError
 

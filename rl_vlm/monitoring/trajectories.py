@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_vlm.envs.parquet_budget import TooLargeError, read_file
+from rl_vlm.envs.data import TooLargeError, read_parquet
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Turn, UserInputError
 
@@ -109,7 +109,7 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
     for file in files:
         try:
             # Not read_table, which may take the folder's name for a column.
-            rows += read_file(pq.ParquetFile(file)).to_pylist()
+            rows += read_parquet(pq.ParquetFile(file)).to_pylist()
         except TooLargeError as error:
             raise UserInputError(f"Cannot read the trajectories in {file}: the file {error}.") from error
         except (pa.ArrowException, OSError) as error:

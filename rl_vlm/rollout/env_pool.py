@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
-from rl_vlm.envs.parts import make_part
+from rl_vlm.envs.registry import make_part
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
 from rl_vlm.waiting import note_hung_thread

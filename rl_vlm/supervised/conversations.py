@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
+from rl_vlm.envs.data import BadRowError
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
-from rl_vlm.envs.rows import BadRowError
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import (
     EncodedImage,

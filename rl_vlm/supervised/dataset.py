@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.envs.tables import refuse_shared_rows, split_slice
+from rl_vlm.envs.data import refuse_shared_rows, split_slice
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.supervised.conversations import Conversation, ConversationEncoder

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl_vlm.envs.data import HUB_NAME, BadRowError, file_rows, hub_rows, local_files, split_slice
 from rl_vlm.envs.images import one_line
-from rl_vlm.envs.rows import BadRowError, ParquetRows, hub_rows, local_files
-from rl_vlm.envs.tables import HUB_NAME, split_slice
 from rl_vlm.registry import provided
 from rl_vlm.supervised.conversations import Conversation, read_conversation
 from rl_vlm.types import Split, UserInputError
@@ -149,10 +148,10 @@ def _rows(name: str, split: Split) -> Rows:
     path = Path(name).expanduser()
     if path.is_dir():
         found = _jsonl_of(path, split)
-        return JsonLinesRows(found) if found else ParquetRows(local_files(path, split), _COLUMNS, _OPTIONAL)
+        return JsonLinesRows(found) if found else file_rows(local_files(path, split), _COLUMNS, _OPTIONAL)
     if path.is_file():
         if path.suffix == ".parquet":
-            return ParquetRows([path], _COLUMNS, _OPTIONAL)
+            return file_rows([path], _COLUMNS, _OPTIONAL)
         if path.suffix != ".jsonl":
             raise UserInputError(f"{path} is neither .jsonl nor .parquet: conversations are read from these.")
         return JsonLinesRows(path)

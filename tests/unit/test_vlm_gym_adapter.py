@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import rl_vlm
-from rl_vlm.envs.adapters.splits import HeldOut
-from rl_vlm.envs.adapters.tokens import ByteTokenizer
 from rl_vlm.envs.checking import check_environment
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.envs.foreign.common import HeldOut
+from rl_vlm.envs.foreign.vlm_gym import ByteTokenizer
 from rl_vlm.types import UserInputError, as_encoded, judged_correct
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs" / "vlm_gym"
@@ -84,7 +84,7 @@ def test_an_episode_goes_on_until_done_and_out_tokens_are_shown():
     assert (reward, terminated, truncated, info["turn"]) == (0.5, False, False, 1)
     last = check_step(env.step("done"))
     assert last[0].messages == () and last[2:4] == (True, False)
-    with pytest.raises(EnvError, match="call reset"):
+    with pytest.raises(UserInputError, match="call reset"):
         env.step("more")
 
 
@@ -110,7 +110,7 @@ def test_splits_are_disjoint():
     assert endless.num_items("train") is None
     numbers = {split: {opened(endless, index, split)[1]["task"] for index in range(9)} for split in ("train", "test")}
     assert not numbers["train"] & numbers["test"]
-    with pytest.raises(UserInputError, match="outside the 1 tasks of the test"):
+    with pytest.raises(UserInputError, match="outside the 1 items of the test"):
         opened(env, 1, "test")
 
 

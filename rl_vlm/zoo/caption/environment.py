@@ -15,8 +15,7 @@ import snowballstemmer
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
 from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
@@ -200,15 +199,16 @@ class CaptionTable(RowTable[CaptionItem]):
 
     COLUMNS = ("image", "caption")
 
-    def _read(self, row: int) -> tuple[tuple[str, ...], list[Any]]:
-        values, where = self._rows.row(row), self._rows.where(row)
-        captions = values["caption"] if isinstance(values["caption"], list) else [values["caption"]]
+    def read(self, row: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]]:
+        """The references and the image."""
+        captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
         references = tuple(cell_text(caption) for caption in captions)
         if not references or "" in references:
-            raise BadRowError(f"{where}: the caption is empty or not text.")
-        return references, [values["image"]]
+            raise BadRowError("the caption is empty or not text.")
+        return references, [row["image"]]
 
-    def _make(self, fields: tuple[str, ...], images: tuple[EncodedImage, ...], where: str) -> CaptionItem:
+    def make(self, fields: tuple[str, ...], images: tuple[EncodedImage, ...], where: str) -> CaptionItem:
+        """The image with its references."""
         return CaptionItem(images[0], fields)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource
+from rl_vlm.envs.data import DataSource, TableSet
 from rl_vlm.envs.images import fit
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 from rl_vlm.zoo.geospot import world
@@ -24,7 +24,7 @@ from rl_vlm.zoo.geospot.places import (
     score,
     stage_weights,
 )
-from rl_vlm.zoo.geospot.rows import StreetViews
+from rl_vlm.zoo.geospot.rows import StreetViewTable
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)
@@ -83,7 +83,7 @@ class GeoSpotEnv(EpisodeEnv):
         num_train: Count = 4096,
         num_test: Count = 512,
     ) -> None:
-        views = StreetViews(data) if data else None
+        views = TableSet(StreetViewTable, data) if data else None
         super().__init__(num_train=num_train, num_test=num_test, rows=views)
         if weights is not None and not any(weights):
             raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
@@ -139,7 +139,7 @@ class GeoSpotEnv(EpisodeEnv):
         }
         return item.image, GroundTruth(item.position, names, item.country, item.region, item.city), _MAP
 
-    def _view(self, views: StreetViews, asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
+    def _view(self, views: TableSet[StreetViewTable], asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
         table = views.split(asked.split)
         view = table[asked.index]
         self._skipped = len(table.skipped)

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
 from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
@@ -112,17 +111,18 @@ class PairTable(RowTable[PairItem]):
 
     COLUMNS = ("sentence", "left_image", "right_image", "label")
 
-    def _read(self, row: int) -> tuple[tuple[str, bool], list[Any]]:
-        values, where = self._rows.row(row), self._rows.where(row)
-        sentence = cell_text(values["sentence"])
-        label = _LABELS.get(str(values["label"]).strip().lower())
+    def read(self, row: dict[str, Any]) -> tuple[tuple[str, bool], list[Any]]:
+        """(sentence, label) and the two images."""
+        sentence = cell_text(row["sentence"])
+        label = _LABELS.get(str(row["label"]).strip().lower())
         if not sentence:
-            raise BadRowError(f"{where}: the sentence is empty or not text.")
+            raise BadRowError("the sentence is empty or not text.")
         if label is None:
-            raise BadRowError(f"{where}: the label is {str(values['label'])[:40]!r}; it must be True or False.")
-        return (sentence, label), [values["left_image"], values["right_image"]]
+            raise BadRowError(f"the label is {str(row['label'])[:40]!r}; it must be True or False.")
+        return (sentence, label), [row["left_image"], row["right_image"]]
 
-    def _make(self, fields: tuple[str, bool], images: tuple[EncodedImage, ...], where: str) -> PairItem:
+    def make(self, fields: tuple[str, bool], images: tuple[EncodedImage, ...], where: str) -> PairItem:
+        """The pair."""
         return PairItem(images[0], images[1], *fields)
 
 

@@ -14,8 +14,7 @@ from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 from rl_vlm.zoo.answers import behind_thought
@@ -316,15 +315,16 @@ class ZoomTable(RowTable[ZoomItem]):
 
     COLUMNS = ("image", "question", "answer")
 
-    def _read(self, row: int) -> tuple[tuple[str, str], list[Any]]:
-        values, where = self._rows.row(row), self._rows.where(row)
-        question, answer = cell_text(values["question"]), normalized(cell_text(values["answer"]))
+    def read(self, row: dict[str, Any]) -> tuple[tuple[str, str], list[Any]]:
+        """(question, answer) and the picture."""
+        question, answer = cell_text(row["question"]), normalized(cell_text(row["answer"]))
         for name, text in (("question", question), ("answer", answer)):
             if not text:
-                raise BadRowError(f"{where}: the {name} is empty or not text.")
-        return (question, answer), [values["image"]]
+                raise BadRowError(f"the {name} is empty or not text.")
+        return (question, answer), [row["image"]]
 
-    def _make(self, fields: tuple[str, str], images: tuple[EncodedImage, ...], where: str) -> ZoomItem:
+    def make(self, fields: tuple[str, str], images: tuple[EncodedImage, ...], where: str) -> ZoomItem:
+        """The question about the picture."""
         return ZoomItem(images[0], *fields)
 
 

@@ -1,4 +1,4 @@
-"""An environment in another process or on another machine, over HTTP: `RemoteEnv("http://host:port")`.
+"""An environment on another machine, or in another process, over HTTP: `RemoteEnv("http://host:port")`.
 
 The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `frames`), never
 pickle. Every request has a number, and one that arrives again is answered as before: a connection that breaks may be
@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 
-from rl_vlm.envs import wire
-from rl_vlm.envs.adapters.address import TOKEN_VARIABLE, base_url, check_seconds, is_loopback, token_header
-from rl_vlm.envs.apart import EnvClient, EnvLostError, raise_error
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header
+from rl_vlm.envs.base import Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
 from rl_vlm.envs.images import ImageError, decode
+from rl_vlm.envs.isolation import EnvClient, EnvLostError, raise_error, unpack_observation
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.safe_text import excerpt
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
@@ -46,12 +46,11 @@ class RemoteEnv(EnvClient):
         self,
         address: str,
         *,
-        timeout_s: float = 60.0,
-        retry_s: float = 30.0,
+        timeout_s: Seconds = 60.0,
+        retry_s: Seconds = 30.0,
         token_variable: str = TOKEN_VARIABLE,
     ) -> None:
         super().__init__()
-        check_seconds(timeout_s=timeout_s, retry_s=retry_s)
         self._url = base_url(address)
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._http = httpx.Client(
@@ -177,7 +176,7 @@ def checked_observation(reply: dict[str, Any], blobs: list[bytes]) -> Observatio
     if len(blobs) > MAX_IMAGES:
         raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
     try:
-        shown = wire.unpack_observation(reply.get("messages"), blobs)
+        shown = unpack_observation(reply.get("messages"), blobs)
         return Observation(tuple(Message(one.role, tuple(map(_checked, one.parts))) for one in shown.messages))
     except (FrameError, ImageError) as error:
         raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error

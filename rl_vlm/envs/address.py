@@ -46,10 +46,3 @@ def token_header(variable: str) -> dict[str, str]:
         raise UserInputError(f"{variable} must be printable ASCII text.")
     keep_secret(token)
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def check_seconds(**values: float) -> None:
-    """Raise UserInputError for a duration that is not positive."""
-    for name, value in values.items():
-        if not isinstance(value, int | float) or not value > 0:
-            raise UserInputError(f"env.kwargs.{name} is {value!r}: it must be a positive number of seconds.")

@@ -6,20 +6,25 @@ messages are {"type": "reset" | "step", "data"} and their answers {"type", "data
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import math
+import re
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 
-from rl_vlm.envs.adapters.address import TOKEN_VARIABLE, base_url, check_seconds, is_loopback, token_header
-from rl_vlm.envs.adapters.openenv_actions import ActionError, ActionForm
-from rl_vlm.envs.adapters.openenv_observations import parts_of
-from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
-from rl_vlm.envs.images import one_line
-from rl_vlm.envs.wire import check_plain
-from rl_vlm.types import Observation, UserInputError
+from rl_vlm.envs.images import ImageError, decode, image_bytes, one_line
+from rl_vlm.envs.isolation import check_plain
+from rl_vlm.envs.tools import THOUGHT_END
+from rl_vlm.types import EncodedImage, Observation, RLVLMError, UserInputError
 
 MAX_MESSAGE = 32 * 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -48,13 +53,12 @@ class OpenEnv(EpisodeEnv):
         max_turns: Count = 16,
         num_train: Count = 4096,
         num_test: Count = 512,
-        timeout_s: float = 60.0,
-        retry_s: float = 30.0,
+        timeout_s: Seconds = 60.0,
+        retry_s: Seconds = 30.0,
         token_variable: str = TOKEN_VARIABLE,
     ) -> None:
         self.name = f"openenv:{address}"
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
-        check_seconds(timeout_s=timeout_s, retry_s=retry_s)
         check_plain(self.name, {"reset": reset})
         self._connection = _Connection(base_url(address), timeout_s, retry_s, token_header(token_variable))
         self._form = ActionForm.of(self._connection.action_schema(), action_field)
@@ -219,3 +223,197 @@ class _Connection:
                 socket.close()
             except Exception:  # it is gone already; the library raises many kinds
                 pass
+
+
+MAX_SHOWN = 20_000  # characters of an observation
+MAX_IMAGES = 16
+_MAGIC = ("iVBORw0KGgo", "/9j/", "UklGR")  # PNG, JPEG and WebP in base64
+
+
+def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
+    """The images of an observation in the order of its fields, and its other fields as text.
+
+    An image is a data URI, base64 of a PNG, JPEG or WebP file, a nested list [H][W][3], or a flat list beside a field
+    `<name>_shape`. A single text stays as it is; several fields are lines "name: value", and so is a number that stands alone
+    because the other fields are empty.
+    """
+    fields = observation if isinstance(observation, dict) else {"observation": observation}
+    images: list[EncodedImage] = []
+    lines: dict[str, str] = {}
+    shapes = {name for name in fields if name.endswith("_shape") and name.removesuffix("_shape") in fields}
+    for name, value in fields.items():
+        if name in shapes or value is None or value in ("", [], {}):
+            continue
+        found = _images(value, fields.get(f"{name}_shape"))
+        if found is not None:
+            images += found
+        else:
+            lines[name] = value if isinstance(value, str) else json.dumps(value)
+    if len(images) > MAX_IMAGES:
+        raise EnvError(f"An observation has {len(images)} images, more than {MAX_IMAGES}.")
+    named = [f"{name}: {one}" for name, one in lines.items()]
+    alone = len(lines) == 1 and (len(fields) == 1 or isinstance(fields[next(iter(lines))], str))
+    text = next(iter(lines.values())) if alone else "\n".join(named)
+    if len(text) > MAX_SHOWN:
+        text = f"{text[:MAX_SHOWN]} … ({len(text) - MAX_SHOWN} characters are left out)"
+    return images, text
+
+
+def _images(value: Any, shape: Any) -> list[EncodedImage] | None:
+    """The images that a value is; None where it is something else."""
+    if isinstance(value, str):
+        return [_decoded(value)] if value.startswith(("data:image/", *_MAGIC)) else None
+    if not isinstance(value, list):
+        return None
+    if all(isinstance(one, str) for one in value):
+        return (
+            [_decoded(one) for one in value] if all(one.startswith(("data:image/", *_MAGIC)) for one in value) else None
+        )
+    pixels = _pixels(value, shape)
+    return None if pixels is None else [EncodedImage.from_pil(pixels)]
+
+
+def _decoded(text: str) -> EncodedImage:
+    try:
+        if text.startswith("data:"):
+            return decode(image_bytes(text, None))
+        return decode(image_bytes(base64.b64decode(text, validate=True), None))
+    except (ImageError, binascii.Error, ValueError) as error:
+        raise EnvError(f"An image of the observation cannot be read: {error}.") from error
+
+
+def _pixels(value: list[Any], shape: Any) -> Any:
+    from PIL import Image
+
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return None
+    if (
+        isinstance(shape, list)
+        and all(isinstance(side, int) and side > 0 for side in shape)
+        and math.prod(shape) == array.size
+    ):
+        array = array.reshape(shape)
+    grey = shape is not None and array.ndim == 2
+    coloured = array.ndim == 3 and array.shape[2] in (3, 4) and min(array.shape[:2]) > 3
+    if array.dtype.kind != "i" or not (grey or coloured) or array.min() < 0 or array.max() > 255:
+        return None
+    return Image.fromarray(array.astype(np.uint8))
+
+
+MAX_CHARS = 65_536
+# Words of other scripts stand without spaces between them; an underscore is part of a word where letters go on behind it.
+_BEFORE_WORD, _AFTER_WORD = r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)", r"(?![A-Za-z0-9]|_[A-Za-z0-9]|\.\d)"
+_BEFORE_NUMBER = r"(?<!^-)(?<![^A-Za-z]-)(?<!\d\.)"  # a sign, but not the hyphen of "action-2"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_MOST_DIGITS = 40
+_MOST_BRACES = 64  # from which an object is tried to be read
+
+
+class ActionError(RLVLMError):
+    """The policy's text is no action; the message tells it why."""
+
+
+@dataclass(frozen=True)
+class ActionForm:
+    """How an action is written: `field` is the only one to fill, or "" where a JSON object is expected.
+
+    `kind` is the field's JSON type, `choices` its allowed values as the server writes them, `properties` the schema of all fields.
+    """
+
+    field: str
+    kind: str
+    choices: tuple[Any, ...]
+    properties: dict[str, Any]
+
+    @classmethod
+    def of(cls, schema: dict[str, Any], field: str | None = None) -> ActionForm:
+        """The form of a JSON schema; `field` chooses one where the schema has several. Raises UserInputError."""
+        properties = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
+        if field is not None and field not in properties:
+            raise UserInputError(f"The action has no field {field!r}: choose one of {', '.join(properties) or 'none'}.")
+        required = [name for name in schema.get("required", ()) if name in properties]
+        names = [field] if field else required if len(required) == 1 else list(properties)
+        if len(names) != 1:
+            return cls("", "object", (), properties)
+        one = properties[names[0]]
+        kind = "enum" if "enum" in one else str(one.get("type", ""))
+        if kind not in ("enum", "string", "integer", "number", "boolean"):
+            return cls("", "object", (), properties)
+        return cls(names[0], kind, tuple(one.get("enum", ())), properties)
+
+    @property
+    def instructions(self) -> str:
+        """What the policy is told to write."""
+        if not self.field:
+            shape = {name: one.get("description") or one.get("type", "any") for name, one in self.properties.items()}
+            return f"Answer with a JSON object: {json.dumps(shape)}."
+        about = self.properties[self.field].get("description", "")
+        what = {
+            "string": f"the {self.field}",
+            "integer": f"the {self.field}, a whole number",
+            "number": f"the {self.field}, a number",
+            "boolean": f"the {self.field}, true or false",
+            "enum": f"the {self.field}, one of {', '.join(map(str, self.choices))}",
+        }[self.kind]
+        return f"Answer with {what}{f' ({about})' if about else ''}."
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """The action; what stands before the end of a thought does not count. Raises ActionError."""
+        if len(text) > MAX_CHARS:
+            raise ActionError(f"An action may have {MAX_CHARS} characters, not {len(text)}.")
+        spoken = text.rpartition(THOUGHT_END)[2].strip()
+        if not self.field:
+            return _last_object(spoken)
+        return {self.field: self._value(spoken)}
+
+    def _value(self, text: str) -> Any:
+        if self.kind == "string":
+            return text
+        if self.kind in ("integer", "number"):
+            found = _NUMBER.findall(text)
+            if not found:
+                raise ActionError(f"No number was found. {self.instructions}")
+            if len(found[-1]) > _MOST_DIGITS:
+                raise ActionError(
+                    f"A number may have {_MOST_DIGITS} characters, not {len(found[-1])}. {self.instructions}"
+                )
+            if self.kind == "number":
+                return float(found[-1])
+            return round(float(found[-1])) if "." in found[-1] else int(found[-1])
+        # Where one choice is part of another ("up" and "pick up"), the longer one is meant: both end at the same place.
+        choices = (True, False) if self.kind == "boolean" else self.choices
+        named = [(*place, number) for number, one in enumerate(choices) if (place := _last_place(str(one), text))]
+        if not named:
+            raise ActionError(f"The answer names none of the choices. {self.instructions}")
+        return choices[max(named)[-1]]
+
+
+def _last_place(choice: str, text: str) -> tuple[int, int] | None:
+    """(end, length) of the last place where a choice stands as a whole word, in any case; None where it does not."""
+    before = (_BEFORE_WORD if _is_ascii_word(choice[:1]) else "") + (_BEFORE_NUMBER if choice[:1].isdigit() else "")
+    after = _AFTER_WORD if _is_ascii_word(choice[-1:]) else ""
+    found = list(re.finditer(f"{before}{re.escape(choice)}{after}", text, re.IGNORECASE)) if choice else []
+    return (found[-1].end(), len(choice)) if found else None
+
+
+def _is_ascii_word(character: str) -> bool:
+    return character.isascii() and (character.isalnum() or character == "_")
+
+
+def _last_object(text: str) -> dict[str, Any]:
+    """The last JSON object of a text, tried from each brace that may open it."""
+    decoder, starts = json.JSONDecoder(), [match.start() for match in re.finditer(r"\{", text)][-_MOST_BRACES:]
+    best: dict[str, Any] | None = None
+    end = -1
+    for start in starts:
+        if start < end:
+            continue  # inside the object before
+        try:
+            best, end = decoder.raw_decode(text, start)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+    if not isinstance(best, dict):
+        raise ActionError("The answer holds no JSON object.")
+    return best

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.adapters.background import BackgroundLoop
-from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
+from rl_vlm.envs.foreign.common import BackgroundLoop
 from rl_vlm.envs.images import as_image, one_line
 from rl_vlm.types import Message, Observation, Part, Role, UserInputError
 
 
-class GymImageEnvAdapter(EpisodeEnv):
+class VagenEnv(EpisodeEnv):
     """A VisionEnv around a `GymImageEnv`.
 
     env: the class, or the name of one as `rl_vlm.make` takes it. max_turns: turns after which an episode is truncated.
@@ -34,7 +34,7 @@ class GymImageEnvAdapter(EpisodeEnv):
         max_turns: Count = 16,
         num_train: Count = 4096,
         num_test: Count = 512,
-        timeout_s: float = 60.0,
+        timeout_s: Seconds = 60.0,
         **env_config: Any,
     ) -> None:
         factory = registry.find(env) if isinstance(env, str) else env
