@@ -311,7 +311,7 @@ def _from_path(path: str, folder: Path | None) -> bytes:
         raise ImageError(f"is the path {path[:80]!r}, which cannot be read ({one_line(error)})") from error
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The first line of an exception's text, shortened."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 

@@ -11,14 +11,15 @@ import binascii
 import json
 import math
 import re
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
+from PIL import Image
 
-from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.images import ImageError, decode, image_bytes, one_line
@@ -27,7 +28,19 @@ from rl_vlm.envs.tools import THOUGHT_END
 from rl_vlm.types import EncodedImage, Observation, RLVLMError, UserInputError
 
 MAX_MESSAGE = 32 * 2**20
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+MAX_SHOWN = 20_000  # characters of an observation
+MAX_IMAGES = 16
+_MAGIC = ("iVBORw0KGgo", "/9j/", "UklGR")  # PNG, JPEG and WebP in base64
+MAX_CHARS = 65_536  # characters of an action
+# Words of other scripts stand without spaces between them; an underscore is part of a word where letters go on behind it.
+_BEFORE_WORD, _AFTER_WORD = r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)", r"(?![A-Za-z0-9]|_[A-Za-z0-9]|\.\d)"
+_BEFORE_NUMBER = r"(?<!^-)(?<![^A-Za-z]-)(?<!\d\.)"  # a sign, but not the hyphen of "action-2"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_MOST_DIGITS = 40
+_MOST_BRACES = 64  # from which an object is tried to be read
+
+
+T = TypeVar("T")
 
 
 class OpenEnv(EpisodeEnv):
@@ -103,29 +116,23 @@ class _Connection:
     def action_schema(self) -> dict[str, Any]:
         """The JSON schema of an action. Raises UserInputError where there is no OpenEnv server."""
 
-        def ask() -> dict[str, Any]:
-            reply = httpx.get(
-                f"{self._url}/schema",
-                headers=self._headers,
-                timeout=self._timeout_s,
-                trust_env=not is_loopback(self._url),
-            )
-            if reply.status_code in (401, 403):
-                raise UserInputError(
-                    f"{self._url} refuses the token: set the variable that env.kwargs.token_variable names."
-                )
-            if reply.status_code != 200 or len(reply.content) > MAX_MESSAGE:
-                raise UserInputError(
-                    f"{self._url}/schema answers with status {reply.status_code}: it is no OpenEnv server."
-                )
-            try:
-                return dict(reply.json()["action"])
-            except (ValueError, TypeError, KeyError) as error:
-                raise UserInputError(
-                    f"{self._url}/schema does not describe an action: it is no OpenEnv server."
-                ) from error
+        def ask() -> httpx.Response:
+            local = is_loopback(self._url)
+            return httpx.get(f"{self._url}/schema", headers=self._headers, timeout=self._timeout_s, trust_env=not local)
 
-        return dict(self._retried(ask, (httpx.TransportError,)))
+        reply = self._retried(ask, (httpx.TransportError,))
+        if reply.status_code in (401, 403):
+            raise UserInputError(
+                f"{self._url} refuses the token: set the variable that env.kwargs.token_variable names."
+            )
+        if reply.status_code != 200 or len(reply.content) > MAX_MESSAGE:
+            raise UserInputError(
+                f"{self._url}/schema answers with status {reply.status_code}: it is no OpenEnv server."
+            )
+        try:
+            return dict(reply.json()["action"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserInputError(f"{self._url}/schema does not describe an action: it is no OpenEnv server.") from error
 
     def ensure_open(self) -> None:
         """Open a session if there is none, for as long as the server is starting or full."""
@@ -145,13 +152,12 @@ class _Connection:
 
         def open_it() -> None:
             url = self._url.replace("http", "ws", 1) + "/ws"
-            proxy: Literal[True] | None = None if is_loopback(self._url) else True
             self._socket = connect(
                 url,
                 additional_headers=self._headers,
                 open_timeout=min(10.0, self._timeout_s),
                 max_size=MAX_MESSAGE,
-                proxy=proxy,
+                proxy=None if is_loopback(self._url) else True,
                 close_timeout=2.0,
             )
             self.call("state", None)  # a server that is full says so only after it has accepted
@@ -200,19 +206,13 @@ class _Connection:
             raise EnvCrashError(f"{self._url} opens no session: {text}.")
         raise EnvError(f"{self._url}: {kind}: {text} ({code}).")
 
-    def _retried(self, call: Any, errors: tuple[type[Exception], ...]) -> Any:
-        """The result of `call`, which is tried again after `errors` while time is left."""
-        started, pause = time.monotonic(), _FIRST_PAUSE_S
-        while True:
-            try:
-                return call()
-            except errors as error:
-                if time.monotonic() - started + pause > self._retry_s:
-                    raise EnvCrashError(
-                        f"{self._url} could not be reached for {self._retry_s:g} s ({type(error).__name__}: {one_line(error)})."
-                    ) from error
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+    def _retried(self, call: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
+        try:
+            return retried(call, errors, self._retry_s)
+        except errors as error:
+            raise EnvCrashError(
+                f"{self._url} could not be reached for {self._retry_s:g} s ({type(error).__name__}: {one_line(error)})."
+            ) from error
 
     def close(self) -> None:
         """End the session."""
@@ -223,11 +223,6 @@ class _Connection:
                 socket.close()
             except Exception:  # it is gone already; the library raises many kinds
                 pass
-
-
-MAX_SHOWN = 20_000  # characters of an observation
-MAX_IMAGES = 16
-_MAGIC = ("iVBORw0KGgo", "/9j/", "UklGR")  # PNG, JPEG and WebP in base64
 
 
 def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
@@ -261,30 +256,23 @@ def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
 
 def _images(value: Any, shape: Any) -> list[EncodedImage] | None:
     """The images that a value is; None where it is something else."""
-    if isinstance(value, str):
-        return [_decoded(value)] if value.startswith(("data:image/", *_MAGIC)) else None
-    if not isinstance(value, list):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
         return None
-    if all(isinstance(one, str) for one in value):
-        return (
-            [_decoded(one) for one in value] if all(one.startswith(("data:image/", *_MAGIC)) for one in value) else None
-        )
+    if all(isinstance(one, str) for one in texts):
+        return list(map(_decoded, texts)) if all(one.startswith(("data:image/", *_MAGIC)) for one in texts) else None
     pixels = _pixels(value, shape)
     return None if pixels is None else [EncodedImage.from_pil(pixels)]
 
 
 def _decoded(text: str) -> EncodedImage:
     try:
-        if text.startswith("data:"):
-            return decode(image_bytes(text, None))
-        return decode(image_bytes(base64.b64decode(text, validate=True), None))
+        return decode(image_bytes(text if text.startswith("data:") else base64.b64decode(text, validate=True), None))
     except (ImageError, binascii.Error, ValueError) as error:
         raise EnvError(f"An image of the observation cannot be read: {error}.") from error
 
 
 def _pixels(value: list[Any], shape: Any) -> Any:
-    from PIL import Image
-
     try:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths
@@ -300,15 +288,6 @@ def _pixels(value: list[Any], shape: Any) -> Any:
     if array.dtype.kind != "i" or not (grey or coloured) or array.min() < 0 or array.max() > 255:
         return None
     return Image.fromarray(array.astype(np.uint8))
-
-
-MAX_CHARS = 65_536
-# Words of other scripts stand without spaces between them; an underscore is part of a word where letters go on behind it.
-_BEFORE_WORD, _AFTER_WORD = r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)", r"(?![A-Za-z0-9]|_[A-Za-z0-9]|\.\d)"
-_BEFORE_NUMBER = r"(?<!^-)(?<![^A-Za-z]-)(?<!\d\.)"  # a sign, but not the hyphen of "action-2"
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_MOST_DIGITS = 40
-_MOST_BRACES = 64  # from which an object is tried to be read
 
 
 class ActionError(RLVLMError):

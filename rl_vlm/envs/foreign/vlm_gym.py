@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -61,9 +61,14 @@ class VlmGymEnv(EpisodeEnv):
         self._factory = registry.find(env) if isinstance(env, str) else env
         self._tokenizer = load_tokenizer(tokenizer)
         self._name = name
-        make = partial(self._shared, tokenizer) if shared else self._own
-        self._envs: dict[Split, SharedEnv] = {"train": make(kwargs)}
-        self._envs["test"] = self._envs["train"] if test is None else make({**kwargs, **test})
+
+        def made(arguments: dict[str, Any]) -> SharedEnv:
+            make = partial(self._make, arguments)
+            key = (self._factory, name, tokenizer, repr(sorted(arguments.items())))
+            return SharedEnv.of(key, make) if shared else SharedEnv(make(), copied=False)
+
+        self._envs: dict[Split, SharedEnv] = {"train": made(kwargs)}
+        self._envs["test"] = self._envs["train"] if test is None else made({**kwargs, **test})
         self._held_out = HeldOut(test_share) if test is None else None
 
     def num_items(self, split: Split) -> int | None:
@@ -101,14 +106,6 @@ class VlmGymEnv(EpisodeEnv):
         """The tasks that the environment has; None where it has no end, or says nothing."""
         count = getattr(self._envs[split].env, "num_tasks", -1)
         return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
-
-    def _shared(self, tokenizer: str | None, kwargs: dict[str, Any]) -> SharedEnv:
-        """The environment that all of this process have who ask for the same."""
-        key = (self._factory, self._name, tokenizer, repr(sorted(kwargs.items())))
-        return SharedEnv.of(key, partial(self._make, kwargs))
-
-    def _own(self, kwargs: dict[str, Any]) -> SharedEnv:
-        return SharedEnv.own(partial(self._make, kwargs))
 
     def _make(self, kwargs: dict[str, Any]) -> Any:
         """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
@@ -166,69 +163,41 @@ def _picture(image: Any) -> Any:
     return as_image(str(image) if hasattr(image, "__fspath__") else image)
 
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _SHARED: WeakValueDictionary[Any, SharedEnv] = WeakValueDictionary()
 
 
 class SharedEnv:
-    """An environment that is made once, with its data, for all who ask with the same key.
+    """An environment whose `reset` is called in turn, so that what it counts over its episodes goes on."""
 
-    `open` resets it in turn, so what it counts over its episodes goes on. It returns with the result a shallow copy that
-    the episode's steps are made on: they may run at once and write to the copy, and the data are not copied.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, env: Any, copied: bool) -> None:
+        self.env = env
+        self._copied = copied
         self._lock = threading.Lock()
-        self._env: Any = None
-        self._copied = True
 
     @classmethod
     def of(cls, key: Any, make: Callable[[], Any]) -> SharedEnv:
-        """The one of this key; made by the first who asks, while the others wait."""
+        """The one of this key, made by the first who asks. Each episode steps a shallow copy of it.
+
+        So the episodes may run at once and write to their copies, and the data are not copied.
+        """
         with _LOCK:
             found = _SHARED.get(key)
             if found is None:
-                found = _SHARED[key] = cls()
-        with found._lock:
-            if found._env is None:
-                found._env = make()
-        return found
-
-    @classmethod
-    def own(cls, make: Callable[[], Any]) -> SharedEnv:
-        """One that nobody else gets, and that is stepped itself."""
-        found = cls()
-        found._env, found._copied = make(), False
-        return found
-
-    @property
-    def env(self) -> Any:
-        """The environment itself."""
-        return self._env
+                found = _SHARED[key] = cls(make(), copied=True)
+            return found
 
     def open(self, reset: Callable[[Any], Any]) -> tuple[Any, Any]:
         """(what `reset` returned for the environment, the environment that the episode steps)."""
         with self._lock:
-            result = reset(self._env)
-            return result, copy.copy(self._env) if self._copied else self._env
+            result = reset(self.env)
+            return result, copy.copy(self.env) if self._copied else self.env
 
 
 def forget_shared() -> None:
     """Let the next who asks get a new one; who has one keeps it."""
     with _LOCK:
         _SHARED.clear()
-
-
-class Tokenizer(Protocol):
-    """What adapters and environments need of a tokenizer."""
-
-    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str:
-        """The text of token ids."""
-        ...
 
 
 class ByteTokenizer:
