@@ -14,8 +14,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from PIL import Image
-
 from rl_vlm.child import Answer, Child, ChildStartError
 from rl_vlm.envs.address import TOKEN_VARIABLE
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
@@ -23,12 +21,11 @@ from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_m
 from rl_vlm.envs.foreign import split_scheme
 from rl_vlm.envs.registry import make, portable_id
 from rl_vlm.frames import Frame, FrameError, PeerGoneError
-from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
+from rl_vlm.types import EncodedImage, Message, Observation, Part, Split, UserInputError, as_encoded
 
 PASS_VARIABLE = "RL_VLM_ENV_PASS"  # names of variables, although they hold secrets, that environments may see
 _CLOSE_S = 2.0
 MAX_MESSAGE = 500  # characters of an exception's text that are sent
-_KINDS: dict[str, type[Exception]] = {"input": UserInputError, "env": EnvError}
 MAX_SIDE = 2**16  # pixels
 
 
@@ -46,18 +43,16 @@ def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
 
 def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], list[bytes]]:
     """An observation as JSON and the PNG bytes of its images."""
-    messages: list[dict[str, Any]] = []
     blobs: list[bytes] = []
-    for message in observation.messages:
-        parts: list[Any] = []
-        for part in message.parts:
-            if isinstance(part, str):
-                parts.append(part)
-                continue
-            image = EncodedImage.from_pil(part) if isinstance(part, Image.Image) else part
-            parts.append({"width": image.width, "height": image.height})
-            blobs.append(image.png)
-        messages.append({"role": message.role, "parts": parts})
+
+    def packed(part: Part) -> Any:
+        if isinstance(part, str):
+            return part
+        (image,) = as_encoded([part])
+        blobs.append(image.png)
+        return {"width": image.width, "height": image.height}
+
+    messages = [{"role": one.role, "parts": [packed(part) for part in one.parts]} for one in observation.messages]
     return messages, blobs
 
 
@@ -66,10 +61,7 @@ def unpack_observation(messages: Any, blobs: list[bytes]) -> Observation:
     left = iter(blobs)
     try:
         return Observation(
-            tuple(
-                Message(message["role"], tuple(_unpack_part(part, left) for part in message["parts"]))
-                for message in messages
-            )
+            tuple(Message(one["role"], tuple(_unpack_part(part, left) for part in one["parts"])) for one in messages)
         )
     except (TypeError, KeyError, StopIteration, RuntimeError, AttributeError) as error:
         raise FrameError(f"an observation does not fit its images ({error})") from error
@@ -98,12 +90,10 @@ class EnvWorker:
         """The reply to one request; whatever the environment raises becomes an error reply."""
         try:
             return self._carry_out(request)
-        except UserInputError as error:
-            return {"kind": "input", "error": short_line(error)}, []
-        except EnvError as error:
-            return {"kind": "env", "error": short_line(error)}, []
         except Exception as error:
-            return {"kind": "env", "error": f"{type(error).__name__}: {short_line(error)}"}, []
+            kind = "input" if isinstance(error, UserInputError) else "env"
+            name = "" if isinstance(error, UserInputError | EnvError) else f"{type(error).__name__}: "
+            return {"kind": kind, "error": name + short_line(error)}, []
 
     def _carry_out(self, request: dict[str, Any]) -> Frame:
         op = request["op"]
@@ -114,19 +104,19 @@ class EnvWorker:
             raise EnvError("no environment was made")
         if op == "num_items":
             return {"value": self._env.num_items(request["split"])}, []
-        if op == "reset":
-            observation, info = check_reset(self._env.reset(seed=request["seed"], options=request["options"]))
-            messages, blobs = pack_observation(observation)
-            return {"messages": messages, "info": info}, blobs
-        if op == "step":
-            observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
-            messages, blobs = pack_observation(observation)
-            flags = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
-            return {"messages": messages, **flags}, blobs
         if op == "close":
             self._env.close()
             return {}, []
-        raise EnvError(f"unknown request {op!r}")
+        if op == "reset":
+            observation, info = check_reset(self._env.reset(seed=request["seed"], options=request["options"]))
+            reply: dict[str, Any] = {"info": info}
+        elif op == "step":
+            observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
+            reply = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
+        else:
+            raise EnvError(f"unknown request {op!r}")
+        messages, blobs = pack_observation(observation)
+        return {"messages": messages, **reply}, blobs
 
 
 def prepare() -> Answer:
@@ -181,8 +171,9 @@ class EnvLostError(EnvCrashError):
 def raise_error(reply: dict[str, Any], what: str) -> None:
     """Raise the error that a reply brings, if it brings one; `what` is put in front of the environment's own."""
     if "error" in reply:
-        kind = _KINDS.get(reply.get("kind", ""), EnvError)
-        raise kind(str(reply["error"]) if kind is UserInputError else f"{what}: {reply['error']}")
+        if reply.get("kind") == "input":
+            raise UserInputError(str(reply["error"]))
+        raise EnvError(f"{what}: {reply['error']}")
 
 
 def short_line(error: Exception) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from rl_vlm.envs.base import EpisodeEnv, Item
 from rl_vlm.envs.errors import ROLES, EnvError, EnvTimeoutError
 from rl_vlm.envs.images import as_image
 from rl_vlm.types import Message, Part, Split
@@ -21,24 +22,36 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 _JOIN_S = 2.0  # how long closing waits for what still runs
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Disjoint splits of one set of tasks: the last `share` of them are for testing; where there is no end, the odd numbers are."""
+class HeldOutEnv(EpisodeEnv):
+    """The base of adapters for environments that may know one set of tasks only, which is then divided into two splits.
 
-    share: float
+    test_share: the last of the tasks are for testing, or every second one where there is no end; None: each split has its own.
+    """
 
-    def size(self, split: Split, total: int | None) -> int | None:
-        """How many of `total` tasks the split holds."""
-        if total is None:
-            return None
-        test = min(total - 1, max(1, round(total * self.share))) if total > 1 and self.share > 0 else 0
+    def __init__(self, test_share: float | None, *, max_turns: int | None = None) -> None:
+        super().__init__(max_turns=max_turns)
+        self._test_share = test_share
+
+    @abstractmethod
+    def num_tasks(self, split: Split) -> int | None:
+        """How many tasks the environment behind a split knows; None without end."""
+
+    def num_items(self, split: Split) -> int | None:
+        """How many of the tasks belong to the split; None without end."""
+        total, share = self.num_tasks(split), self._test_share
+        if total is None or share is None:
+            return total
+        test = min(total - 1, max(1, round(total * share))) if total > 1 and share > 0 else 0
         return test if split == "test" else total - test
 
-    def number(self, split: Split, index: int, total: int | None) -> int:
-        """The environment's own number of task `index` of a split."""
-        if total is None:
-            return 2 * index + (split == "test")
-        return index + (self.size("train", total) or 0 if split == "test" else 0)
+    def task(self, item: Item) -> int:
+        """The environment's own number of an item."""
+        if self._test_share is None:
+            return item.index
+        train = self.num_items("train")
+        if train is None:
+            return 2 * item.index + (item.split == "test")
+        return item.index + (train if item.split == "test" else 0)
 
 
 class BackgroundLoop:

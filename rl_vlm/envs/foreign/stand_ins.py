@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -25,10 +24,6 @@ _LOCK = threading.Lock()
 class BaseState:
     """What an environment of vlm-gym remembers between its steps."""
 
-    def render(self) -> str:
-        """A text that describes the state."""
-        raise NotImplementedError  # abstract: each environment has its own state
-
 
 class BaseEnv:
     """`reset(idx) -> (state, observation)`; `step(state, action_tokens) -> (state, out_tokens, reward, done, info)`."""
@@ -36,16 +31,6 @@ class BaseEnv:
     tokens_per_action: int = 32
     force_answer_at: int = -1
     num_tasks: int = -1  # no end
-
-    def reset(self, idx: int) -> tuple[BaseState, Any]:
-        """Open a task."""
-        raise NotImplementedError  # abstract: the environment's own
-
-    def step(
-        self, state: BaseState, action_tokens: Sequence[int]
-    ) -> tuple[BaseState, Sequence[int], float, bool, dict[str, Any]]:
-        """Answer the policy's tokens."""
-        raise NotImplementedError  # abstract: the environment's own
 
     @staticmethod
     def clean_action(action_tokens: Sequence[int], end_token: int) -> list[int]:
@@ -59,27 +44,14 @@ def decode_tokens(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-class GymBaseEnv(ABC):
-    """Coroutines `system_prompt`, `reset`, `step` and `close`; made with one dict."""
+class GymBaseEnv:
+    """Made with one dict. A subclass has the coroutines `system_prompt()`, `reset(seed)`, `step(action_str)` and `close()`."""
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.config = env_config
 
-    @abstractmethod
     async def close(self) -> None:
         """Free what the environment holds."""
-
-    @abstractmethod
-    async def system_prompt(self) -> dict[str, Any]:
-        """The observation that opens every conversation."""
-
-    @abstractmethod
-    async def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(obs, info) of a new episode."""
-
-    @abstractmethod
-    async def step(self, action_str: str) -> tuple[dict[str, Any], float, bool, dict[str, Any]]:
-        """(obs, reward, done, info) after one turn of the policy."""
 
 
 class GymImageEnv(GymBaseEnv):

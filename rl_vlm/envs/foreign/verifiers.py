@@ -14,18 +14,32 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
+from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import BackgroundLoop, HeldOut, Share, to_message
+from rl_vlm.envs.foreign.common import BackgroundLoop, HeldOutEnv, Share, to_message
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.loading import is_spec
 from rl_vlm.envs.tools import CLOSE, OPEN, THOUGHT_END, ToolCallError, parse_tool_call
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
 _MODEL = "policy"
+MAX_CALLS = 16  # of one turn; further ones are left out
+
+# The form that Qwen's and Hermes' chat templates give to tools.
+TOOLS = """# Tools
+
+You may call one or more functions. Their signatures, within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For each call, return a JSON object with its name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <object>}}
+</tool_call>"""
 
 
-class VerifiersEnv(EpisodeEnv):
+class VerifiersEnv(HeldOutEnv):
     """A VisionEnv around an environment of verifiers.
 
     env: the name of an installed environment, a `load_environment` function, a class or an instance.
@@ -45,27 +59,25 @@ class VerifiersEnv(EpisodeEnv):
         test_share: Share = 0.1,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
         self._env = _load(env, kwargs)
+        self._rows_of = _splits(self._env)
+        one_set = self._rows_of["train"] is self._rows_of["test"]
+        super().__init__(test_share if one_set else None)
         if max_turns is not None:
             self._env.max_turns = max_turns
         self._timeout_s = timeout_s
-        self._splits, self._held_out = _splits(self._env, test_share)
         self._loop = BackgroundLoop()
         self._episode: _Episode | None = None
 
-    def num_items(self, split: Split) -> int | None:
+    def num_tasks(self, split: Split) -> int:
         """Rows of the environment's data set."""
-        total = len(self._splits[split])
-        return total if self._held_out is None else self._held_out.size(split, total)
+        return len(self._rows_of[split])
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         """Start the rollout of the item's row."""
         self._end_episode()
-        rows, number = self._splits[item.split], item.index
-        if self._held_out is not None:
-            number = self._held_out.number(item.split, item.index, len(rows))
-        self._episode = _Episode(self._env, dict(rows[number]))
+        number = self.task(item)
+        self._episode = _Episode(self._env, dict(self._rows_of[item.split][number]))
         observation = self._advance(self._episode, None)
         if observation is None:
             raise EnvError("The rollout ended before it asked the policy anything.")
@@ -108,7 +120,6 @@ class _Episode:
     def __init__(self, env: Any, row: dict[str, Any]) -> None:
         self._env, self._row = env, row
         self.chat = self.completions = self  # `client.chat.completions.create`
-        self.turn = 0
         self.state: Any = None
         self._asked: asyncio.Queue[tuple[list[Any], Any]] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
@@ -123,7 +134,7 @@ class _Episode:
         message = from_text(await self._answers.get(), bool(tools))
         reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
-        head = {"id": f"turn-{self.turn}", "object": "chat.completion", "created": int(time.time()), "model": _MODEL}
+        head = {"id": "turn", "object": "chat.completion", "created": int(time.time()), "model": _MODEL}
         return ChatCompletion.model_validate({**head, "choices": [choice]})
 
     async def advance(self, text: str | None) -> Observation | None:
@@ -131,7 +142,6 @@ class _Episode:
         if self._rollout is None:
             self._rollout = asyncio.ensure_future(self._run())
         if text is not None:
-            self.turn += 1
             self._answers.put_nowait(text)
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait((asked, self._rollout), return_when=asyncio.FIRST_COMPLETED)
@@ -203,31 +213,12 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
     return env
 
 
-def _splits(env: Any, share: float) -> tuple[dict[Split, Any], HeldOut | None]:
-    """The rows of both splits, and how one data set is divided where there is only one."""
+def _splits(env: Any) -> dict[Split, Any]:
+    """The rows of both splits: the same ones where the environment has one data set only."""
     train, test = env.build_dataset(), env.build_eval_dataset()
-    if train is not None and test is not None and train is not test:
-        return {"train": train, "test": test}, None
-    rows = train if train is not None else test
-    if rows is None:
+    if train is None and test is None:
         raise UserInputError("The environment has neither a dataset nor an eval_dataset.")
-    return {"train": rows, "test": rows}, HeldOut(share)
-
-
-MAX_CALLS = 16  # of one turn; further ones are left out
-
-# The form that Qwen's and Hermes' chat templates give to tools.
-TOOLS = """# Tools
-
-You may call one or more functions. Their signatures, within <tools></tools>:
-<tools>
-{tools}
-</tools>
-
-For each call, return a JSON object with its name and arguments within <tool_call></tool_call>:
-<tool_call>
-{{"name": <name>, "arguments": <object>}}
-</tool_call>"""
+    return {"train": test if train is None else train, "test": train if test is None else test}
 
 
 def to_observation(messages: Sequence[Any], tools: Sequence[Any] | None = None) -> Observation:

@@ -18,9 +18,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
+from rl_vlm.envs.base import Count, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import HeldOut, Share
+from rl_vlm.envs.foreign.common import HeldOutEnv, Share
 from rl_vlm.envs.foreign.stand_ins import with_stand_ins
 from rl_vlm.envs.images import as_image, one_line
 from rl_vlm.types import Message, Observation, Part, Split, UserInputError
@@ -29,7 +29,7 @@ from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 TWO_IMAGES = "Look at the two images. {statement} True or False?"
 
 
-class VlmGymEnv(EpisodeEnv):
+class VlmGymEnv(HeldOutEnv):
     """A VisionEnv around an environment of vlm-gym's interface.
 
     env: a class, or a `create_env` function, or the name of one as `rl_vlm.make` takes it.
@@ -57,7 +57,7 @@ class VlmGymEnv(EpisodeEnv):
         shared: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(max_turns=max_turns)
+        super().__init__(test_share if test is None else None, max_turns=max_turns)
         self._factory = registry.find(env) if isinstance(env, str) else env
         self._tokenizer = load_tokenizer(tokenizer)
         self._name = name
@@ -69,18 +69,15 @@ class VlmGymEnv(EpisodeEnv):
 
         self._envs: dict[Split, SharedEnv] = {"train": made(kwargs)}
         self._envs["test"] = self._envs["train"] if test is None else made({**kwargs, **test})
-        self._held_out = HeldOut(test_share) if test is None else None
 
-    def num_items(self, split: Split) -> int | None:
-        """The environment's `num_tasks` in this split; None where it has no end."""
-        size = self._num_tasks(split)
-        return size if self._held_out is None else self._held_out.size(split, size)
+    def num_tasks(self, split: Split) -> int | None:
+        """The environment's own `num_tasks`; None where it has no end, or says nothing."""
+        count = getattr(self._envs[split].env, "num_tasks", -1)
+        return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         """Open the task of the item."""
-        number = item.index
-        if self._held_out is not None:
-            number = self._held_out.number(item.split, item.index, self._num_tasks(item.split))
+        number = self.task(item)
         result, self._inner = self._envs[item.split].open(lambda env: env.reset(number))
         if not isinstance(result, tuple) or len(result) != 2:
             raise EnvError("reset(idx) must return (state, observation).")
@@ -101,11 +98,6 @@ class VlmGymEnv(EpisodeEnv):
         if not shown.strip():
             raise EnvError("step() was not done and returned no out_tokens: there is nothing to show the policy.")
         return Reply(reward, Observation.user(shown), info)
-
-    def _num_tasks(self, split: Split) -> int | None:
-        """The tasks that the environment has; None where it has no end, or says nothing."""
-        count = getattr(self._envs[split].env, "num_tasks", -1)
-        return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
 
     def _make(self, kwargs: dict[str, Any]) -> Any:
         """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
