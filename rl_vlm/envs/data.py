@@ -80,8 +80,7 @@ def read_parquet(
     compressed = sum(chunk.total_compressed_size for chunk in chunks)
     budget = min(MAX_BYTES, max(FREE_BYTES if free_bytes is None else free_bytes, MAX_RATIO * compressed))
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
-    held = max(size, 4 * sum(chunk.num_values for chunk in chunks))
-    _check(held, budget)
+    _check(max(size, 4 * sum(chunk.num_values for chunk in chunks)), budget)
     rows = min(max(budget // max(size, 1), _FEWEST_ROWS), _MOST_ROWS)  # whose values can hardly exceed the budget
     batches, held = [], 0
     for batch in reader.iter_batches(batch_size=rows, row_groups=list(groups), columns=columns, use_threads=False):
@@ -170,50 +169,44 @@ class Rows:
 
 def file_rows(files: Sequence[Path], columns: Sequence[str], optional: Sequence[str] = ()) -> Rows:
     """The rows of parquet or CSV files. All have the columns, and the optional ones where the first has them. Raises UserInputError."""
-    blocks: list[_Block] = []
-    for file in files:
-        found = _open_csv(file, [*columns, *optional]) if file.suffix == ".csv" else _open_parquet(file)
-        names = found.column_names if isinstance(found, pa.Table) else found.schema_arrow.names
-        if not blocks:
-            columns = [*columns, *(name for name in optional if name in names)]
-        check_columns(names, file, columns)
-        blocks += (
-            _csv_blocks(file, found, columns) if isinstance(found, pa.Table) else _parquet_blocks(file, found, columns)
-        )
-    return Rows(blocks)
+    opened = [_open(file, [*columns, *optional]) for file in files]
+    names = [one.column_names if isinstance(one, pa.Table) else one.schema_arrow.names for one in opened]
+    columns = [*columns, *(name for name in optional if opened and name in names[0])]
+    for file, found in zip(files, names, strict=True):
+        check_columns(found, file, columns)
+    return Rows(block for file, one in zip(files, opened, strict=True) for block in _blocks(file, one, columns))
 
 
-def _open_parquet(file: Path) -> pq.ParquetFile:
+def _open(file: Path, columns: Sequence[str]) -> pq.ParquetFile | pa.Table:
+    """A parquet file, of which nothing but the end is read yet, or the table of a CSV file, whose `columns` are texts."""
+    csv = file.suffix == ".csv"
     try:
-        return pq.ParquetFile(file, page_checksum_verification=True)
+        if not csv:
+            return pq.ParquetFile(file, page_checksum_verification=True)
+        types = pa.csv.ConvertOptions(column_types={name: pa.string() for name in columns})
+        return pa.csv.read_csv(file, convert_options=types)
     except _READ_ERRORS as error:
-        raise UserInputError(f"{file} is not a readable parquet file ({one_line(error)}).") from error
+        raise UserInputError(
+            f"{file} is not a readable {'CSV' if csv else 'parquet'} file ({one_line(error)})."
+        ) from error
 
 
-def _parquet_blocks(file: Path, reader: pq.ParquetFile, columns: Sequence[str]) -> Iterator[_Block]:
+def _blocks(file: Path, opened: pq.ParquetFile | pa.Table, columns: Sequence[str]) -> Iterator[_Block]:
+    if isinstance(opened, pa.Table):
+        chosen = opened.select(columns)
+        yield _Block(file, 0, chosen.num_rows, "the file", lambda: chosen, file.parent)
+        return
+
     def read(group: int) -> pa.Table:
-        table = read_parquet(reader, group, columns)
+        table = read_parquet(opened, group, columns)
         table.validate(full=True)
         return table
 
     first = 0
-    for group in range(reader.num_row_groups):
-        count = reader.metadata.row_group(group).num_rows
+    for group in range(opened.num_row_groups):
+        count = opened.metadata.row_group(group).num_rows
         yield _Block(file, first, count, f"row group {group} of the file", partial(read, group), file.parent)
         first += count
-
-
-def _open_csv(file: Path, columns: Sequence[str]) -> pa.Table:
-    try:
-        types = pa.csv.ConvertOptions(column_types={name: pa.string() for name in columns})
-        return pa.csv.read_csv(file, convert_options=types)
-    except _READ_ERRORS as error:
-        raise UserInputError(f"{file} is not a readable CSV file ({one_line(error)}).") from error
-
-
-def _csv_blocks(file: Path, table: pa.Table, columns: Sequence[str]) -> Iterator[_Block]:
-    chosen = table.select(columns)
-    yield _Block(file, 0, table.num_rows, "the file", lambda: chosen, file.parent)
 
 
 def hub_rows(name: str, split: str, columns: Sequence[str], optional: Sequence[str] = ()) -> Rows:
