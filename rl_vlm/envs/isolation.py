@@ -133,12 +133,8 @@ class EnvClient(VisionEnv):
         """Have an environment made."""
 
     @abstractmethod
-    def _is_open(self) -> bool:
-        """Whether there is one."""
-
-    @abstractmethod
     def _ask(self, request: dict[str, Any]) -> Frame:
-        """The reply to a request. Raises EnvLostError where the other side has lost the environment without a trace."""
+        """The reply to a request. Raises EnvLostError where there is no environment, or none any more."""
 
     @abstractmethod
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
@@ -148,8 +144,6 @@ class EnvClient(VisionEnv):
         """See VisionEnv. Where the environment is lost, another one is made."""
         super().reset(seed=seed)
         request = {"op": "reset", "seed": seed, "options": options}
-        if not self._is_open():
-            self._open()
         try:
             reply, blobs = self._ask(request)
         except EnvLostError:
@@ -165,7 +159,7 @@ class EnvClient(VisionEnv):
 
 
 class EnvLostError(EnvCrashError):
-    """The other side does not know the environment any more."""
+    """There is no environment, or the other side does not know it any more."""
 
 
 def raise_error(reply: dict[str, Any], what: str) -> None:
@@ -240,9 +234,6 @@ class ProcessEnv(EnvClient):
         except EnvError as error:
             raise self._protocol_error(error) from error
 
-    def _is_open(self) -> bool:
-        return self._child is not None
-
     def _wanted_secrets(self) -> set[str]:
         """The variables with secrets that the environment needs: those that its arguments or RL_VLM_ENV_PASS name."""
         wanted = set(os.environ.get(PASS_VARIABLE, "").replace(",", " ").split())
@@ -256,7 +247,7 @@ class ProcessEnv(EnvClient):
 
     def _call(self, request: dict[str, Any], timeout_s: float) -> Frame:
         if self._child is None:
-            raise EnvCrashError(f"{self._env_id}: the process is gone; call reset() for a new one.")
+            raise EnvLostError(f"{self._env_id}: the process is gone; call reset() for a new one.")
         what = f"{self._env_id}: {request['op']}"
         try:
             reply, blobs = self._child.ask(request, timeout_s=timeout_s)

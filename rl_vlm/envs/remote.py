@@ -90,12 +90,9 @@ class RemoteEnv(EnvClient):
             self._end_session()
             raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
 
-    def _is_open(self) -> bool:
-        return self._session is not None
-
     def _ask(self, request: dict[str, Any]) -> Frame:
         if self._session is None:
-            raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
+            raise EnvLostError(f"{self._url}: the session is gone; call reset() for a new one.")
         self._number += 1
         try:
             reply = self._post({**request, "session": self._session, "number": self._number}, self._retry_s)
