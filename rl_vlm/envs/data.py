@@ -300,7 +300,7 @@ def _split_hint(source: object, split: str) -> str:
     return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
 
 
-def refuse_shared_rows(data: DataSource, selected: Callable[[Split], range], key: str = "env.data") -> None:
+def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key: str = "env.data") -> None:
     """Raise UserInputError where train and test are slices of one file that share rows; `selected` gives a split's rows.
 
     The splits of a folder or of the hub have files of their own, and a single file is one split.
@@ -441,7 +441,7 @@ class TableSet(Generic[Table]):
     def split(self, split: Split) -> Table:
         """The items of a split. Raises UserInputError if there is no such split, or if train and test share rows."""
         if not self._checked:
-            refuse_shared_rows(self._data, lambda one: self._open(one).selected)
+            reject_shared_rows(self._data, lambda one: self._open(one).selected)
             self._checked = True
         return self._open(split)
 

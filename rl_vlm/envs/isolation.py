@@ -210,7 +210,7 @@ class ProcessEnv(EnvClient):
 
     def num_items(self, split: Split) -> int | None:
         """See VisionEnv."""
-        return self._call({"op": "num_items", "split": split}, self._start_timeout_s)[0]["value"]  # type: ignore[no-any-return]
+        return self._ask({"op": "num_items", "split": split}, self._start_timeout_s)[0]["value"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Let the child close its environment, briefly, and end it."""
@@ -228,7 +228,7 @@ class ProcessEnv(EnvClient):
         except ChildStartError as error:
             self._kill()
             raise EnvCrashError(f"{self._env_id}: {error}") from error
-        reply, _ = self._call(self._make, self._start_timeout_s)
+        reply, _ = self._ask(self._make, self._start_timeout_s)
         try:
             self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]  # those of this child's environment
         except EnvError as error:
@@ -242,10 +242,8 @@ class ProcessEnv(EnvClient):
             wanted.add(TOKEN_VARIABLE)  # it runs elsewhere, and this is the token of that place
         return wanted
 
-    def _ask(self, request: dict[str, Any]) -> Frame:
-        return self._call(request, self._step_timeout_s)
-
-    def _call(self, request: dict[str, Any], timeout_s: float) -> Frame:
+    def _ask(self, request: dict[str, Any], timeout_s: float | None = None) -> Frame:
+        timeout_s = timeout_s or self._step_timeout_s
         if self._child is None:
             raise EnvLostError(f"{self._env_id}: the process is gone; call reset() for a new one.")
         what = f"{self._env_id}: {request['op']}"

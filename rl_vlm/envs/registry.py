@@ -200,12 +200,9 @@ def _sentences(env_id: str, arguments: Mapping[str, Any], error: ValidationError
 @functools.lru_cache(maxsize=64)
 def _model_of(cls: type, names: tuple[str, ...]) -> type[BaseModel]:
     hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
-    parameters = inspect.signature(cls).parameters
+    defaults = {name: one.default for name, one in inspect.signature(cls).parameters.items()}
     fields: dict[str, Any] = {
-        name: (
-            hints.get(name, Any),
-            ... if parameters[name].default is inspect.Parameter.empty else parameters[name].default,
-        )
+        name: (hints.get(name, Any), ... if defaults[name] is inspect.Parameter.empty else defaults[name])
         for name in names
     }
     settings = ConfigDict(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.envs.data import refuse_shared_rows, split_slice
+from rl_vlm.envs.data import reject_shared_rows, split_slice
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.supervised.conversations import Conversation, ConversationEncoder
@@ -83,7 +83,7 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
         table = open_conversations(sft.eval_data or split_slice(sft.data)[0], "test")
         if sft.eval_data is not None:
             chosen_rows = {"train": train.selected, "test": table.selected}
-            refuse_shared_rows({"train": sft.data, "test": sft.eval_data}, chosen_rows.__getitem__, "sft.data")
+            reject_shared_rows({"train": sft.data, "test": sft.eval_data}, chosen_rows.__getitem__, "sft.data")
         held_out = (table, np.arange(len(table)))
     measured = _measure(train, rows, encoder, progress)
     if not len(measured):

@@ -117,7 +117,7 @@ class SlimeEnv(EpisodeEnv):
             messages.append(Message("user", question.parts()))
         self._turns: list[str] = []
         self._score: float | None = None
-        self._env_paid = False
+        self._env_rewarded = False
         self._inner = self._call_build()
         result = self._inner.reset()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
@@ -198,12 +198,12 @@ class SlimeEnv(EpisodeEnv):
             self._score = as_reward(score, "tool_score of step()")
         if reward is None:
             return 0.0
-        self._env_paid = True
+        self._env_rewarded = True
         return as_reward(reward, "step()")
 
     def _final_reward(self, info: Info) -> float:
         """The reward at the end of the episode, besides those of the steps."""
-        if self._env_paid:
+        if self._env_rewarded:
             return 0.0
         label, source = self._sample.label, self._reward_source
         if label is not None and source != "env":
