@@ -1,6 +1,6 @@
 """Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption them vaguely.
 
-The right choice is the caption with the higher score in `zoo/caption/reward.py`. The judge never sees the reference and has to look at
+The right choice is the caption with the higher score in `grade_caption`. The judge never sees the reference and has to look at
 the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing first.
 Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words) gives the answer away.
 """
@@ -16,7 +16,7 @@ from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.drawing import COLOURS, CORNERS, KINDS, Shape, render
 from rl_vlm.zoo.scenes import lesson as sights
 from rl_vlm.zoo.scenes.data import LOOKS, MAX_CAPTIONED, Scene, caption_of, joined, random_scene
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 QUESTION = "1 {first} 2 {second} Which fits?"
 CHOICES = ("1", "2")
@@ -51,7 +51,7 @@ class Comparison:
         return CHOICES[self.scores[1] > self.scores[0]]
 
 
-def draw_lesson(rng: Random) -> sights.Lesson:
+def draw_lesson(rng: Random) -> Exchange:
     """One question of any sort about a scene of the train split."""
     draw = rng.random()
     if draw < JUDGE_SHARE:
@@ -63,14 +63,15 @@ def draw_lesson(rng: Random) -> sights.Lesson:
     scene = _scene(rng, "train")
     if draw < CORNER_SHARE:
         return sights.corner_lesson(scene, rng.randrange(len(CORNERS)))
-    return (render(scene), sights.CAPTION_QUESTION), sights.vague_caption(rng, scene)
+    return Exchange("user", (render(scene), sights.CAPTION_QUESTION), sights.vague_caption(rng, scene))
 
 
-def judge_lesson(comparison: Comparison, choice: str = "") -> sights.Lesson:
+def judge_lesson(comparison: Comparison, choice: str = "") -> Exchange:
     """The judge's question, and a reply that describes the scene and then names the better caption, or `choice`."""
     first, second = (f'"{caption}"' for caption in comparison.captions)
     question = QUESTION.replace("{first}", first).replace("{second}", second)
-    return (render(comparison.scene), question), f"{caption_of(comparison.scene)}: {choice or comparison.better}"
+    reply = f"{caption_of(comparison.scene)}: {choice or comparison.better}"
+    return Exchange("user", (render(comparison.scene), question), reply)
 
 
 def random_comparison(rng: Random, split: Split) -> Comparison:
@@ -127,4 +128,4 @@ def _scene(rng: Random, split: Split) -> Scene:
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng = Random(f"judge {seed}")
-    return lambda: [("user", *draw_lesson(rng))]
+    return lambda: [draw_lesson(rng)]

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.control_envs.gymnasium_env import resize_frame
-from rl_vlm.types import Role, UserInputError
+from rl_vlm.types import UserInputError
 from rl_vlm.zoo.control.environment import question_of, reminder_of, split_of_start
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 Cell = tuple[int, int]  # column and row in the room, from 0, without the walls around it
 
@@ -32,7 +32,6 @@ QUESTION, REMINDER = question_of(WORDS), reminder_of(WORDS)
 MAX_TURNS = 4
 ACTION_SHARE = 0.5  # of the turns
 
-# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     " ".join([QUESTION] * 4),
     REMINDER,
@@ -43,8 +42,6 @@ CORPUS = (
     * 2,
     "Heading? What is ahead? wall floor goal Where is goal? Which side? Row of agent? Row of goal? Column of agent? Column of goal?",
 )
-
-Turn = tuple[Role, tuple[np.ndarray, str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +87,21 @@ def render(room: Room) -> np.ndarray:
     return resize_frame(env.render(), IMAGE_SIZE)
 
 
-def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Turn]:
-    """Turns of one conversation: (role, (picture uint8 [IMAGE_SIZE, IMAGE_SIZE, 3], text), reply); no picture of the test split."""
-    turns: list[Turn] = []
+def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
+    """One conversation, a picture in each turn and none of the test split."""
+    turns: list[Exchange] = []
     room = random_room(rng, sizes)
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
         picture = render(room)
         if rng.random() < ACTION_SHARE:
             word = WORDS[rng.integers(len(WORDS))]
-            turns.append(("user", (picture, QUESTION if rng.random() < 0.95 else REMINDER), described(room, word)))
+            question = QUESTION if rng.random() < 0.95 else REMINDER
+            turns.append(Exchange("user", (picture, question), described(room, word)))
             room = room.after(word)
             over = room.agent == room.goal or split_of(room) == "test"
         else:
             question, answer = random_question(rng, room)
-            turns.append(("user", (picture, question), answer))
+            turns.append(Exchange("user", (picture, question), answer))
             over = rng.random() < 0.8
         if over:
             room = random_room(rng, sizes)

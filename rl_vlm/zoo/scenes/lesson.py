@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from random import Random
 
-import numpy as np
-
 from rl_vlm.zoo.drawing import CORNERS, Shape, render
 from rl_vlm.zoo.scenes.data import (
     EVERY,
@@ -24,7 +22,7 @@ from rl_vlm.zoo.scenes.data import (
     random_scene,
     stated_pair,
 )  # fmt: skip
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 # Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within 50 steps.
 STATEMENT_SHARE, COUNT_SHARE, CORNER_SHARE, SINGLE_SHARE = 0.4, 0.08, 0.22, 0.1
@@ -34,7 +32,6 @@ NOTHING = "nothing"
 # How often a caption leaves something out. Vague captions are likelier than good ones, so that the likeliest caption is vague as well.
 _LEFT_OUT = {"shape": 0.35, "colour": 0.6, "kind": 0.65, "place": 0.55}
 
-# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     "2 left 1 right, more left: True\n0 left 3 right, more right: False\n4 left 4 right, same: True or False?\n" * 3,
     "Both images hold equally many red shapes. The images hold 3 shapes in all.\nExactly one image holds a red shape.\n"
@@ -48,10 +45,8 @@ CORPUS = (
     * 3,
 )
 
-Lesson = tuple[tuple[np.ndarray | str, ...], str]  # pictures and text, and the reply
 
-
-def draw_lesson(rng: Random) -> Lesson:
+def draw_lesson(rng: Random) -> Exchange:
     """One question of any sort about scenes of the train split."""
     draw = rng.random()
     if draw < STATEMENT_SHARE:
@@ -64,33 +59,33 @@ def draw_lesson(rng: Random) -> Lesson:
     if draw < COUNT_SHARE:
         noun = rng.choice((*SOME, EVERY))
         scene = counted_scene(rng, noun, rng.choice(noun.counts), "train")
-        return (render(scene), f"How many {noun}s?"), str(noun.count(scene))
+        return Exchange("user", (render(scene), f"How many {noun}s?"), str(noun.count(scene)))
     scene = random_scene(rng, [rng.choice(LOOKS) for _ in range(rng.randint(1, MAX_CAPTIONED))], "train")
     if draw < COUNT_SHARE + CORNER_SHARE:
         quadrant = (
             rng.choice([shape.quadrant for shape in scene]) if rng.random() < 0.75 else rng.randrange(len(CORNERS))
         )
         return corner_lesson(scene, quadrant)
-    return (render(scene), CAPTION_QUESTION), vague_caption(rng, scene)
+    return Exchange("user", (render(scene), CAPTION_QUESTION), vague_caption(rng, scene))
 
 
-def single_lesson(rng: Random) -> Lesson:
+def single_lesson(rng: Random) -> Exchange:
     """What the only shape of a scene of the train split is."""
     (shape,) = scene = random_scene(rng, [rng.choice(LOOKS)], "train")
-    return (render(scene), "What is this?"), _look(shape)
+    return Exchange("user", (render(scene), "What is this?"), _look(shape))
 
 
-def corner_lesson(scene: Scene, quadrant: int) -> Lesson:
+def corner_lesson(scene: Scene, quadrant: int) -> Exchange:
     """What stands in a quadrant."""
     held = next((_look(shape) for shape in scene if shape.quadrant == quadrant), NOTHING)
-    return (render(scene), f"What is at {CORNERS[quadrant]}?"), held
+    return Exchange("user", (render(scene), f"What is at {CORNERS[quadrant]}?"), held)
 
 
-def verdict_lesson(pair: StatedPair, verdict: bool) -> Lesson:
+def verdict_lesson(pair: StatedPair, verdict: bool) -> Exchange:
     """The statement about two scenes, answered with the counts that it speaks of and with `verdict`."""
     counts = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
     question = f"{pair.statement}{VERDICT_QUESTION}"
-    return (render(pair.left), render(pair.right), question), f"{counted(*counts)}: {verdict}"
+    return Exchange("user", (render(pair.left), render(pair.right), question), f"{counted(*counts)}: {verdict}")
 
 
 def counted(left: int, right: int) -> str:
@@ -121,4 +116,4 @@ def _look(shape: Shape) -> str:
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng = Random(f"observer {seed}")
-    return lambda: [("user", *draw_lesson(rng))]
+    return lambda: [draw_lesson(rng)]
