@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_vlm.config.section import Beta, Section
+from rl_vlm.config.section import Beta, OnlyWith, Section
 
 StrategyName: TypeAlias = Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 class ComputeSection(Section):
     """How a learner computes on a CPU."""
+
+    place: ClassVar[str] = "learner."
 
     num_threads: int = Field(1, ge=1)
 
@@ -50,6 +52,11 @@ class LearnerActors(ComputeSection):
 class OptimizerSection(ComputeSection):
     """How the model is optimised: of reinforcement learning and of supervised fine-tuning."""
 
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("lr_final_fraction",), "lr_schedule", ("linear",)),
+        OnlyWith(("betas",), "optimizer", ("adamw",)),
+    )
+
     lr: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear"] = "constant"
     lr_final_fraction: float = Field(
@@ -70,19 +77,15 @@ class OptimizerSection(ComputeSection):
     )
     gradient_checkpointing: bool = False
 
-    def problems(self) -> Iterator[str]:
-        """Keys that another choice reads."""
-        yield from super().problems()
-        for key, chooser, value in (("lr_final_fraction", "lr_schedule", "linear"), ("betas", "optimizer", "adamw")):
-            if getattr(self, chooser) != value and any(self.changed(key)):
-                yield (
-                    f"learner.{key} has no effect with learner.{chooser} {getattr(self, chooser)}: remove it, or set "
-                    f"learner.{chooser} to {value}"
-                )
-
 
 class LearnerSection(LearnerActors, OptimizerSection):
     """The learner group that trains the policy."""
+
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        *OptimizerSection.conditional,
+        OnlyWith(("offload_optimizer",), "strategy", ("zero1", "zero2", "zero3")),
+        OnlyWith(("offload_params",), "strategy", ("fsdp2", "zero3")),
+    )
 
     strategy: StrategyName | None = Field(
         None,
@@ -115,10 +118,6 @@ class LearnerSection(LearnerActors, OptimizerSection):
             yield f"learner.strategy single with num_learners {self.num_learners}: use all_reduce, or set num_learners to 1"
         if name not in (None, "single") and self.num_learners == 0:
             yield f"learner.strategy {name} needs learners that are actors: set num_learners to 2 or more"
-        if self.offload_optimizer and not self.zero_stage:
-            yield f"learner.offload_optimizer has no effect with strategy {name or 'null'}: use zero1, zero2 or zero3"
-        if self.offload_params and not self.shards_layers:
-            yield f"learner.offload_params has no effect with strategy {name or 'null'}: use fsdp2 or zero3"
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
                 f"learner.strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and columns for adafactor: "
@@ -147,6 +146,9 @@ class LearnerSection(LearnerActors, OptimizerSection):
 class CriticSection(Section):
     """The value function of PPO: a linear head on the last hidden state of the policy, or of an adapter of its own."""
 
+    place: ClassVar[str] = "critic."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (OnlyWith(("stop_gradient",), "kind", ("head",)),)
+
     kind: Literal["head", "adapter"] = Field(
         "head",
         description="head: on the policy's hidden state. adapter: a second LoRA on the same frozen model, with a head.",
@@ -160,11 +162,6 @@ class CriticSection(Section):
     normalize_returns: bool = Field(True, description="Learn returns minus their mean over their standard deviation.")
     stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
     warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
-
-    def problems(self) -> Iterator[str]:
-        """A gradient that is stopped where there is none."""
-        if self.stop_gradient and self.kind == "adapter":
-            yield "critic.stop_gradient has no effect with kind adapter, which never trains the policy's LoRA: remove it"
 
 
 # `algorithm`: which algorithm, and how it learns.
@@ -224,24 +221,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
 }  # fmt: skip
-# Keys that some choices alone read: the keys, the key that chooses, and its values.
-_ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (("dual_clip",), "loss", ("clipped", "gspo")),
-    (("cispo_cap",), "loss", ("cispo",)),
-    (("sapo_tau_pos", "sapo_tau_neg"), "loss", ("sapo",)),
-    (("gigpo_gamma", "gigpo_step_weight"), "estimator", ("gigpo",)),
-    (("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), "estimator", ("gae",)),
-    (("gamma", "gae_lambda"), "gae_level", ("token", "bilevel")),
-    (("turn_gamma", "turn_lambda"), "gae_level", ("turn", "bilevel")),
-    (("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
-    (("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
-    (("kl_estimator",), "kl_in", ("loss",)),
-)
-# The same for keys that recipes set: choosing otherwise on the command line or in a sweep is noted, and no error.
-_NOTED_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (("advantage_normalization",), "estimator", ("group", "gigpo", "gae")),
-    (("clip_low", "clip_high"), "loss", ("clipped", "gspo")),
-)
 # exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
 # Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
 # tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
@@ -250,6 +229,21 @@ _MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 class AlgorithmSection(Section):
     """GRPO and PPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
+
+    place: ClassVar[str] = "algorithm."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("dual_clip",), "loss", ("clipped", "gspo")),
+        OnlyWith(("cispo_cap",), "loss", ("cispo",)),
+        OnlyWith(("sapo_tau_pos", "sapo_tau_neg"), "loss", ("sapo",)),
+        OnlyWith(("gigpo_gamma", "gigpo_step_weight"), "estimator", ("gigpo",)),
+        OnlyWith(("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), "estimator", ("gae",)),
+        OnlyWith(("gamma", "gae_lambda"), "gae_level", ("token", "bilevel")),
+        OnlyWith(("turn_gamma", "turn_lambda"), "gae_level", ("turn", "bilevel")),
+        OnlyWith(("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
+        OnlyWith(("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
+        OnlyWith(("kl_estimator",), "kl_in", ("loss",)),
+        OnlyWith(("kl_rate", "kl_min", "kl_max"), "kl_target"),
+    )
 
     name: Literal["grpo", "ppo"] = Field("grpo", description="grpo or ppo; preference_sac is set by `preference`.")
     iterations: int = Field(100, ge=1)
@@ -379,10 +373,7 @@ class AlgorithmSection(Section):
 
     def problems(self) -> Iterator[str]:
         """Keys that nothing reads, and bounds that contradict each other."""
-        for key, chooser, readers in self._unread(_ONLY_WITH):
-            yield f"{self._no_effect(key, chooser)}: remove it, or set algorithm.{chooser} to {readers}"
-        for key in self.changed("kl_rate", "kl_min", "kl_max") if self.kl_target is None else ():
-            yield f"algorithm.{key} has no effect without algorithm.kl_target: remove it, or set that"
+        yield from super().problems()
         if self.kl_target and self.kl_in != "reward":
             yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
         if self.kl_min > self.kl_max:
@@ -392,31 +383,16 @@ class AlgorithmSection(Section):
         if self.estimator in WITHOUT_CRITIC and self.name == "ppo":
             yield f"algorithm.estimator {self.estimator} needs no critic: use gae, or algorithm.name grpo"
 
-    def notes(self) -> Iterator[str]:
-        """A sentence on each key that is set and read by nothing, where that is accepted."""
-        for key, chooser, readers in self._unread(_NOTED_WITH):
-            yield f"{self._no_effect(key, chooser)}, only with {readers}."
-        if not self.kl_coef and not self.kl_target:  # 0 may be one coefficient of a sweep
-            for key in self.changed("kl_in", "kl_estimator"):
-                yield f"algorithm.{key} has no effect with algorithm.kl_coef 0."
-
-    def _unread(self, rules: Iterable[tuple[tuple[str, ...], str, tuple[str, ...]]]) -> Iterator[tuple[str, str, str]]:
-        """Changed keys that the choice does not read: the key, the key that chooses, and its values that do."""
-        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}
-        for keys, chooser, readers in rules:
-            chosen = getattr(self, chooser)
-            # What a plugin's loss or estimator reads is unknown.
-            if chosen not in readers and chosen in builtin.get(chooser, (chosen,)):
-                yield from ((key, chooser, " or ".join(readers)) for key in self.changed(*keys))
-
-    def _no_effect(self, key: str, chooser: str) -> str:
-        return f"algorithm.{key} has no effect with algorithm.{chooser} {getattr(self, chooser)}"
+    def reads(self, rule: OnlyWith) -> bool:
+        """As in the base class. What a plugin's loss or estimator reads is unknown."""
+        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}.get(rule.chooser)
+        return super().reads(rule) or (builtin is not None and getattr(self, rule.chooser) not in builtin)
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """As in the base class. What the preset sets is no change either, nor is null."""
+        """As in the base class. What the preset sets is no change either."""
         preset = PRESETS.get(_preset_of(self.preset, self.name) or "", {})
         for key in super().changed(*keys):
-            if getattr(self, key) not in (None, preset.get(key)):
+            if getattr(self, key) != preset.get(key):
                 yield key
 
 

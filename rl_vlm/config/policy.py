@@ -19,7 +19,6 @@ from rl_vlm.config.rollout import (
 )
 from rl_vlm.config.section import LoggingSection
 from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
-from rl_vlm.types import InFlightUpdates
 
 _COMPARE_IN_GROUP = ("group", "rloo", "reinforce_pp_baseline", "gigpo")
 _COMPARE_BEYOND_GROUP = ("gae", "gigpo", "reinforce_pp")  # with more than the rewards of the group
@@ -57,7 +56,7 @@ class PolicyConfig(CommonConfig):
         yield from self._serving_problems()
         yield from self._sampling_problems()
         yield from self._learning_problems()
-        if self.trains_full:
+        if self.model.train == "full":
             yield from self._full_problems()
         if self.serving.vllm.rest_while_learning:
             yield from self._rest_problems()
@@ -65,6 +64,10 @@ class PolicyConfig(CommonConfig):
 
     def _serving_problems(self) -> Iterator[str]:
         uses_vllm = self.serving.expected_engine == "vllm"
+        if self.deterministic and self.rollout.max_policy_lag:
+            yield "deterministic: true needs rollout.max_policy_lag 0"
+        if self.serving.shared and self.rollout.in_flight_updates:
+            yield "serving.shared and rollout.in_flight_updates exclude each other: leave out one of the two"
         judged = [part.reward for part in self.env.parts.values() if "judge" in part.reward.weights]
         if self.deterministic and any(reward.judge.probabilities for reward in judged):
             # Which questions share a batch depends on time, and their last bits on the batch.
@@ -75,7 +78,7 @@ class PolicyConfig(CommonConfig):
                 f"rollout.temperature {self.rollout.temperature:g}: vLLM samples at {coldest:g} to {hottest:g}; change it, or set "
                 "serving.engine to transformers"
             )
-        if uses_vllm and not self.trains_full and self.model.lora.target_modules == "vision":
+        if uses_vllm and self.model.train != "full" and self.model.lora.target_modules == "vision":
             yield (
                 "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the adapted "
                 "vision tower: change the engine, or set target_modules to all"
@@ -141,7 +144,7 @@ class PolicyConfig(CommonConfig):
                 f"learner.strategy {learner.strategy} clips all gradients by one norm, and algorithm.name {self.algorithm.name} clips the "
                 "critic's by their own: use fsdp2 or all_reduce"
             )
-        if learner.zero_stage and not self.trains_full and self.model.lora.target_modules == "vision":
+        if learner.zero_stage and self.model.train != "full" and self.model.lora.target_modules == "vision":
             yield (
                 f"learner.strategy {learner.strategy} adds up gradients while a backward pass runs, and the vision tower has some only "
                 "where there are images: use fsdp2 or all_reduce with model.lora.target_modules vision"
@@ -151,7 +154,7 @@ class PolicyConfig(CommonConfig):
                 f"critic.warmup_iterations ({critic.warmup_iterations}) leave none of algorithm.iterations "
                 f"({self.algorithm.iterations}) to the policy: lower them"
             )
-        if self.evaluation.weights == "ema" and (learner.ema_decay is None or self.max_policy_lag):
+        if self.evaluation.weights == "ema" and (learner.ema_decay is None or self.rollout.max_policy_lag):
             yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
 
     def _full_problems(self) -> Iterator[str]:
@@ -205,9 +208,9 @@ class PolicyConfig(CommonConfig):
     def _rest_problems(self) -> Iterator[str]:
         """What `serving.vllm.rest_while_learning`, where sampling and learning take turns on one GPU, cannot be combined with."""
         key, serving, learner = "serving.vllm.rest_while_learning", self.serving, self.learner
-        if self.max_policy_lag:
+        if self.rollout.max_policy_lag:
             yield (
-                f"{key} stops sampling while the learner works, and rollout.max_policy_lag {self.max_policy_lag} samples then: remove "
+                f"{key} stops sampling while the learner works, and rollout.max_policy_lag {self.rollout.max_policy_lag} samples then: remove "
                 "one of them"
             )
         if serving.shared:
@@ -234,26 +237,10 @@ class PolicyConfig(CommonConfig):
         for number, stage in enumerate(self.curriculum.stages):
             yield from _weight_problems(f"curriculum.stages.{number}.mixture", stage, weights)
 
-    def notes(self) -> Iterator[str]:
-        """As in the base class."""
-        yield from self.algorithm.notes()
-        for name, part in self.env.parts.items():
-            yield from part.reward.notes(f"env.mixture.{name}.reward" if name else "env.reward")
-
     def variant_arguments(self, variant: str, env: str) -> dict[str, Any]:
         """What an evaluation variant changes in the arguments of an environment, which `env.parts` names."""
         arguments = self.evaluation.variants.get(variant, {})
         return dict(arguments.get(env, {})) if self.env.mixture else arguments
-
-    @property
-    def algorithm_name(self) -> str:
-        """`algorithm.name`."""
-        return self.algorithm.name
-
-    @property
-    def title(self) -> str:
-        """What people call the environment, or the mixture of several."""
-        return self.env.title
 
     @property
     def serves(self) -> bool:
@@ -271,14 +258,12 @@ class PolicyConfig(CommonConfig):
         return self.model.train == "full"
 
     @property
-    def max_policy_lag(self) -> int:
-        """`rollout.max_policy_lag`."""
-        return self.rollout.max_policy_lag
-
-    @property
-    def in_flight_updates(self) -> InFlightUpdates | None:
-        """`rollout.in_flight_updates`."""
-        return self.rollout.in_flight_updates
+    def lora_slots(self) -> int:
+        """Adapter versions that a replica may sample with at the same time (engine vllm)."""
+        if self.serving.shared:
+            return super().lora_slots
+        # Samples of older versions may still run when a new one comes, unless they take it.
+        return 1 if self.rollout.in_flight_updates else self.rollout.max_policy_lag + 2
 
     @property
     def lora_rank(self) -> int:
@@ -288,7 +273,7 @@ class PolicyConfig(CommonConfig):
     @property
     def samples_per_round(self) -> int:
         """Samples of a round, of all replicas: what they can be asked for at once."""
-        return self.rollout.prompts_per_iteration * self.rollout.group_size * max(self.max_policy_lag, 1)
+        return self.rollout.prompts_per_iteration * self.rollout.group_size * max(self.rollout.max_policy_lag, 1)
 
     @property
     def held_out_at_once(self) -> int | None:
@@ -299,7 +284,7 @@ class PolicyConfig(CommonConfig):
     def published_dtype(self) -> str:
         """The precision of what is published: vLLM rounds adapters to that of the model, and the learner itself computes with full
         weights in it; checkpoints keep float32."""
-        return self.model.dtype if self.serving.expected_engine == "vllm" or self.trains_full else "float32"
+        return self.model.dtype if self.serving.expected_engine == "vllm" or self.model.train == "full" else "float32"
 
 
 def _argument_problems(key: str, arguments: dict[str, Any], names: list[str]) -> Iterator[str]:

@@ -188,6 +188,11 @@ class ControlEnvSection(Section):
     id: str = Field("ContinuousCartPole-v0", description="A registry id of a control environment.")
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.id
+
 
 class PreferenceAlgorithm(Section):
     """The algorithm; `preference` sets all else."""
@@ -210,16 +215,6 @@ class PreferenceConfig(CommonConfig):
             yield "learner.num_learners must be 0 or 1 for preference_sac: its networks are small"
         if self.serving.vllm.rest_while_learning:
             yield "serving.vllm.rest_while_learning has no effect with algorithm.name preference_sac: remove it"
-
-    @property
-    def algorithm_name(self) -> str:
-        """`algorithm.name`."""
-        return self.algorithm.name
-
-    @property
-    def title(self) -> str:
-        """What people call the environment."""
-        return self.env.id
 
     @property
     def serves(self) -> bool:

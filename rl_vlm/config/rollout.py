@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import OnlyWith, Section
 from rl_vlm.types import InFlightUpdates
 
 JUDGE_TOKEN = "RL_VLM_JUDGE_TOKEN"
@@ -91,12 +91,6 @@ class RewardSection(Section):
         0, ge=0, description="Sampled tokens of an episode that the part `length` does not count."
     )
     judge: JudgeSection = JudgeSection()
-
-    def notes(self, key: str) -> Iterator[str]:
-        """A sentence on each setting of a part that has no weight; `key` names this section."""
-        for name, part in (("length_budget", "length"), ("judge", "judge")):
-            if part not in self.weights and any(self.changed(name)):
-                yield f"{key}.{name} has no effect without a weight of the part {part} in {key}.weights."
 
 
 # `env`: the environment, or a mixture of several.
@@ -217,6 +211,14 @@ class StageSection(Section):
 class CurriculumSection(Section):
     """Stages of difficulty, and how tasks are drawn inside a stage."""
 
+    place: ClassVar[str] = "curriculum."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("by", "blend"), "stages"),
+        OnlyWith(("blend_levels",), "blend"),
+        OnlyWith(("metric", "min_episodes", "fall_back_margin"), "by", ("metric",)),
+        OnlyWith(("prior", "floor", "half_life"), "sampling", ("solve_rate",)),
+    )
+
     stages: tuple[StageSection, ...] = ()
     by: Literal["episodes", "iterations", "metric"] = Field(
         "episodes", description="What moves a run to the next stage."
@@ -243,23 +245,12 @@ class CurriculumSection(Section):
     half_life: float = Field(64.0, gt=0, description="Episodes of a task after which an older episode counts half.")
 
     def problems(self) -> Iterator[str]:
-        """Keys that nothing reads, and stages that do not follow each other."""
-        yield from self._unread(("by", "blend"), not self.stages, "curriculum.stages")
-        yield from self._unread(("blend_levels",), not self.blend, "curriculum.blend")
-        yield from self._unread(
-            ("metric", "min_episodes", "fall_back_margin"), self.by != "metric", "curriculum.by metric"
-        )
-        yield from self._unread(
-            ("prior", "floor", "half_life"), self.sampling == "uniform", "curriculum.sampling solve_rate"
-        )
+        """Stages that do not follow each other."""
+        yield from super().problems()
         if self.stages:
             if len(set(self.names)) < len(self.stages):
                 yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
             yield from self._thresholds() if self.by == "metric" else self._starts()
-
-    def _unread(self, keys: tuple[str, ...], unread: bool, needs: str) -> Iterator[str]:
-        for key in self.changed(*keys) if unread else ():
-            yield f"curriculum.{key} has no effect without {needs}"
 
     def _starts(self) -> Iterator[str]:
         starts = [stage.start for stage in self.stages]

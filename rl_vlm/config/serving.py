@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import OnlyWith, Section
 from rl_vlm.files import resolved
 from rl_vlm.types import PixelLimits
 
@@ -247,6 +247,12 @@ class SharingSection(Section):
 class ServingSection(Section):
     """The Serve deployment of the policy."""
 
+    place: ClassVar[str] = "serving."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("vllm",), "engine", ("vllm",)),
+        OnlyWith(("max_rows", "max_kv_gib", "num_threads"), "engine", ("transformers",)),
+    )
+
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="auto: vllm on a GPU, else transformers."
     )
@@ -299,8 +305,8 @@ class ServingSection(Section):
         return gpus
 
     def problems(self) -> Iterator[str]:
-        """Keys of the other engine, and shares of GPUs that an engine cannot have."""
-        yield from self._other_engines()
+        """Shares of GPUs that an engine cannot have."""
+        yield from super().problems()
         gpus, parallel = self.gpus_per_replica, self.vllm.tensor_parallel_size
         if self.expected_engine == "transformers":
             if gpus > 1:
@@ -326,18 +332,9 @@ class ServingSection(Section):
                 f"what shares the GPU would run out of memory: set it to {gpus:g} or less"
             )
 
-    def _other_engines(self) -> Iterator[str]:
-        engine = self.expected_engine
-        keys = {
-            "vllm": [f"vllm.{key}" for key in self.vllm.changed(*VLLMSection.model_fields)],
-            "transformers": list(self.changed("max_rows", "max_kv_gib", "num_threads")),
-        }
-        for other, changed in keys.items():
-            for key in changed if other != engine else ():
-                yield (
-                    f"serving.{key} has no effect with the engine {engine}: remove it, or set serving.engine to {other} (auto means "
-                    "vllm where serving.gpus_per_replica is above 0)"
-                )
+    def reads(self, rule: OnlyWith) -> bool:
+        """As in the base class; `auto` is vllm where serving.gpus_per_replica is above 0."""
+        return self.expected_engine in rule.values
 
     @property
     def memory_utilization(self) -> float:

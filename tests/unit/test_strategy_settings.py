@@ -27,9 +27,12 @@ from rl_vlm.types import UserInputError
         ({"strategy": "single", "num_learners": 2}, "use all_reduce"),
         ({"strategy": "fsdp2"}, "needs learners that are actors: set num_learners to 2 or more"),
         ({"strategy": "zero4", "num_learners": 2}, "zero3"),
-        ({"num_learners": 2, "offload_params": True}, "offload_params has no effect with strategy null: use fsdp2 or"),
+        ({"num_learners": 2, "offload_params": True}, "offload_params has no effect with learner.strategy null"),
         ({"strategy": "zero2", "num_learners": 2, "offload_params": True}, "offload_params has no effect"),
-        ({"strategy": "fsdp2", "num_learners": 2, "offload_optimizer": True}, "use zero1, zero2 or zero3"),
+        (
+            {"strategy": "fsdp2", "num_learners": 2, "offload_optimizer": True},
+            "set learner.strategy to zero1 or zero2 or zero3",
+        ),
         ({"strategy": "zero1", "num_learners": 2, "optimizer": "adafactor"}, "use adamw, or strategy fsdp2"),
     ],
 )
