@@ -136,11 +136,7 @@ class LearnerSection(LearnerActors, OptimizerSection):
 
     @property
     def in_step(self) -> bool:
-        """See LearnerActors."""
         return self.strategy == "fsdp2" or bool(self.zero_stage)
-
-
-# `critic`: PPO's value function.
 
 
 class CriticSection(Section):
@@ -163,8 +159,6 @@ class CriticSection(Section):
     stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
     warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
 
-
-# `algorithm`: which algorithm, and how it learns.
 
 # The losses that need no plugin. Importing their module would import torch.
 BUILTIN_LOSSES = ("clipped", "gspo", "cispo", "sapo")

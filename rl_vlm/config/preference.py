@@ -50,9 +50,6 @@ class RewardModelSection(Section):
         return self.batch or {"cnn": 64, "resnet18": 32, "mlp": 128}[self.architecture]
 
 
-# `preference.sac`: the agent of the preference loop.
-
-
 class SACSection(Section):
     """The agent of the preference loop. Defaults are RL-VLM-F's for MetaWorld."""
 

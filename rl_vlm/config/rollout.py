@@ -93,9 +93,6 @@ class RewardSection(Section):
     judge: JudgeSection = JudgeSection()
 
 
-# `env`: the environment, or a mixture of several.
-
-
 class EnvPart(Section):
     """What one environment is made from."""
 
@@ -175,9 +172,6 @@ class EnvSection(EnvPart):
     def title(self) -> str:
         """What people call it: the id, or the names of a mixture."""
         return " + ".join(part.name for part in self.mixture) or self.id
-
-
-# `curriculum`: which tasks come when.
 
 
 class StageSection(Section):
@@ -277,9 +271,6 @@ class CurriculumSection(Section):
         return tuple(stage.name or str(place) for place, stage in enumerate(self.stages))
 
 
-# `rollout`: how the policy is sampled.
-
-
 class RolloutSection(Section):
     """How the policy is sampled: from its whole distribution, since the learner cannot reproduce a truncated one."""
 
@@ -351,9 +342,6 @@ class RolloutSection(Section):
         return math.ceil(self.prompts_per_iteration * max(self.max_policy_lag, 1) / self.num_env_runners)
 
 
-# `evaluation`: held-out evaluation of the policy.
-
-
 class EvaluationDeadline(Section):
     """How long an evaluation may take."""
 
@@ -384,9 +372,6 @@ class EvaluationSection(EvaluationDeadline):
         description="Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that an evaluation "
         "in training plays at once, all env runners together, with env.isolation process.",
     )
-
-
-# `sight`: proof that the policy sees its images.
 
 
 class SightSection(Section):

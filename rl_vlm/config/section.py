@@ -79,9 +79,6 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield from keys_of(inner, f"{prefix}{name}.")
 
 
-# `logging`: what is kept of a run.
-
-
 class PlainLogging(Section):
     """What every run keeps."""
 
@@ -106,8 +103,6 @@ class LoggingSection(TrainLogging):
     trajectories_every: int = Field(10, ge=0, description="Iterations between dumps of sampled trajectories; 0: none.")
     trajectories_per_dump: int = Field(64, ge=1)
 
-
-# `resources`: the Ray cluster.
 
 _SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
 _ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,62}$")]

@@ -107,9 +107,6 @@ class ModelSection(ServedModelSection, TrainedModelSection):
     """A model that is served and trained."""
 
 
-# `http`: what `rl-vlm serve` listens on and refuses.
-
-
 class HTTPSection(Section):
     """`rl-vlm serve`: where it listens and what it refuses."""
 
@@ -157,8 +154,6 @@ class HTTPSection(Section):
         if low and high and low > high:
             yield f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"
 
-
-# `serving`: the Serve deployment of the policy and its engine.
 
 # vLLM silently raises lower temperatures than the first and refuses higher ones than the second.
 VLLM_TEMPERATURES = (0.01, 2.0)

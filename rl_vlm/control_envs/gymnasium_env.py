@@ -105,7 +105,6 @@ class GymnasiumControlEnv(ControlEnv):
         return resize_frame(array, self.image_size)
 
     def success(self, info: Any) -> float:
-        """See `ControlEnv.success`."""
         if self._success_key is None:
             return super().success(info)
         return float(bool(info.get(self._success_key, False)))

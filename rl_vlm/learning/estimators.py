@@ -63,9 +63,6 @@ def gigpo_advantages(
     return [whole + step_weight * turns for whole, turns in zip(episode, step, strict=True)]
 
 
-# The normalisation of returns that a critic learns, and how well it explains them. No torch.
-
-
 @dataclass(frozen=True, slots=True)
 class Rescaling:
     """A change of normalisation: a normalised value v becomes factor · v + shift and means the same return."""
@@ -129,12 +126,6 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     if are_equal(returns[known]):
         return 0.0
     return 1.0 - float(np.var(returns[known] - values[known])) / float(np.var(returns[known]))
-
-
-# Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
-#
-# Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. Per-token arrays of all trajectories
-# are lists: `values[group][trajectory]`.
 
 
 class EstimatorError(RLVLMError):

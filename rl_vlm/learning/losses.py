@@ -62,11 +62,6 @@ def sample_means(values: Tensor, sample: Tensor) -> Tensor:
     return (sums / torch.bincount(sample, minlength=num_samples))[sample]
 
 
-# Policy-gradient losses per sampled token. Users register more.
-#
-# Shapes: N sampled tokens of one micro-batch, flattened. A micro-batch holds whole trajectories only.
-
-
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """What a loss sees of N sampled tokens.

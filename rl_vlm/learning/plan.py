@@ -20,6 +20,8 @@ from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
 
 Metrics = dict[str, float]
+# The fields of UpdateStats that a micro-batch adds to, beside those of a KL penalty and a critic.
+TOKEN_SUMS = ("loss", "clipped", "entropy", "approx_kl", "mismatch_kl", "mismatch_prob", "logprob", "masked")
 
 
 @dataclass(slots=True)
@@ -46,10 +48,9 @@ class UpdateStats:
 
     @classmethod
     def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
-        """The statistics of all learners together."""
-        merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
-        sums = ("tokens", "loss", "clipped", "entropy", "logprob", "value_loss", "kl", "approx_kl")
-        for name in (*sums, "mismatch_kl", "mismatch_prob", "masked"):
+        """The statistics of all learners together, which make the same steps."""
+        merged = replace(parts[0])
+        for name in (*TOKEN_SUMS, "tokens", "value_loss", "kl"):
             setattr(merged, name, sum(getattr(part, name) for part in parts))
         for name in ("ratio_max", "first_ratio_error"):
             setattr(merged, name, max(getattr(part, name) for part in parts))
@@ -76,9 +77,6 @@ class UpdateStats:
             "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
             "mismatch/masked": self.masked / tokens,
         }
-
-
-# What the driver and the learners send each other in an update. No torch.
 
 
 @dataclass(slots=True)
@@ -136,14 +134,6 @@ class UpdateResult:
     stats: UpdateStats
     adapter: WeightPayload | None = None
     spans: list[Span] = field(default_factory=list)  # of an update that is traced
-
-
-# Plans an update: the advantages of trajectory groups, and each learner's share of each optimiser step. No Ray, no
-# torch.
-#
-# The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of
-# the groups and the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the
-# groups are divided after the estimate, so that samples without an advantage are left out.
 
 
 def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:

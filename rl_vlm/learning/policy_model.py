@@ -26,16 +26,6 @@ from rl_vlm.types import UserInputError
 HEAD = "head."  # names of the head's tensors, among those of the critic's adapter
 
 
-class SecondAdapter(Protocol):
-    """Another LoRA adapter in the model's layers."""
-
-    parameters: dict[str, nn.Parameter]
-
-    def active(self) -> AbstractContextManager[None]:
-        """Inside, the model computes with this adapter instead of the policy's."""
-        ...
-
-
 class Critic:
     """A value head on the hidden states of the policy (`kind: head`) or of a second LoRA adapter (`adapter`).
 
@@ -48,9 +38,7 @@ class Critic:
         adapter: for `kind: adapter`.
     """
 
-    def __init__(
-        self, model: nn.Module, section: CriticSection, width: int, adapter: SecondAdapter | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, section: CriticSection, width: int, adapter: ExtraLora | None = None) -> None:
         self.loss_coef, self.clip, self.stop_gradient = section.loss_coef, section.clip, section.stop_gradient
         device = next(model.parameters()).device
         self.last = nn.Linear(section.hidden or width, 1, device=device)
@@ -159,15 +147,12 @@ class LoraTraining:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def weights(self) -> dict[str, Tensor]:
-        """See Trainable."""
         return lora_state(self._model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """See Trainable."""
         load_lora_state(self._model, state)
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """See Trainable."""
         return AdapterPayload.build(version, weights, self._config, dtype)
 
     def stepped(self) -> None:
@@ -216,14 +201,12 @@ class FullTraining:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """See Trainable."""
         check_fits(state, self._own, 0)
         for name, master in self._masters.items():
             master.copy_(state[name])
         self.stepped()
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """See Trainable."""
         return FullPayload.build(version, weights, self._base_name, dtype)
 
     @torch.no_grad()
@@ -235,7 +218,6 @@ class FullTraining:
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """See Trainable."""
         base = self._kept if self._kept is not None else self._reload()
         trained = {name: own.data for name, own in self._own.items()}
         try:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from rl_vlm.learning.strategies import AllReduce
-from rl_vlm.models.weights import WeightPayload
+from rl_vlm.learning.strategies import AllReduce, Strategy
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
@@ -36,7 +35,6 @@ class FSDP2(AllReduce):
         self._offload = offload
 
     def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        """See Strategy."""
         super().prepare(policy, optimizer)
         decoder = policy.model.model.language_model
         device = policy.backbone.device.type
@@ -54,13 +52,11 @@ def _is_shard(parameter: torch.nn.Parameter) -> bool:
     return isinstance(parameter, torch.distributed.tensor.DTensor)
 
 
-# DeepSpeed's ZeRO: the optimiser's state (1), gradients (2) and the frozen layers (3) are sharded over the learners.
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 50_000_000  # elements that are sent at once; DeepSpeed allocates as many
 
 
-class Zero:
+class Zero(Strategy):
     """ZeRO of stage 1, 2 or 3.
 
     One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser, holds the
@@ -112,7 +108,6 @@ class Zero:
                 self._frozen = initialize(decoder, None, settings, sharded_first=True)
 
     def backward(self, loss: Tensor) -> None:
-        """See Strategy."""
         self._engine.backward(loss)
         if self._frozen is not None:
             # Layers whose input has no gradient, such as the first one's, are not released by the backward pass.
@@ -126,7 +121,6 @@ class Zero:
         return norm if self._engine.was_step_applied() and math.isfinite(norm) else None
 
     def state(self) -> dict[str, Tensor]:
-        """See Strategy."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         steps = [fields["step"] for fields in self._optimizer.state.values()]
@@ -141,7 +135,6 @@ class Zero:
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """See Strategy."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
         sharded = self._engine.optimizer
@@ -160,10 +153,6 @@ class Zero:
         for k, parameter in enumerate(self._parameters):
             for name in _MOMENTS:
                 safe_set_full_optimizer_state(parameter, state[f"{name}.{k}"].to(parameter.device), name)
-
-    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
-        """See Strategy."""
-        return self._policy.payload(version, dtype=dtype)
 
 
 def _initialize(device: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.losses import LOSSES, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
-from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
+from rl_vlm.learning.plan import TOKEN_SUMS, Scores, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import Critic, value_loss
 from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
 from rl_vlm.models.loading import TextSide
@@ -90,9 +90,6 @@ class WeightAverage:
             average.copy_(state[name])
 
 
-# The optimiser of the trained weights and of a critic.
-
-
 def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.optim.Optimizer:
     """AdamW (Adam when weight_decay is 0) or Adafactor on the trained weights, and in a second group on the critic.
 
@@ -119,11 +116,6 @@ def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Set every group's learning rate to that share of its base."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
-
-
-# The policy update: old log-probabilities once per rollout, then one optimiser step per minibatch.
-#
-# Plain torch, without Ray: RLlib's learner and `examples/one_process.py` both run this.
 
 
 class LossError(RLVLMError):
@@ -395,8 +387,8 @@ class PolicyUpdater:
         old: Tensor,
     ) -> None:
         change = new.detach() - old
-        # One transfer for all sums: on a GPU each float() would wait for the device.
-        sums = torch.stack(
+        # One transfer for all sums, in the order of TOKEN_SUMS: on a GPU each float() would wait for the device.
+        *sums, ratio_max = torch.stack(
             [
                 loss.detach(),
                 clipped.float().sum(),
@@ -404,21 +396,15 @@ class PolicyUpdater:
                 (change.expm1() - change).sum(),
                 (gap.expm1() - gap).sum(),
                 gap.abs().exp().sum(),
-                ratio.detach().max(),
                 new.detach().sum(),
                 masked.float().sum(),
+                ratio.detach().max(),
             ]
         ).tolist()
+        for name, value in zip(TOKEN_SUMS, sums, strict=True):
+            setattr(stats, name, getattr(stats, name) + value)
         stats.tokens += len(ratio)
-        stats.loss += sums[0]
-        stats.clipped += sums[1]
-        stats.entropy += sums[2]
-        stats.approx_kl += sums[3]
-        stats.mismatch_kl += sums[4]
-        stats.mismatch_prob += sums[5]
-        stats.ratio_max = max(stats.ratio_max, sums[6])
-        stats.logprob += sums[7]
-        stats.masked += sums[8]
+        stats.ratio_max = max(stats.ratio_max, ratio_max)
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
@@ -459,14 +445,7 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
 ImagesChange: TypeAlias = Callable[[Sequence[EncodedImage]], tuple[EncodedImage, ...]]
 
 
-class Recompute(Protocol):
-    """`PolicyUpdater.recompute`."""
-
-    def __call__(
-        self, trajectories: Sequence[Trajectory], change: PositionChange | None = None, *, adapter: bool = True
-    ) -> list[np.ndarray]:
-        """Log-probabilities float32 [sampled tokens] of each trajectory."""
-        ...
+Recompute: TypeAlias = Callable[..., list[np.ndarray]]  # `PolicyUpdater.recompute`
 
 
 class UnfitImagesError(RLVLMError):

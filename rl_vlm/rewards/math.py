@@ -20,8 +20,6 @@ from rl_vlm.rewards.normalize import MAX_CHARS, Answer, is_oversized, normalize_
 from rl_vlm.rewards.symbolic import TIMEOUT_S, WORKER, GraderError, Verdict
 from rl_vlm.rewards.units import units_clash
 
-# Find the boxed answer in a response: `\boxed{...}`, `\fbox{...}` or the unbraced `\boxed 5`.
-
 # One left-to-right scan over these tokens keeps the cost linear: no token contains another, and none backtracks
 # over more than a few characters. `\\.` comes after the box so that `\{` and `\}` are not counted as braces; a doubled
 # backslash before the box is accepted, because models over-escape.

@@ -117,9 +117,6 @@ class Stages:
                         yield f"curriculum.stages, stage {title}{between}", name, arguments
 
 
-# Curriculum: a mixture whose tasks change in stages, by episodes, by iterations, or by a metric with hysteresis.
-
-
 class Curriculum(Mixture):
     """Lays the arguments and weights of the current stage over a mixture.
 
@@ -143,7 +140,6 @@ class Curriculum(Mixture):
         self._in_stages: Counter[int] = Counter()  # tasks handed out in each
 
     def begin(self, iteration: int) -> None:
-        """See Mixture."""
         self._iteration = iteration
         self._move()
 

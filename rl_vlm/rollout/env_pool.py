@@ -71,8 +71,6 @@ class CallBatch:
             return self._begun
 
 
-# Runs environment calls in threads beside the event loop, with deadlines; short calls share one thread switch.
-
 logger = logging.getLogger(__name__)
 
 # Calls this short run one after the other in one thread: a thread switch costs about as much as they do.
@@ -300,8 +298,6 @@ def _close_quietly(env: VisionEnv) -> None:
         logger.debug("closing an environment failed: %s", error)
 
 
-# EnvPools: one pool of environments for each set of arguments that tasks ask for; pools that were not used for long are closed.
-
 # Threads of slow environments, which mostly wait: one for each episode as far as that goes.
 _MIN_THREADS, _MAX_THREADS = 32, 256
 # Pools without a group that are kept: an evaluation's variants, and what a curriculum set last.
@@ -391,9 +387,6 @@ class EnvPools:
             pool.close()
         self._pools = {}
         self._closed_busy_s = 0.0
-
-
-# Failures while groups are sampled: each has a name that is counted, and too many in a row stop the run.
 
 
 class GroupFailedError(RLVLMError):

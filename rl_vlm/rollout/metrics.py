@@ -43,9 +43,6 @@ def declared_metrics(declared: Metrics, trajectories: Iterable[HasInfo]) -> dict
     return metrics
 
 
-# What a judge said and cost: metrics from the notes that the reward part `judge` leaves in each episode's info.
-
-
 def judge_metrics(episodes: Iterable[HasInfo]) -> dict[str, float]:
     """Empty without a judge. `judge/win_rate`: the mean of 1, 0.5 and 0 for answers that won, contradicted the judge's orders or lost.
 
@@ -72,9 +69,6 @@ def judge_metrics(episodes: Iterable[HasInfo]) -> dict[str, float]:
 
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else 0.0
-
-
-# Metrics of the groups that a learner learns from.
 
 
 def sampling_metrics(

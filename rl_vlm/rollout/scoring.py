@@ -275,8 +275,6 @@ def _notes(one: Opinion, seconds: float) -> dict[str, float]:
     }
 
 
-# The reward of a complete group as the weighted sum of its parts.
-
 OWN = "env"  # the environment's own reward
 
 

@@ -61,8 +61,6 @@ class RolloutResult:
     spans: list[Span] = field(default_factory=list)  # of tasks that are traced
 
 
-# DataCursor: every item of a split once per epoch.
-
 _ENDLESS = 2**31 - 1
 
 
@@ -241,9 +239,6 @@ class SolveRateItems:
         self.rates.restore(state["rates"])
 
 
-# Mixture: the tasks that come next, of one or several environments, by weight and, where asked, by their recent solve rates.
-
-
 @dataclass(frozen=True, slots=True)
 class TaskItem:
     """One task instance of the training split: its index there, and the seed of its environments, the same whenever it comes.
@@ -380,9 +375,6 @@ class Mixture:
         self._rates.restore(state["rates"])
         for name, items in self._items.items():
             items.restore(saved[name])
-
-
-# TaskStream: numbered rollout tasks from a task source; tasks that were not finished are repeated after a resume.
 
 
 class TaskStream:

@@ -183,10 +183,6 @@ def _check_order(turns: Sequence[tuple[Role, Any]]) -> None:
             raise ConversationError(f"messages {number} and {number + 1} are both the assistant's: join them")
 
 
-# Conversations as the trajectories that reinforcement learning trains on: token ids, and which of them the model says.
-
-# Thoughts of the assistant's turns, as the templates of Qwen's Thinking models write a finished turn.
-
 _OPEN, _CLOSE = "<think>", "</think>"
 _AFTER = f"\n{_CLOSE}\n\n"  # a thought, between it and the answer
 

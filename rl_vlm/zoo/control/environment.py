@@ -24,8 +24,6 @@ from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import split_of_hash
 
-# Words for the actions of a control environment, and how they are read from the policy's text.
-
 Words = Mapping[str, Any]
 THOUGHT_END = "</think>"
 # MetaWorld's actions are the hand's velocity in x, y and z, and how firmly the gripper closes.

@@ -22,8 +22,6 @@ from rl_vlm.envs.data import Question
 from rl_vlm.types import EncodedImage, Split, UserInputError
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, split_of, stable_random
 
-# Geometry figures with numbers: points and lines in the plane, drawn at any size with every label clear of the lines.
-
 # Mid-grey is 0 to the models, so that the figure alone carries signal, and lines and labels differ in sign.
 GROUND, INK, CHALK = 128, 0, 255
 CELL = 16  # pixels: labels stand in whole patches of Qwen3-VL's vision tower, so that the tiny model can read them

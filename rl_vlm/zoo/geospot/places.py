@@ -163,9 +163,6 @@ def open_gazetteer() -> Gazetteer:
     return Gazetteer(gazetteer_path())
 
 
-# GeoSpot's reward: how near the named places and the coordinates are, field by field, over a denominator that is
-# fixed.
-
 # Reads an answer about a place: City, Region, Country, Latitude and Longitude, one a line, in many spellings.
 #
 # What can be read in two ways is not read: a field that comes twice with different values, or a number whose signs
@@ -307,9 +304,6 @@ def _coords(clear: Mapping[str, str], said: Container[str]) -> Position | None:
         latitude, longitude = parts
     position = parse_degrees(latitude, "latitude"), parse_degrees(longitude, "longitude")
     return None if position[0] is None or position[1] is None else (position[0], position[1])
-
-
-# Where a GeoSpot picture was taken, and how far from there an answer is, field by field.
 
 
 @dataclass(frozen=True, slots=True)

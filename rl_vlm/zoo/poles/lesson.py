@@ -17,8 +17,6 @@ from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
-# How well the tiny labeller compares poles.
-
 _GOOD = 0.9  # share of clear pairs that it must be right on
 _CHOICES = (0, 1, -1)
 

@@ -99,8 +99,6 @@ def _answer(text: str) -> ShortAnswer:
     return ShortAnswer(value) if value else ShortAnswer(None, "empty")
 
 
-# Crops of a picture: how a policy asks for one, and the image that it gets.
-
 TOOL = "crop"
 WHOLE = 1000  # coordinates are thousandths of the picture's width and height, as Qwen3-VL writes them
 MIN_SIDE = 10  # thousandths
