@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, Question, ServedEndpoint, all_of, ask_again
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, Question, ServedEndpoint, ask_again
 from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.models.loading import TextSide
@@ -41,6 +41,7 @@ from rl_vlm.types import (
     TrajectoryStatus,
     UserInputError,
 )
+from rl_vlm.waiting import all_or_none
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Judge:
         ours, theirs = (quoted(text, self._settings.max_chars) for text in (answer, reference))
         if ours == theirs:
             return Opinion(0.5, 0.5)
-        replies = await all_of([self._reply(images, ours, theirs), self._reply(images, theirs, ours)])
+        replies = await all_or_none([self._reply(images, ours, theirs), self._reply(images, theirs, ours)])
         shown_first = [_preference(reply.text) for reply in replies]
         win = {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((shown_first[0], shown_first[1]), 0.5)
         given, swapped = (reply.probabilities if self._settings.probabilities else None for reply in replies)
@@ -194,7 +195,9 @@ async def judge(answered: AnsweredGroup) -> Noted:
         gate = _gate_of(settings, asyncio.get_running_loop())
         async with _endpoint_of(answered).open() as ask:
             panel = Judge(ask, settings, gate)
-            found = await all_of([panel.compare(members[place].images, texts[place], reference) for place in asked])
+            found = await all_or_none(
+                [panel.compare(members[place].images, texts[place], reference) for place in asked]
+            )
         for place, opinion in zip(asked, found, strict=True):
             opinions[place] = opinion
         # The group's one question for a reference is counted with its first answer.

@@ -179,9 +179,8 @@ class SolveRates:
 
     def restore(self, state: list[list[Any]]) -> None:
         """Go back to a saved state."""
-        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved, *_ in state}
-        # Earlier checkpoints do not say what was lost.
-        self._lost = {str(key) for key, _, _, *lost in state if any(lost)}
+        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved, _ in state}
+        self._lost = {str(key) for key, _, _, lost in state if lost}
 
 
 class SolveRateItems:
@@ -455,8 +454,7 @@ class TaskStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a saved state; its open tasks are handed out first."""
         self._source.restore(state["source"])
-        # Earlier checkpoints have no place: they were made between whole rounds.
-        self._next_round, self._next_place = int(state["round"]), int(state.get("place", 0))
+        self._next_round, self._next_place = int(state["round"]), int(state["place"])
         rollout = self._run.rollout  # which a resume may have changed; the learner computes with this temperature
         changed = {"size": rollout.group_size, "temperature": rollout.temperature}
         self._repeated = [RolloutTask(**{**fields, **changed}) for fields in state["open"]]

@@ -39,7 +39,7 @@ PACKAGE = Path(rl_vlm.__file__).parent
 CLASSES: dict[str, set[type[Section]]] = {
     name: {one for one in (get_args(kind) or (kind,)) if isinstance(one, type) and issubclass(one, Section)}
     for name, kind in vars(sections).items()
-    if name in sections.__all__
+    if not name.startswith("_")
 }
 # Methods of a section that read all of its keys.
 _WHOLE = {"model_dump", "model_dump_json"}

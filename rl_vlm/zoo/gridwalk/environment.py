@@ -90,12 +90,6 @@ class Grid:
                     front.append(near)
         return found
 
-    def best_moves(self) -> tuple[str, ...]:
-        """The moves that bring the agent one step nearer to the goal; empty at the goal and where no path leads."""
-        distances = self.distances()
-        here = distances.get(self.agent)
-        return () if here is None else tuple(m for m in MOVES if distances.get(neighbour(self.agent, m)) == here - 1)
-
     def map_hash(self) -> str:
         """The hash of everything but the agent."""
         parts = (self.size, self.goal, sorted(self.walls), sorted(self.holes))

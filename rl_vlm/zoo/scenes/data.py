@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from random import Random
 from typing import Literal
 
@@ -192,15 +192,13 @@ def stated_pair(rng: Random, truth: bool, split: Split, kinds: Sequence[Statemen
     return StatedPair(left, right, statement, truth)
 
 
-@lru_cache(maxsize=8192)
 def pair_item(
     split: Split, index: int, seed: int = 0, kinds: tuple[StatementKind, ...] = STATEMENT_KINDS
 ) -> StatedPair:
-    """Task instance `index` of NLVR2-v0: of two neighbours one is true. Cached, for the copies of a group."""
+    """Task instance `index` of NLVR2-v0: of two neighbours one is true."""
     return stated_pair(stable_random("nlvr2", split, index, seed), index % 2 == 0, split, kinds)
 
 
-@lru_cache(maxsize=8192)
 def caption_item(split: Split, index: int, seed: int = 0) -> Scene:
     """Task instance `index` of Caption-v0: a scene of one to three shapes."""
     rng = stable_random("caption", split, index, seed)
