@@ -30,8 +30,8 @@ class LearnerActors(ComputeSection):
     update_timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="A learner that has not answered its first update within this counts as dead. Later updates get ten times the "
-        "longest one so far, at least two minutes and at most this.",
+        description="A learner that has not answered its first update within this counts as dead. Later updates get "
+        "ten times the longest one so far, at least two minutes and at most this.",
     )
 
     def problems(self) -> Iterator[str]:
@@ -39,13 +39,15 @@ class LearnerActors(ComputeSection):
         yield from super().problems()
         if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
             yield (
-                f"learner.gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would put two learners on "
-                'one GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to 1, or num_learners to 1'
+                f"learner.gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would "
+                'put two learners on one GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to '
+                "1, or num_learners to 1"
             )
 
     @property
     def in_step(self) -> bool:
-        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state together."""
+        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state
+        together."""
         return False
 
 
@@ -72,8 +74,8 @@ class OptimizerSection(ComputeSection):
     share_prompts: bool = True
     attention: Literal["auto", "segments", "dense"] = Field(
         "auto",
-        description="Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by itself, "
-        "which pays for what is seen; auto: segments where that is cheaper.",
+        description="Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by "
+        "itself, which pays for what is seen; auto: segments where that is cheaper.",
     )
     gradient_checkpointing: bool = False
 
@@ -89,9 +91,9 @@ class LearnerSection(LearnerActors, OptimizerSection):
 
     strategy: StrategyName | None = Field(
         None,
-        description="How learners share a step. single: one learner; all_reduce: each holds all and gradients are added; fsdp2: "
-        "the frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, gradients, frozen layers. null: single "
-        "or all_reduce, by num_learners.",
+        description="How learners share a step. single: one learner; all_reduce: each holds all and gradients are "
+        "added; fsdp2: the frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, "
+        "gradients, frozen layers. null: single or all_reduce, by num_learners.",
     )
     offload_optimizer: bool = Field(
         False, description="Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3."
@@ -103,11 +105,13 @@ class LearnerSection(LearnerActors, OptimizerSection):
         None,
         gt=0,
         lt=1,
-        description="Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights uses it.",
+        description="Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights "
+        "uses it.",
     )
     log_entropy: bool = Field(
         True,
-        description="Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it anyway.",
+        description="Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it "
+        "anyway.",
     )
 
     def problems(self) -> Iterator[str]:
@@ -120,8 +124,8 @@ class LearnerSection(LearnerActors, OptimizerSection):
             yield f"learner.strategy {name} needs learners that are actors: set num_learners to 2 or more"
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
-                f"learner.strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and columns for adafactor: "
-                "use adamw, or strategy fsdp2"
+                f"learner.strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and "
+                "columns for adafactor: use adamw, or strategy fsdp2"
             )
 
     @property
@@ -172,13 +176,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
-    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is overlong_buffer's, whose
-    # size depends on the token budget (there a fifth of it).
+    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is
+    # overlong_buffer's, whose size depends on the token budget (there a fifth of it).
     "dapo": {
         "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0,
     },
-    # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a token's.
+    # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a
+    # token's.
     "gspo": {
         "loss": "gspo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "clip_low": 3e-4, "clip_high": 4e-4,
@@ -193,8 +198,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": "sapo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05,
     },
-    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing is
-    # clipped.
+    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing
+    # is clipped.
     "rloo": {
         "loss": "clipped", "aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none",
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
@@ -215,14 +220,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
 }  # fmt: skip
-# exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
-# Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
-# tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
+# exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says
+# nothing.
+# Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the
+# mean over T tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
 _MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 
 class AlgorithmSection(Section):
-    """GRPO and PPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
+    """GRPO and PPO.
+
+    Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised.
+    """
 
     place: ClassVar[str] = "algorithm."
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
@@ -243,9 +252,9 @@ class AlgorithmSection(Section):
     iterations: int = Field(100, ge=1)
     preset: str | None = Field(
         None,
-        description="Sets loss, aggregation, estimator and their published constants together: grpo (arXiv 2402.03300), dapo "
-        "(2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo (2402.14740), reinforce_pp (2501.03262), "
-        "dr_grpo (2503.20783), ppo (1707.06347).",
+        description="Sets loss, aggregation, estimator and their published constants together: grpo (arXiv "
+        "2402.03300), dapo (2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo "
+        "(2402.14740), reinforce_pp (2501.03262), dr_grpo (2503.20783), ppo (1707.06347).",
     )
     loss: str = Field("clipped", description="Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.")
     aggregation: Literal["sequence_mean", "token_mean", "constant"] = Field(
@@ -254,7 +263,8 @@ class AlgorithmSection(Section):
     )
     estimator: str = Field(
         "group",
-        description="Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a plugin registers.",
+        description="Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a "
+        "plugin registers.",
     )
     advantage_normalization: Literal["std", "none"] = Field(
         "std", description="Of the estimators group, gigpo and gae."
@@ -265,7 +275,8 @@ class AlgorithmSection(Section):
     overlong_buffer: int = Field(
         0,
         ge=0,
-        description="The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); 0: off.",
+        description="The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); "
+        "0: off.",
     )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Of the losses clipped and gspo, as is clip_high.")
     clip_high: float = Field(0.28, gt=0)
@@ -277,8 +288,9 @@ class AlgorithmSection(Section):
     sapo_tau_neg: float = Field(1.05, gt=0, description="Temperature of sapo's gate for negative advantages.")
     mismatch: Literal["truncate", "mask", "sequence_mask", "none"] = Field(
         "truncate",
-        description="What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens outside "
-        "[mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, and the rest truncated; none.",
+        description="What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens "
+        "outside [mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, "
+        "and the rest truncated; none.",
     )
     tis_cap: float | None = Field(2.0, gt=0, description="Cap of the engine-to-learner importance weight; null: off.")
     mismatch_low: float | None = Field(None, gt=0, lt=1, description="null: 0.5 with mask, 0.99 with sequence_mask.")
@@ -307,9 +319,9 @@ class AlgorithmSection(Section):
     max_refill: float = Field(
         0.0,
         ge=0,
-        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are "
-        "replaced by further groups in each iteration (dynamic sampling). Rewards are the environment's: what overlong_buffer takes off "
-        "does not count, as in DAPO. 0: off.",
+        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of "
+        "them are replaced by further groups in each iteration (dynamic sampling). Rewards are the "
+        "environment's: what overlong_buffer takes off does not count, as in DAPO. 0: off.",
     )
     shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
 

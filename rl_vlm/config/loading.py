@@ -26,7 +26,10 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Rejects a key that stands twice. Others take the last one: a section that was pasted a second time would lose the first."""
+    """Rejects a key that stands twice.
+
+    Others take the last one: a section that was pasted a second time would lose the first.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """As the base class, with keys that differ; what `<<` merges may be set anew."""
@@ -191,7 +194,8 @@ def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> S
 
 
 def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> PolicyConfig:
-    """The configuration of a run folder whose model is to be served; of a run that trains no policy its model alone counts."""
+    """The configuration of a run folder whose model is to be served; of a run that trains no policy its model alone
+    counts."""
     data = read_yaml(path, ())
     if "sft" in data or "preference" in data:
         data = {
@@ -275,7 +279,10 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def save_config(config: TrainConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration, atomically. What YAML holds comes back as it was: as JSON nan would be null, a date a text."""
+    """Write the resolved configuration, atomically.
+
+    What YAML holds comes back as it was: as JSON nan would be null, a date a text.
+    """
     write_atomic(path, yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 

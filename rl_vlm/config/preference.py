@@ -151,8 +151,8 @@ class PreferenceSection(Section):
         name = min(holds, key=holds.__getitem__)
         if holds[name] < (rows := self.collection.num_envs * self.collection.steps):
             yield (
-                f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps in each "
-                "environment): raise it"
+                f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps "
+                "in each environment): raise it"
             )
 
     @property

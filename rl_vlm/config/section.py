@@ -19,7 +19,8 @@ class Problems(ValueError):
 
 
 class OnlyWith(NamedTuple):
-    """Keys that are read only where the key `chooser` of the same section has one of `values`; without values, where it is set."""
+    """Keys that are read only where the key `chooser` of the same section has one of `values`; without values, where it
+    is set."""
 
     keys: tuple[str, ...]
     chooser: str
@@ -35,7 +36,10 @@ class Section(BaseModel):
     conditional: ClassVar[tuple[OnlyWith, ...]] = ()
 
     def problems(self) -> Iterator[str]:
-        """A sentence on each contradiction between values that are valid by themselves. Keys have their full dotted names."""
+        """A sentence on each contradiction between values that are valid by themselves.
+
+        Keys have their full dotted names.
+        """
         for rule in self.conditional:
             for key in self.changed(*rule.keys) if not self.reads(rule) else ():
                 name, values = f"{self.place}{rule.chooser}", " or ".join(map(str, rule.values))
@@ -55,7 +59,10 @@ class Section(BaseModel):
         return self
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """Those of the keys that are set to something else than the default. A saved configuration holds the defaults of all keys."""
+        """Those of the keys that are set to something else than the default.
+
+        A saved configuration holds the defaults of all keys.
+        """
         for key in keys:
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) not in (None, default):
@@ -116,8 +123,8 @@ def claim(resource: str | None) -> dict[str, float]:
 class ResourcesSection(Section):
     """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another.
 
-    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner": 1}'`).
-    An autoscaler starts a node of the kind that offers what an actor waits for.
+    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner":
+    1}'`). An autoscaler starts a node of the kind that offers what an actor waits for.
     """
 
     num_cpus: int | None = Field(

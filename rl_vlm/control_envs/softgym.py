@@ -16,8 +16,8 @@ class SoftGymControlEnv(GymnasiumControlEnv):
     """Wraps an environment of the old gym interface.
 
     Args:
-        env: the simulator's environment: `reset()` returns an observation, `step(action)` observation, reward, done and info,
-            `render(mode, **kwargs)` a picture uint8 [H, W, 3].
+        env: the simulator's environment: `reset()` returns an observation, `step(action)` observation, reward, done and
+            info, `render(mode, **kwargs)` a picture uint8 [H, W, 3].
         horizon: steps of an episode; by default the environment's own `horizon`.
         success_key, success_above: a moment is a success where `info[success_key]` exceeds `success_above`: rope
             `normalized_length` .95, cloth `normalized_performance` .9, pass-water `reward` -.36.

@@ -101,7 +101,8 @@ class Critic:
 
 
 def value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Per token ½ (V - R)², or with `clip` the larger of that and the same with V moved at most `clip` from the old value.
+    """Per token ½ (V - R)², or with `clip` the larger of that and the same with V moved at most `clip` from the old
+    value.
 
     As PPO's original implementation has it (openai/baselines, ppo2); all float32 [N].
     """
@@ -172,17 +173,20 @@ class LoraTraining:
 
 
 class FullTraining:
-    """All parameters, the vision tower's too. Those of a lower precision get float32 masters, which the optimiser steps.
+    """All parameters, the vision tower's too.
 
-    The model computes with what the masters round to, as every replica does. Gradients of a backward pass are added to the
-    masters' in float32 as soon as a parameter has its own, which is then freed (mixed precision: arXiv 1710.03740, section 3.1).
+    Those of a lower precision get float32 masters, which the optimiser steps.
+
+    The model computes with what the masters round to, as every replica does. Gradients of a backward pass are added to
+    the masters' in float32 as soon as a parameter has its own, which is then freed (mixed precision: arXiv 1710.03740,
+    section 3.1).
 
     Args:
         model: the model, whose parameters are float32 or bfloat16.
         base: the folder that it was loaded from.
         reload: its parameters by name as that folder has them, in the model's precision.
-        keep_base: keep them in memory, because the reference of a KL penalty needs them in every update; else `base` reads them
-            from the folder each time.
+        keep_base: keep them in memory, because the reference of a KL penalty needs them in every update; else `base`
+            reads them from the folder each time.
     """
 
     def __init__(
@@ -246,7 +250,9 @@ def _master(own: nn.Parameter) -> nn.Parameter:
 
 
 class PolicyModel:
-    """A VLM with what is trained of it (`model.train`): what the learner updates. Plain torch, so that it works without RLlib.
+    """A VLM with what is trained of it (`model.train`): what the learner updates.
+
+    Plain torch, so that it works without RLlib.
 
     Args:
         folder: the model folder.
@@ -344,7 +350,8 @@ class PolicyModel:
     def payload(
         self, version: int, weights: Mapping[str, Tensor] | None = None, dtype: str | None = None
     ) -> WeightPayload:
-        """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable version."""
+        """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable
+        version."""
         return self.trained.payload(version, self.weights() if weights is None else weights, dtype)
 
     def load(self, adapter: WeightPayload) -> None:

@@ -1,4 +1,5 @@
-"""Strategies in which each learner holds a shard of the model or of the optimiser's state: FSDP2 and DeepSpeed's ZeRO."""
+"""Strategies in which each learner holds a shard of the model or of the optimiser's state: FSDP2 and DeepSpeed's
+ZeRO."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 class FSDP2(AllReduce):
     """`torch.distributed.fsdp.fully_shard` over the layers of the language model.
 
-    What is trained (LoRA, a critic) is whole in every learner, in float32 beside frozen weights of any type, and its gradients
-    are added once per step. So is what a pass may leave out, because a learner that gathers alone would wait for ever: the
-    vision tower (images are cached) and the embedding with the head (tied in small models; the head is read tile by tile).
+    What is trained (LoRA, a critic) is whole in every learner, in float32 beside frozen weights of any type, and its
+    gradients are added once per step. So is what a pass may leave out, because a learner that gathers alone would wait
+    for ever: the vision tower (images are cached) and the embedding with the head (tied in small models; the head is
+    read tile by tile).
 
     Args:
         offload: keep the shards in host memory.
@@ -59,9 +61,9 @@ _BUCKET = 50_000_000  # elements that are sent at once; DeepSpeed allocates as m
 class Zero(Strategy):
     """ZeRO of stage 1, 2 or 3.
 
-    One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser, holds the
-    frozen layers of the language model, in their own type. The vision tower, the embedding and the head stay whole for the
-    reasons that FSDP2 names.
+    One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser,
+    holds the frozen layers of the language model, in their own type. The vision tower, the embedding and the head stay
+    whole for the reasons that FSDP2 names.
 
     Args:
         stage: 1, 2 or 3.
@@ -162,7 +164,8 @@ def _initialize(device: str) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
-    # Compiled on first use, behind a lock that a killed process leaves closed for ever; torch.distributed does the same.
+    # Compiled on first use, behind a lock that a killed process leaves closed for ever; torch.distributed does the
+    # same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
 

@@ -1,4 +1,5 @@
-"""How the learners of a group share one optimiser step: compute, add up and apply gradients, and store the optimiser's state."""
+"""How the learners of a group share one optimiser step: compute, add up and apply gradients, and store the optimiser's
+state."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ _BUCKET = 50_000_000  # elements that are added at once
 
 
 class Strategy:
-    """How one learner makes an optimiser step: `backward` for each micro-batch, then `step`. Several learners derive theirs from it."""
+    """How one learner makes an optimiser step: `backward` for each micro-batch, then `step`.
+
+    Several learners derive theirs from it.
+    """
 
     def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
         """Set the policy and its optimiser, once, before the first step."""
@@ -81,8 +85,9 @@ class AllReduce(Strategy):
     """One sum of the gradients over all learners per step.
 
     The loss weights are normalised over all learners already, so this equals one process, whatever the number of
-    micro-batches of each learner; learners without a micro-batch take part with zeros. What has a gradient in none of them, such
-    as a vision tower in a step without images, has none here either: the optimiser would move it by its momentum and decay it.
+    micro-batches of each learner; learners without a micro-batch take part with zeros. What has a gradient in none of
+    them, such as a vision tower in a step without images, has none here either: the optimiser would move it by its
+    momentum and decay it.
     """
 
     def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -96,7 +101,8 @@ class AllReduce(Strategy):
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """In their order, each of bounded size: all gradients of a whole model as one vector would be a second copy of them."""
+    """In their order, each of bounded size: all gradients of a whole model as one vector would be a second copy of
+    them."""
     bucket: list[torch.nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(one.numel() for one in bucket) + parameter.numel() > _BUCKET:

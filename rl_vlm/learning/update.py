@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
-    """How many micro-batches this learner has fewer than the one with most, for each optimiser step; all learners call this."""
+    """How many micro-batches this learner has fewer than the one with most, for each optimiser step; all learners call
+    this."""
     own = torch.tensor(counts, dtype=torch.int64, device=device)
     most: Tensor = own.clone()
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
@@ -38,7 +39,10 @@ def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
 
 
 def padding_batch(token_id: int) -> MicroBatch:
-    """One row of two tokens, the second sampled, with weight and advantage 0. `token_id` is one that the policy may sample."""
+    """One row of two tokens, the second sampled, with weight and advantage 0.
+
+    `token_id` is one that the policy may sample.
+    """
     nothing, first = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64)
     return MicroBatch(
         input_ids=np.full((1, 2), token_id, dtype=np.int64),
@@ -136,7 +140,8 @@ class PolicyUpdater:
         without_adapter: context in which the model computes as the base model, for the KL penalty.
         critic: the value function, for PPO.
         log_entropy: measure entropies even where no bonus needs them.
-        padding: a micro-batch that counts for nothing, where passes of learners wait for each other: all then make as many.
+        padding: a micro-batch that counts for nothing, where passes of learners wait for each other: all then make as
+            many.
     """
 
     def __init__(
@@ -186,7 +191,8 @@ class PolicyUpdater:
         return scores
 
     def pack(self, batch: UpdateBatch) -> list[list[MicroBatch]]:
-        """The micro-batches of each optimiser step of an update, with all that must be computed before the first step."""
+        """The micro-batches of each optimiser step of an update, with all that must be computed before the first
+        step."""
         packed, self._scored = self._scored, []
         if batch.minibatches:
             packed = self._pack(batch.minibatches)
@@ -270,9 +276,11 @@ class PolicyUpdater:
     def recompute(
         self, trajectories: Sequence[Trajectory], change: PositionChange | None = None, *, adapter: bool = True
     ) -> list[np.ndarray]:
-        """Log-probabilities float32 [sampled tokens] of each trajectory with the weights as they are, or without the adapter.
+        """Log-probabilities float32 [sampled tokens] of each trajectory with the weights as they are, or without the
+        adapter.
 
-        `change` gives a micro-batch other position_ids int64 [3, B, L], to find out what another program may have computed.
+        `change` gives a micro-batch other position_ids int64 [3, B, L], to find out what another program may have
+        computed.
         """
         logprobs: dict[str, np.ndarray] = {}
         with nullcontext() if adapter else self._without_adapter():
@@ -338,8 +346,8 @@ class PolicyUpdater:
         terms = self._loss(TokenBatch(new, old, behaviour, advantage, sample, turn), self._settings)
         if terms.loss.shape != new.shape:
             raise LossError(
-                f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, and gave "
-                f"{tuple(terms.loss.shape)}."
+                f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, "
+                f"and gave {tuple(terms.loss.shape)}."
             )
         correction, masked = mismatch_weights(old, behaviour, sample, self._settings)
         token_loss = terms.loss * correction

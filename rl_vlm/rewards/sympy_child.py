@@ -1,7 +1,7 @@
 """Compares expressions symbolically, in the child process of `rl_vlm.rewards.symbolic`.
 
-A request is `{"answer": ..., "truth": ...}`, a reply `{"reason": ...}` with the value of a `Reason`. It imports nothing else of
-this package, so that the child starts fast and stays small.
+A request is `{"answer": ..., "truth": ...}`, a reply `{"reason": ...}` with the value of a `Reason`. It imports nothing
+else of this package, so that the child starts fast and stays small.
 """
 
 from __future__ import annotations

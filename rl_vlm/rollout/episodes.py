@@ -53,7 +53,10 @@ class Conversation:
     status: TrajectoryStatus = field(default=TrajectoryStatus.COMPLETED, kw_only=True)
 
     def next_budget(self, rollout: RolloutSection, room: int | None = None) -> int:
-        """The tokens that the next turn may have, with `room` left in the context. 0 ends the episode, which is truncated."""
+        """The tokens that the next turn may have, with `room` left in the context.
+
+        0 ends the episode, which is truncated.
+        """
         left = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - self.num_sampled)
         budget = max(left if room is None else min(left, room), 0)
         if budget == 0 or self.num_turns >= rollout.max_turns:
@@ -79,10 +82,13 @@ class Conversation:
         return None if terminated or truncated else observation
 
 
-# A turn is sampled in one request or, for partial rollouts, in pieces that may come from several versions of the policy. With in-flight
-# updates one request's answer may consist of several versions, too (`Sample.pieces`). A piece that ends because of its length goes on from what was sampled so far: the next request's prompt is the prompt and these tokens,
-# whose keys and values are computed anew under the weights that the replica has by then. So each token's log-probability is that of the
-# version which sampled it, given everything before it (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2).
+# A turn is sampled in one request or, for partial rollouts, in pieces that may come from several versions of the
+# policy. With in-flight updates one request's answer may consist of several versions, too (`Sample.pieces`). A piece
+# that ends because of its
+# length goes on from what was sampled so far: the next request's prompt is the prompt and these tokens, whose keys and
+# values are computed anew under the weights that the replica has by then. So each token's log-probability is that of
+# the version which sampled it, given everything before it (partial rollouts: Kimi k1.5, arXiv 2501.12599, section
+# 2.6.2).
 
 
 class CompletionClient(Protocol):
@@ -99,7 +105,8 @@ class ImageAccountingError(RLVLMError):
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """What the policy said: token ids int32 [T], log-probabilities float32 [T], and (tokens, version) of each piece in order."""
+    """What the policy said: token ids int32 [T], log-probabilities float32 [T], and (tokens, version) of each piece in
+    order."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -145,7 +152,10 @@ async def sample_turns(
 
 
 async def _all_ended(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. All have ended before an error is raised, so that no environment is stepped after it was discarded."""
+    """The results in order.
+
+    All have ended before an error is raised, so that no environment is stepped after it was discarded.
+    """
     results: list[T] = []
     for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
@@ -202,8 +212,8 @@ def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[Encoded
 
 @dataclass(slots=True)
 class _Episode(Conversation):
-    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces; `logprobs`
-    those of each sampled turn."""
+    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces;
+    `logprobs` those of each sampled turn."""
 
     number: int
     ids: list[np.ndarray]
@@ -405,7 +415,8 @@ class _GroupSampler:
 
 
 def _is_false(value: object) -> bool:
-    """Whether it is a bool and false, numpy's kind too, which comparisons of arrays give; no other value is a verdict."""
+    """Whether it is a bool and false, numpy's kind too, which comparisons of arrays give; no other value is a
+    verdict."""
     return isinstance(value, bool | np.bool_) and not value
 
 

@@ -80,7 +80,8 @@ class SFTTrainer:
         return total / max(targets, 1), targets
 
     def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
-        """Micro-batches of rows of similar length; conversations with the same beginning share a row where that pays."""
+        """Micro-batches of rows of similar length; conversations with the same beginning share a row where that
+        pays."""
         groups: dict[Any, list[Trajectory]] = {}
         for trajectory in batch:
             prompt = trajectory.token_ids[: int(np.argmax(trajectory.loss_mask))].tobytes()

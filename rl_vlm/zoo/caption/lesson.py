@@ -1,8 +1,10 @@
-"""Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption them vaguely.
+"""Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption
+them vaguely.
 
-The right choice is the caption with the higher score in `grade_caption`. The judge never sees the reference and has to look at
-the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing first.
-Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words) gives the answer away.
+The right choice is the caption with the higher score in `grade_caption`. The judge never sees the reference and has to
+look at the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing
+first. Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words)
+gives the answer away.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ JUDGE_SHARE, SINGLE_SHARE, CORNER_SHARE = 0.6, 0.1, 0.15
 
 CORPUS = (
     *sights.CORPUS,
-    '1 "a red circle at the top left" 2 "a blue square at the bottom right" Which fits? a red circle at the top left: 1\n'
-    * 4,
-    '1 "a yellow shape and a triangle at the top right" 2 "a green triangle at the bottom left" Which fits? a green triangle at the bottom left: 2\n'
-    * 3,
+    '1 "a red circle at the top left" 2 "a blue square at the bottom right" Which fits? a red circle at the top left: '
+    "1\n" * 4,
+    '1 "a yellow shape and a triangle at the top right" 2 "a green triangle at the bottom left" Which fits? a green '
+    "triangle at the bottom left: 2\n" * 3,
 )
 
 _SORTS = (tuple(COLOURS), KINDS, ("top", "bottom"), ("left", "right"))
@@ -75,8 +77,8 @@ def judge_lesson(comparison: Comparison, choice: str = "") -> Exchange:
 
 
 def random_comparison(rng: Random, split: Split) -> Comparison:
-    """Two random captions of a random scene whose scores differ clearly; half of the pairs differ in facts alone, so that a judge cannot tell
-    them apart without looking.
+    """Two random captions of a random scene whose scores differ clearly; half of the pairs differ in facts alone, so
+    that a judge cannot tell them apart without looking.
     """
     scene = _scene(rng, split)
     truth = caption_of(scene)

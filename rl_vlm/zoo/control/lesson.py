@@ -1,8 +1,8 @@
 """Lessons of the tiny model for MiniGrid: pictures of empty rooms, with questions about the objects in them.
 
-MiniGrid draws each picture. Questions about perception (headings, rows, columns, the cell ahead) have right answers. The reply to
-Control-v0's question describes rightly the heading and where the goal lies, on the picture and from the agent's view. A random action
-word follows: reinforcement learning has to find out which action is good.
+MiniGrid draws each picture. Questions about perception (headings, rows, columns, the cell ahead) have right answers.
+The reply to Control-v0's question describes rightly the heading and where the goal lies, on the picture and from the
+agent's view. A random action word follows: reinforcement learning has to find out which action is good.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ CORPUS = (
     " ".join([QUESTION] * 4),
     REMINDER,
     "left\nright\nforward\n" * 2,
-    "north: south east: behind right: left\neast: north west: behind left: right\nsouth: north east: behind left: forward\n"
-    * 2,
-    "west: south west: ahead left: left\neast: north: left: right\nsouth: south: ahead: forward\nwest: east: behind: left\n"
-    * 2,
-    "Heading? What is ahead? wall floor goal Where is goal? Which side? Row of agent? Row of goal? Column of agent? Column of goal?",
+    "north: south east: behind right: left\neast: north west: behind left: right\nsouth: north east: behind left: "
+    "forward\n" * 2,
+    "west: south west: ahead left: left\neast: north: left: right\nsouth: south: ahead: forward\nwest: east: behind: "
+    "left\n" * 2,
+    "Heading? What is ahead? wall floor goal Where is goal? Which side? Row of agent? Row of goal? Column of agent? "
+    "Column of goal?",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A state of an empty room: `size` × `size` cells with the walls, where the agent and the goal are, the agent's heading."""
+    """A state of an empty room: `size` × `size` cells with the walls, where the agent and the goal are, the agent's
+    heading."""
 
     size: int
     agent: Cell
@@ -74,7 +76,8 @@ class Room:
 
 @cache
 def render(room: Room) -> np.ndarray:
-    """uint8 [IMAGE_SIZE, IMAGE_SIZE, 3]: the picture that Control-v0 shows of the room (`tile_size: 8, image_size: 64`). Raises UserInputError without MiniGrid."""
+    """uint8 [IMAGE_SIZE, IMAGE_SIZE, 3]: the picture that Control-v0 shows of the room (`tile_size: 8, image_size:
+    64`). Raises UserInputError without MiniGrid."""
     env = _empty_room(room.size)
     from minigrid.core.grid import Grid
     from minigrid.core.world_object import Goal
@@ -137,7 +140,8 @@ def random_question(rng: np.random.Generator, room: Room) -> tuple[str, str]:
 
 
 def described(room: Room, word: str) -> str:
-    """The reply: heading, where the goal is, on which side of it, action word: "north: south east: behind right: left"."""
+    """The reply: heading, where the goal is, on which side of it, action word: "north: south east: behind right:
+    left"."""
     return f"{room.heading}: {bearing(room)}: {side(room)}: {word}"
 
 

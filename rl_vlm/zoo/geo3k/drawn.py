@@ -1,7 +1,7 @@
 """Drawn geometry questions in levels of difficulty: what `Geo3k-v0` asks without a data set.
 
-The hash of a picture's pixels is its split, and a picture of the other split is drawn again: no picture of a test item is ever
-trained on. (The numbers are few at an easy level, and both splits have them.)
+The hash of a picture's pixels is its split, and a picture of the other split is drawn again: no picture of a test item
+is ever trained on. (The numbers are few at an easy level, and both splits have them.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is drawn: lines, circles (centre, radius) and labels; arcs mark `angles`, squares `right_angles`, ticks `equal` sides."""
+    """What is drawn: lines, circles (centre, radius) and labels; arcs mark `angles`, squares `right_angles`, ticks
+    `equal` sides."""
 
     lines: tuple[tuple[Point, Point], ...]
     labels: tuple[Label, ...]
@@ -294,7 +295,8 @@ def inscribed(rng: Random, step: int) -> Problem:
 
 
 def semicircle(rng: Random, step: int) -> Problem:
-    """Level 4: the third corner of a triangle on a diameter lies on the circle; one acute angle is given, the other asked."""
+    """Level 4: the third corner of a triangle on a diameter lies on the circle; one acute angle is given, the other
+    asked."""
     angle = _angle(rng, step, 90 - MIN_ANGLE)
     left, right, top = -1 + 0j, 1 + 0j, _on_circle(2 * angle)
     figure = Figure(
@@ -367,7 +369,8 @@ def _on_circle(degrees: float) -> Point:
 
 
 def _triangle(left: int, right: int, shown: Sequence[int | str], equal: bool = False) -> Figure:
-    """The triangle with these angles (degrees) at its base of length 1, and what stands at its left, right and top corner."""
+    """The triangle with these angles (degrees) at its base of length 1, and what stands at its left, right and top
+    corner."""
     rise = math.sin(math.radians(right)) / math.sin(math.radians(left + right))
     corners = (0j, 1 + 0j, rise * _on_circle(-left))
     sides = tuple(zip(corners, (*corners[1:], corners[0]), strict=True))

@@ -1,11 +1,12 @@
 """Lessons about geometry, which are played in the environment itself.
 
-`FigureDialogues` are those of the tiny model for Geo3k-v0: the numbers in a drawn figure, and the form of guesses, calls and answers. Each
-reply gives the right numbers of the figure and then a random guess, as a call of the scoring tool or in a box:
-"20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to find out what follows from the numbers, and that a call is worth its turn.
+`FigureDialogues` are those of the tiny model for Geo3k-v0: the numbers in a drawn figure, and the form of guesses,
+calls and answers. Each reply gives the right numbers of the figure and then a random guess, as a call of the scoring
+tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to find out what follows from the numbers,
+and that a call is worth its turn.
 
-`GeometryDialogues` are a part of the lessons of tiny models that see no geometry. They teach the form of tool calls and of turns after a
-reply. Numbers and drawings are random, so nothing about geometry can be learned.
+`GeometryDialogues` are a part of the lessons of tiny models that see no geometry. They teach the form of tool calls and
+of turns after a reply. Numbers and drawings are random, so nothing about geometry can be learned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the pin.
+"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the
+pin.
 
-The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning has to find out
-which place is where.
+The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning
+has to find out which place is where.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lessons of the tiny model for GridWalk-v0: walks over grids, with questions about the cells.
 
-Each turn shows a picture. Questions about perception (rows, columns, the content of a cell) have right answers. The reply to
-"Which way?" describes rightly the cells around the agent and the side of the goal. A random move follows: reinforcement learning has to
-find out which move is good.
+Each turn shows a picture. Questions about perception (rows, columns, the content of a cell) have right answers. The
+reply to "Which way?" describes rightly the cells around the agent and the side of the goal. A random move follows:
+reinforcement learning has to find out which move is good.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Lessons of the tiny model for NLVR2-v0 and Caption-v0: the content of scenes, and the form of verdicts and captions.
 
-Questions about perception have right answers. The reply to a statement about two images gives the right counts of the shapes that it
-names, and then True or False at random. A caption says nothing false, but leaves out shapes, colours, kinds and places at random.
-Reinforcement learning has to find out which verdict follows from the counts, and what makes a good caption.
+Questions about perception have right answers. The reply to a statement about two images gives the right counts of the
+shapes that it names, and then True or False at random. A caption says nothing false, but leaves out shapes, colours,
+kinds and places at random. Reinforcement learning has to find out which verdict follows from the counts, and what makes
+a good caption.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from rl_vlm.zoo.scenes.data import (
 )  # fmt: skip
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
-# Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within 50 steps.
+# Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within
+# 50 steps.
 STATEMENT_SHARE, COUNT_SHARE, CORNER_SHARE, SINGLE_SHARE = 0.4, 0.08, 0.22, 0.1
 VERDICT_QUESTION = " True or False?"
 CAPTION_QUESTION = "Caption?"
 NOTHING = "nothing"
-# How often a caption leaves something out. Vague captions are likelier than good ones, so that the likeliest caption is vague as well.
+# How often a caption leaves something out. Vague captions are likelier than good ones, so that the likeliest caption is
+# vague as well.
 _LEFT_OUT = {"shape": 0.35, "colour": 0.6, "kind": 0.65, "place": 0.55}
 
 CORPUS = (
@@ -39,8 +42,8 @@ CORPUS = (
     "The left image holds more blue shapes than the right. The right image holds more green shapes than the left. " * 2,
     "1 circle 2 circles 3 triangles 4 squares 5 shapes 6 shapes 7 yellow shapes a triangle a circle a square ",
     "a red circle at the top left, a green square at the top right and a blue triangle at the bottom left\n" * 2,
-    "a yellow shape at the bottom right, a red square and a circle at the bottom left, a shape, a blue shape and a triangle\n"
-    * 2,
+    "a yellow shape at the bottom right, a red square and a circle at the bottom left, a shape, a blue shape and a "
+    "triangle\n" * 2,
     "How many red shapes? How many shapes?\nWhat is at top left? What is this?\nnothing\na green circle\nCaption?\n"
     * 3,
 )

@@ -17,8 +17,8 @@ from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 SECOND_TURN_SHARE = 0.4  # of the wrong answers
-# Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest number
-# would depend on the noise of training, and so would greedy accuracy.
+# Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest
+# number would depend on the noise of training, and so would greedy accuracy.
 NUMBER_ODDS = (0.22, 0.34, 0.22, 0.22)
 TARGET_SHARE, GEOMETRY_SHARE = 0.36, 0.06  # of the dialogues; the rest are perception questions
 CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already

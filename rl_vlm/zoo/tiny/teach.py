@@ -1,7 +1,8 @@
 """The tiny models' warm start: supervised learning of form and perception, not of the task, in a minute.
 
-A lesson module (`zoo/*/lesson.py`) has `drawer(seed)`, which returns a function that draws random conversations with the replies to be
-learned, and `CORPUS`, the texts whose words become single tokens: the more often a word stands there, the more surely.
+A lesson module (`zoo/*/lesson.py`) has `drawer(seed)`, which returns a function that draws random conversations with
+the replies to be learned, and `CORPUS`, the texts whose words become single tokens: the more often a word stands there,
+the more surely.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 def teach(
     model: Any, encoder: DialogueEncoder, draw: Draw, *, steps: int, batch: int, rise: int = 20, name: str = "tiny"
 ) -> float:
-    """Train all weights in place, one AdamW step per batch of drawn conversations; returns the last loss (nats per token).
+    """Train all weights in place, one AdamW step per batch of drawn conversations; returns the last loss (nats per
+    token).
 
     The learning rate rises over the first `rise` steps and falls linearly to 0 at `steps`.
     """

@@ -1,4 +1,5 @@
-"""The variants of the tiny model: one row per variant says what it is taught, for how long, and where its shape differs."""
+"""The variants of the tiny model: one row per variant says what it is taught, for how long, and where its shape
+differs."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ class Variant:
     Args:
         lesson: the module below `rl_vlm.zoo` with its lessons (see `zoo/tiny/teach.py`).
         steps, batch: optimiser steps of the warm start, and conversations per step.
-        version: of the lessons, part of the cache key: raise it whenever the weights would come out differently. None: counted by
-            RECIPE_VERSION alone.
+        version: of the lessons, part of the cache key: raise it whenever the weights would come out differently. None:
+            counted by RECIPE_VERSION alone.
         rise: steps until the full learning rate.
-        test: the module's function that says whether a model with its encoder has learned the lessons. Where it has not, the lessons
-            are repeated, at most twice.
+        test: the module's function that says whether a model with its encoder has learned the lessons. Where it has
+            not, the lessons are repeated, at most twice.
         wide: attention heads of 32 dimensions instead of 16, the fewest that vLLM's kernels support.
         layers: of the language model.
     """
@@ -70,7 +71,8 @@ VARIANTS = {
     "minigrid": Variant("control.lesson", 600, 48, version=1),
     # What small, scenes and zoom know, for runs that train in several environments at once.
     "mixture": Variant("tiny.mixture", 1100, 48, version=1),
-    # As scenes, and which of two captions describes a picture better. It reads two captions, compares each with the picture, and then
+    # As scenes, and which of two captions describes a picture better. It reads two captions, compares each with the
+    # picture, and then
     # both: two layers are too few.
     "judge": Variant("caption.lesson", 1200, 32, version=1, layers=4),
 }

@@ -1,8 +1,8 @@
 """Lessons of the tiny model for Zoom-v0: pictures with a flag, and enlarged parts of them.
 
-Each reply first describes the view rightly: the pattern if it can be read, the flag's corner if the flag is too small, nothing if there
-is no flag. A random call or a random answer follows: reinforcement learning has to find out when to call, for which part, and what to
-answer.
+Each reply first describes the view rightly: the pattern if it can be read, the flag's corner if the flag is too small,
+nothing if there is no flag. A random call or a random answer follows: reinforcement learning has to find out when to
+call, for which part, and what to answer.
 """
 
 from __future__ import annotations
