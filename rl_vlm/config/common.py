@@ -50,7 +50,7 @@ class CommonConfig(Section, ABC):
         """Settings of serving that do not fit the run."""
         uses_vllm, quantization = self.serving.expected_engine == "vllm", self.serving.quantization
         if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
-            yield "serving.quantization: nf4 needs serving.engine transformers (vLLM has no NF4), fp8 needs vllm on a GPU"
+            yield "serving.quantization: nf4 needs serving.engine transformers, and fp8 needs vllm on a GPU"
         if self.deterministic and (uses_vllm or self.model.dtype != "float32"):
             yield "deterministic: true needs serving.engine transformers and model.dtype float32"
         if self.serving.shared and self.deterministic:

@@ -119,7 +119,7 @@ class LearnerSection(LearnerActors, OptimizerSection):
         yield from super().problems()
         name = self.strategy
         if name == "single" and self.num_learners > 1:
-            yield f"learner.strategy single with num_learners {self.num_learners}: use all_reduce, or set num_learners to 1"
+            yield f"learner.strategy single is for one learner, and num_learners is {self.num_learners}: use all_reduce"
         if name not in (None, "single") and self.num_learners == 0:
             yield f"learner.strategy {name} needs learners that are actors: set num_learners to 2 or more"
         if self.zero_stage and self.optimizer == "adafactor":

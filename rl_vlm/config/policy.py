@@ -189,7 +189,7 @@ class PolicyConfig(CommonConfig):
                 "use all_reduce (every learner holds the whole model), or set model.train to lora"
             )
         if self.critic is not None and self.critic.kind == "adapter":
-            yield "critic.kind adapter needs frozen weights beside it, of which model.train: full has none: use critic.kind head"
+            yield "critic.kind adapter needs frozen weights, of which model.train: full has none: use critic.kind head"
         if self.serving.expected_engine == "vllm":
             yield from self._full_vllm_problems()
 

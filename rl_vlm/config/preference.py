@@ -140,7 +140,7 @@ class PreferenceSection(Section):
         if self.learns_reward and not self.max_feedback:
             yield "preference.max_feedback must be above 0 where the reward is learned from labels"
         if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
-            yield "preference.labels.cache holds labels of pairs, and reward learn_from_score asks for scores: leave it out"
+            yield "preference.labels.cache holds labels of pairs, not the scores of learn_from_score: leave it out"
         if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
             yield "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:

@@ -45,7 +45,8 @@ class Section(BaseModel):
                 name, values = f"{self.place}{rule.chooser}", " or ".join(map(str, rule.values))
                 chosen = getattr(self, rule.chooser)
                 now = f"with {name} {'null' if chosen is None else chosen}" if values else f"without {name}"
-                yield f"{self.place}{key} has no effect {now}: remove it, or set {name}{' to ' if values else ''}{values}"
+                instead = f"{name} to {values}" if values else name
+                yield f"{self.place}{key} has no effect {now}: remove it, or set {instead}"
 
     def reads(self, rule: OnlyWith) -> bool:
         """Whether the keys of a rule are read."""

@@ -148,7 +148,7 @@ class VLMLearner(TorchLearner):
     def sight_logprobs(
         self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
     ) -> dict[str, list[np.ndarray]]:
-        """See learning/counterfactuals.py."""
+        """See `sight_logprobs` in learning/update.py."""
         return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, counterfactuals)
 
     def adapter(self, version: int) -> WeightPayload:

@@ -54,7 +54,7 @@ class SymbolicWorker:
         return self._child.pid if self._child else None
 
     def compare(self, answer: str, truth: str, timeout_s: float = TIMEOUT_S) -> tuple[Reason, float]:
-        """Compare two normalised expressions that passed `guard.refusal`.
+        """Compare two normalised expressions that passed `math.refusal`.
 
         Returns the verdict and the seconds that it took, at most about `timeout_s`, without the wait for other threads
         and for the start of the child. Raises GraderError if the child does not start, or too many threads wait.

@@ -97,7 +97,7 @@ def quoted(text: str, max_chars: int) -> str:
 def judged_refusal(text: str, max_chars: int) -> str:
     """Why a text is not shown to a judge; "" if it may be.
 
-    Reasons: empty; those of `plain_text.refusal`; to_the_judge (it gives orders, names the texts that are compared, or
+    Reasons: empty; those of `refusal`; to_the_judge (it gives orders, names the texts that are compared, or
     repeats the question). The last is a list of phrases, not a proof: a judge that can be talked into something may be
     talked into it by others.
     """

@@ -234,7 +234,7 @@ class CaptionEnv(EpisodeEnv):
     image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
 
     `info` of a step: `score` (the reward; logged as `env/score`, whatever is paid), `f1`, `precision`, `recall`,
-    `length`, `reason` (why a caption is refused; see `zoo/caption/reward.py`), `well_formed`, `reference` (the first
+    `length`, `reason` (why a caption is refused; see `CaptionGrade`), `well_formed`, `reference` (the first
     one).
     """
 

@@ -43,7 +43,7 @@ _DECORATION = " \t*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
 class Verdict:
     """value: what the answer says, None where it cannot be said. reason: why not; "" if it can.
 
-    Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, none (neither word), both, repeated,
+    Reasons: too_long, hidden, special, look_alike (see `rewards/text.py`), empty, none (neither word), both, repeated,
     turned (by a word such as "not" or "if"), misplaced (neither the first nor the last word of its line, or not in the
     last line).
     """
@@ -151,7 +151,7 @@ class NLVR2Env(EpisodeEnv):
     which set of them; num_train and num_test: how many it holds.
 
     `info` of a step: `correct`, `verdict` (True, False or None), `reason` (why there is none; see
-    `zoo/nlvr2/answer.py`), `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
+    `Verdict`), `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
     """
 
     name = NAME

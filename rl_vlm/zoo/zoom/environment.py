@@ -50,7 +50,7 @@ _POINT = re.compile(r"(?<!\.)\.$")
 class ShortAnswer:
     """value: the normalised answer, None where there is none. reason: why not; "" if there is one.
 
-    Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, several (marked answers that differ),
+    Reasons: too_long, hidden, special, look_alike (see `rewards/text.py`), empty, several (marked answers that differ),
     misplaced (text follows the marked answer, or a thought does not end), unmarked (many lines, none of which is marked
     as the answer).
     """
@@ -318,7 +318,7 @@ class ZoomItem:
 
 
 class ZoomTable(RowTable[ZoomItem]):
-    """Rows of `image`, `question` and `answer`: a few words that are compared as a whole (see `zoo/zoom/answer.py`)."""
+    """Rows of `image`, `question` and `answer`: a few words that are compared as a whole (see `read_answer`)."""
 
     COLUMNS = ("image", "question", "answer")
 
@@ -369,7 +369,7 @@ class ZoomEnv(EpisodeEnv):
     The reward is 1 for the right answer, 0 for any other, less the price of the calls. The reply to a call that cannot
     be carried out says what was wrong. `info` of a step: `calls`, `call_errors` (of them), `correct`, `difficulty` and,
     of drawn pictures, `calls_easy` or `calls_hard`, and `correct_easy` or `correct_hard`; of the answer `answer` (as it
-    was read, or None), `reason` (why there is none; see `zoo/zoom/answer.py`), `well_formed`, `truth`.
+    was read, or None), `reason` (why there is none; see `read_answer`), `well_formed`, `truth`.
     """
 
     name = NAME
