@@ -109,7 +109,7 @@ class RunAlgorithm(Algorithm):
     learners get their state back (`restore_learners`).
     """
 
-    run: CommonConfig
+    run: TrainConfig
     config_class: ClassVar[type[RunAlgorithmConfig]]
     learner_group: Any
     env_runner_group: Any
@@ -209,7 +209,7 @@ class RunAlgorithm(Algorithm):
         every, done = self.run.logging.traces, self.progress()[0]
         if not every or (self.iteration + 1) % every:
             return nullcontext([])
-        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm_name, done=done)
+        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm.name, done=done)
 
     def on_learner(self, function: Callable[[Any], Any]) -> Any:
         """See `Learners.call`."""

@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -202,13 +202,3 @@ async def ask_again(
         asked += 1
     limit = f"in {attempts} attempts" if failed >= attempts else f"within {deadline_s:g} s"
     raise EndpointError(f"The {who} gave no answer {limit}: {reason}")
-
-
-async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once; the first that raises an exception ends the others and is raised itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-    return [task.result() for task in tasks]

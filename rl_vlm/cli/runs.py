@@ -44,8 +44,6 @@ def train(
     if dry_run:
         for name, value in inspect_run(run).items():
             say(f"{name}: {value}")
-        for sentence in run.notes():
-            say(sentence)
         say(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
         return
     if resume and config.is_dir():  # the run itself, wherever it is

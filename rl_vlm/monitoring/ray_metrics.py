@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rl_vlm.config import CommonConfig
+from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.monitoring.display import MismatchGrowth, MovingAverage, RewardTrend
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class RayFigures:
     `total`: iterations of the whole run, or steps of a preference run.
     """
 
-    def __init__(self, run: CommonConfig, folder: Path, total: int) -> None:
+    def __init__(self, run: TrainConfig, folder: Path, total: int) -> None:
         self._run, self._folder = run, folder
         self._gauges: dict[str, Gauge] = {}
         self._series: dict[tuple[str, str], tuple[Gauge, dict[str, str]]] = {}
@@ -221,14 +221,14 @@ class RayFigures:
         info = Gauge(f"{PREFIX}run_info", STATE["run_info"], tag_keys=(*_TAGS, "algorithm", "env", "model"))
         self._put(
             info,
-            {**self._tags("train"), "algorithm": run.algorithm_name, "env": run.title, "model": run.model.path},
+            {**self._tags("train"), "algorithm": run.algorithm.name, "env": run.env.title, "model": run.model.path},
             1.0,
         )
         self._set_state(
             run_active=1,
             iterations=total,
             iteration_seconds=0.0,
-            max_policy_lag=run.max_policy_lag,
+            max_policy_lag=run.rollout.max_policy_lag if isinstance(run, PolicyConfig) else 0,
             last_progress_timestamp_seconds=self._progress,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._set_again, name="ray-metrics", daemon=True)

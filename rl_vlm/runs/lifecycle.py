@@ -362,13 +362,11 @@ class RunLifecycle(BaseRun):
                 self._train()
 
     def _announce(self, serves: bool) -> None:
-        """Say which settings change nothing, and what starts."""
+        """Say what starts."""
         shared = self.config.serving.shared
         replicas = f", {self.config.serving.num_replicas} replicas" if serves else ""
         replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        for sentence in self.config.notes():
-            self.display.message(sentence)
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.title} ...")
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.env.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)

@@ -1,4 +1,5 @@
-"""The conversations of a job: checked and measured before anything starts, then drawn in an order that the seed gives."""
+"""The conversations of a job: checked and measured before anything starts, then drawn in an order that the seed
+gives."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _SPLIT_STREAM, _ORDER_STREAM = 8, 9  # random numbers of their own
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Conversations of a table: `rows` int64 [N], those that are used, and their tokens int64 [N]; `left_out` were too long."""
+    """Conversations of a table: `rows` int64 [N], those that are used, and their tokens int64 [N]; `left_out` were too
+    long."""
 
     table: ConversationTable
     rows: np.ndarray
@@ -88,7 +90,8 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
     measured = _measure(train, rows, encoder, progress)
     if not len(measured):
         raise UserInputError(
-            f"All {len(rows)} conversations of {train.name} are longer than sft.max_length ({sft.max_length}): raise it."
+            f"All {len(rows)} conversations of {train.name} are longer than sft.max_length ({sft.max_length}): raise "
+            "it."
         )
     if held_out is None:
         return JobData(encoder, measured, None, sft.batch_size, job.seed)

@@ -1,5 +1,5 @@
-"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and what packages provide, such as the
-built-in `shapes`."""
+"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and what packages provide, such
+as the built-in `shapes`."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class ConversationTable:
         return len(self.selected)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Conversation `index`; IndexError outside the table, BadRowError that names file and line if it is not usable."""
+        """Conversation `index`; IndexError outside the table, BadRowError that names file and line if it is not
+        usable."""
         row = self.selected[index]
         return read_conversation(self._rows.row(row), self._rows.where(row), self._rows.folder(row))
 
@@ -132,7 +133,8 @@ def open_conversations(source: str, split: Split) -> ConversationTable:
 
 
 def has_split(source: str, split: Split) -> bool:
-    """Whether a source that is no single file has conversations of its own for a split; of the hub's it is not known."""
+    """Whether a source that is no single file has conversations of its own for a split; of the hub's it is not
+    known."""
     path = Path(split_slice(source)[0]).expanduser()
     if not path.exists() and str(path) in provided(BUILTIN_GROUP):
         return True

@@ -33,28 +33,32 @@ BRIEF = "Where is it?"
 _STREET = "Where was this picture taken? Look at signs, script, roads, buildings, plants and light, and reason briefly."
 _MAP = "Where is the red pin on this map? Latitude and longitude can be read off the lines; name the nearest big city."
 _FORM = (
-    " End with five lines and nothing behind them:\nCity: <name>\nRegion: <state or province>\nCountry: <name or two-letter code>\n"
-    "Latitude: <degrees, negative in the south>\nLongitude: <degrees, negative in the west>"
+    " End with five lines and nothing behind them:\nCity: <name>\nRegion: <state or province>\nCountry: <name or "
+    "two-letter code>\nLatitude: <degrees, negative in the south>\nLongitude: <degrees, negative in the west>"
 )
 # An answer without coordinates counts as the largest distance, so that staying silent cannot improve the median.
 _UNANSWERED: Info = {"distance_km": FARTHEST_KM, "format_ok": False, **{f"within_{km}km": False for km in NEAR_KM}}
 
 
 class GeoSpotEnv(EpisodeEnv):
-    """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and longitude.
+    """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and
+    longitude.
 
-    data: street views (see `rows.py`); without it, maps are drawn: a pin in one of the `countries` largest countries, whose
-    city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed, num_train, num_test:
-    which set of maps and how many. image_size: pixels per side of a map, and the longest side of a street view.
+    data: street views (see `rows.py`); without it, maps are drawn: a pin in one of the `countries` largest countries,
+    whose city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed,
+    num_train, num_test: which set of maps and how many. image_size: pixels per side of a map, and the longest side of a
+    street view.
     prompt: "full", or "brief" for the tiny model.
 
-    stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two stages.
+    stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two
+    stages.
     weights: (country, region, city) instead of a stage's; coordinates weigh max(city, region / 2).
     taus: kernel widths in km by field (country, region, city, coords), in place of 2000, 500, 100 and 25.
 
-    The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is missing, ambiguous
-    or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`, `stage`, `stage_weights`, `reward`,
-    `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is `d_coords`, or half the Earth's circumference without one.
+    The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is
+    missing, ambiguous or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`,
+    `stage`, `stage_weights`, `reward`, `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is
+    `d_coords`, or half the Earth's circumference without one.
     """
 
     name = "GeoSpot-v0"

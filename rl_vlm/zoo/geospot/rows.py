@@ -1,7 +1,7 @@
 """Street views in the layout of OpenStreetView-5M: image, latitude, longitude, country, region, city.
 
-From parquet files, a data set of the hub, or a folder with `train.csv` and `test.csv`, whose column `image` holds paths in that
-folder.
+From parquet files, a data set of the hub, or a folder with `train.csv` and `test.csv`, whose column `image` holds paths
+in that folder.
 """
 
 from __future__ import annotations
