@@ -22,8 +22,8 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
+from rl_vlm.algorithms.checkpoint import AGENT, read_state, write_state
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
@@ -49,6 +49,11 @@ from rl_vlm.preference.sampling import (
 )
 from rl_vlm.types import UserInputError
 
+_REPLAY, _REWARD_MODEL, _LABELS = (
+    "replay.safetensors",
+    "reward_model.safetensors",
+    "labels",
+)  # beside AGENT in a checkpoint
 # With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.
 _WORTH_COMPILING = 100_000
 # The updater's statistics under the names of a run's figures.
@@ -358,12 +363,12 @@ class PreferenceSAC(RunAlgorithm):
         """Tune's hook, and a run's; the folder holds safetensors, parquet, PNG and JSON, no pickle."""
         folder = Path(checkpoint_dir)
         tensors = self.on_learner(lambda learner: learner.tensors())
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / checkpoints.AGENT)
-        save_arrays(self.replay.state(), folder / checkpoints.REPLAY)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / AGENT)
+        save_arrays(self.replay.state(), folder / _REPLAY)
         if self.feedback is not None:
-            self.feedback.trainer.save(folder / checkpoints.REWARD_MODEL)
-            link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
-        checkpoints.write_state(
+            self.feedback.trainer.save(folder / _REWARD_MODEL)
+            link_tree(self.feedback.store.folder, folder / _LABELS)
+        write_state(
             folder,
             {
                 "step": self.env_steps,
@@ -380,10 +385,10 @@ class PreferenceSAC(RunAlgorithm):
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook, and `--resume`. Raises UserInputError when the checkpoint is incomplete or does not fit."""
         folder = Path(checkpoint_dir)
-        state = checkpoints.read_state(folder)
+        state = read_state(folder)
         try:
-            tensors = load_file(folder / checkpoints.AGENT)
-            replay = load_arrays(folder / checkpoints.REPLAY)
+            tensors = load_file(folder / AGENT)
+            replay = load_arrays(folder / _REPLAY)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserInputError(f"The checkpoint {folder} is corrupt ({error}): use an older one.") from error
         scalars = state["learner"]
@@ -391,8 +396,8 @@ class PreferenceSAC(RunAlgorithm):
         self._remember_learner()
         self.replay.load(replay)
         if self.feedback is not None:
-            checkpoints.restore_labels(folder / checkpoints.LABELS, self.feedback.store)
-            self.feedback.load(state["feedback"], folder / checkpoints.REWARD_MODEL)
+            self.feedback.store.restore(folder / _LABELS)
+            self.feedback.load(state["feedback"], folder / _REWARD_MODEL)
         self.env_steps, self.last_session = int(state["step"]), int(state["last_session"])
         self._rng.bit_generator.state = state["rng"]
         self.tracker.load(state["tracker"])

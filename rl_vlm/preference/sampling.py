@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rl_vlm.config import PreferenceSection
 from rl_vlm.files import append_whole, whole_lines, write_atomic
@@ -23,6 +22,9 @@ from rl_vlm.numerics import wilson_interval
 from rl_vlm.preference.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
 from rl_vlm.preference.replay import StepBatch
 from rl_vlm.types import UserInputError
+
+if TYPE_CHECKING:
+    from ray.rllib.env.env_runner_group import EnvRunnerGroup  # which a dry run and an evaluation need not import
 
 Phase = Literal["random", "explore", "learn"]
 

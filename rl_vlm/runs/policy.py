@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.algorithms.checkpoint import latest_checkpoint, save_checkpoint
+from rl_vlm.algorithms.checkpoint import write_checkpoint
 from rl_vlm.algorithms.sight import Fault, SightError, raise_or_tell
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig
@@ -23,14 +23,13 @@ from rl_vlm.envs.parts import make_part, survey, train_size
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.wire import check_plain
 from rl_vlm.evaluation.heldout import evaluation_tasks
-from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.rollout.curriculum import Stages, make_task_source
 from rl_vlm.rollout.scoring import OWN, REWARD_PARTS
-from rl_vlm.runs.lifecycle import RunKind, RunLifecycle
+from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
@@ -256,7 +255,7 @@ def _open_changed(
 
 
 def _check_tasks(config: PolicyConfig, checkpoint: Path) -> None:
-    """Raise UserInputError where the configuration's tasks are not the checkpoint's: a minute before the algorithm would."""
+    """Raise UserInputError where the configuration's tasks are not the checkpoint's."""
     tasks = json.loads((checkpoint / "state.json").read_text())["rollouts"]["tasks"]
     make_task_source(config, survey(config.env, "train").sizes["train"]).restore(tasks["source"])
 
@@ -266,18 +265,35 @@ class PolicyRun(RunLifecycle):
 
     config: PolicyConfig
 
+    inspect = staticmethod(inspect_policy_run)
+
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
-        self.checkpoints = folder / "checkpoints"
-        clean_leftovers(self.checkpoints)
-        self.start_from = latest_checkpoint(self.checkpoints) if resume else None
-        if self.start_from is not None:
-            _check_tasks(config, self.start_from)
-        start = int(self.start_from.name.removeprefix("iteration-")) if self.start_from else 0
-        super().__init__(config, folder, start, resume, ProgressDisplay(config.algorithm.iterations, start))
+        super().__init__(config, folder, resume)
         self.evaluations: list[dict[str, Any]] = []
-        self.saved_at = start if self.start_from else -1
-        self.last_iteration = self.start_iteration = start
+        self.last_iteration = self.start
         self._unpaid_start = UnpaidStart()
+
+    @staticmethod
+    def evaluate(config: PolicyConfig, **options: Any) -> dict[str, Any]:
+        """See RunLifecycle."""
+        from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
+
+        return evaluate_policy_run(config, **options)
+
+    @staticmethod
+    def rllib_config(config: PolicyConfig) -> type[RunAlgorithmConfig]:
+        """See RunLifecycle."""
+        from rl_vlm.algorithms.grpo import GRPOConfig
+        from rl_vlm.algorithms.ppo import PPOConfig
+
+        return PPOConfig if config.algorithm.name == "ppo" else GRPOConfig
+
+    def _check_fits(self, checkpoint: Path) -> None:
+        """A minute before the algorithm would."""
+        _check_tasks(self.config, checkpoint)
+
+    def _new_display(self) -> ProgressDisplay:
+        return ProgressDisplay(self.config.algorithm.iterations, self.start)
 
     def _train(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError
@@ -380,18 +396,18 @@ class PolicyRun(RunLifecycle):
         self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
-        if self.algorithm.updates > self.start_iteration and (hint := blind(results)):
+        if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)
 
-    def _save(self, position: int) -> None:
-        recovery, keep = self.algorithm.recovery, self.config.logging.keep_checkpoints
-        recovery.last_checkpoint = save_checkpoint(self.checkpoints, position, recovery.checkpoint(), keep)
+    def _write_checkpoint(self, folder: Path) -> None:
+        write_checkpoint(folder, self.algorithm.recovery.checkpoint())
 
-    def _rllib_config(self) -> type[RunAlgorithmConfig]:
-        return _rllib_config(self.config)
+    def _save(self, position: int) -> Path:
+        self.algorithm.recovery.last_checkpoint = saved = super()._save(position)
+        return saved
 
     def _position(self) -> int:
-        return self.algorithm.updates if self.algorithm is not None else self.start_iteration
+        return self.algorithm.updates if self.algorithm is not None else self.start
 
     def _outcome(self) -> dict[str, Any]:
         evaluations = self.recorder.evaluations() or self.evaluations
@@ -418,19 +434,3 @@ def _counts(algorithm: Any) -> dict[str, Any]:
         "restarts": dict(algorithm.restarts),
         "requests_by_replica": dict(rollouts.requests_by_replica),
     }
-
-
-def _rllib_config(config: PolicyConfig) -> type[RunAlgorithmConfig]:
-    from rl_vlm.algorithms.grpo import GRPOConfig
-    from rl_vlm.algorithms.ppo import PPOConfig
-
-    return PPOConfig if config.algorithm.name == "ppo" else GRPOConfig
-
-
-def _evaluate(config: PolicyConfig, /, **arguments: Any) -> dict[str, Any]:
-    from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
-
-    return evaluate_policy_run(config, **arguments)
-
-
-KIND = RunKind(PolicyConfig, inspect_policy_run, PolicyRun, _evaluate, _rllib_config)

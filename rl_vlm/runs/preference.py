@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, CheckpointFolders, latest_checkpoint, read_state
+from rl_vlm.algorithms.checkpoint import AGENT, latest_checkpoint, read_state, save_checkpoint
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.heldout import EvaluationOptions
-from rl_vlm.files import write_atomic
+from rl_vlm.files import clean_leftovers, write_atomic
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.monitoring.display import PreferenceDisplay
 from rl_vlm.plots.video import write_video
@@ -35,7 +36,7 @@ from rl_vlm.preference.sampling import (
     evaluation_metrics,
     evaluation_row,
 )
-from rl_vlm.runs.lifecycle import RunKind, RunLifecycle
+from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -88,19 +89,37 @@ class PreferenceRun(RunLifecycle):
 
     _unit = "step"
 
+    inspect = staticmethod(inspect_preference_run)
+
     def __init__(self, config: PreferenceConfig, folder: Path, resume: bool) -> None:
         self.settings = config.preference
-        self.checkpoints = CheckpointFolders(folder, config.name, config.logging.keep_checkpoints)
-        self.start_from = self.checkpoints.latest() if resume else None
-        state = read_state(self.start_from) if self.start_from else None
-        start = int(state["step"]) if state else 0
-        super().__init__(config, folder, start, resume, PreferenceDisplay(self.settings.total_steps, start))
-        keep_until = start if state else -1
-        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
-        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
+        root = os.environ.get("ARTIFACT_ROOT")
+        self.artifacts = Path(root) / config.name if root else None  # all checkpoints and videos stay there
+        if self.artifacts is not None:
+            clean_leftovers(self.artifacts / "checkpoints")
+        super().__init__(config, folder, resume)
+        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, self.saved_at)
+        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, self.saved_at)
         self.session_figures: dict[str, float] = {}
         self.episode_started = time.monotonic()
-        self.saved_at = start if state else -1
+
+    @staticmethod
+    def evaluate(config: PreferenceConfig, **options: Any) -> dict[str, Any]:
+        """See RunLifecycle."""
+        return evaluate_preference_run(config, **options)
+
+    @staticmethod
+    def rllib_config(config: PreferenceConfig) -> type[RunAlgorithmConfig]:
+        """See RunLifecycle."""
+        from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+
+        return PreferenceSACConfig
+
+    def _latest_checkpoint(self) -> Path | None:
+        return latest_checkpoint(self.checkpoints, read_state)
+
+    def _new_display(self) -> PreferenceDisplay:
+        return PreferenceDisplay(self.settings.total_steps, self.start)
 
     def _train(self) -> None:
         algorithm = self.algorithm
@@ -161,7 +180,7 @@ class PreferenceRun(RunLifecycle):
         self._save_videos(results)
 
     def _save_videos(self, results: list[EpisodeResult]) -> None:
-        folder = self.checkpoints.videos or self.folder / "videos"
+        folder = (self.artifacts or self.folder) / "videos"
         for number, result in enumerate(results):
             if result.frames is None:
                 continue
@@ -215,11 +234,13 @@ class PreferenceRun(RunLifecycle):
         except OSError as error:
             self._cannot_write("train.csv", error)
 
-    def _save(self, position: int) -> None:
-        self.checkpoints.save(position, lambda folder: self.algorithm.save_checkpoint(str(folder)))
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.algorithm.save_checkpoint(str(folder))
 
-    def _rllib_config(self) -> type[RunAlgorithmConfig]:
-        return _rllib_config(self.config)
+    def _save(self, position: int) -> Path:
+        keep, name = self.config.logging.keep_checkpoints, f"step-{position:08d}"
+        history = self.artifacts / "checkpoints" if self.artifacts is not None else None
+        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep, history)
 
     def _position(self) -> int:
         return self.algorithm.env_steps if self.algorithm is not None else -1
@@ -247,20 +268,6 @@ class PreferenceRun(RunLifecycle):
 def _crosses_multiple(before: int, now: int, every: int) -> bool:
     """Whether a multiple of `every` lies in (before, now]."""
     return now // every > before // every
-
-
-def _rllib_config(config: PreferenceConfig) -> type[RunAlgorithmConfig]:
-    from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
-
-    return PreferenceSACConfig
-
-
-def _evaluate(config: PreferenceConfig, /, **arguments: Any) -> dict[str, Any]:
-
-    return evaluate_preference_run(config, **arguments)
-
-
-KIND = RunKind(PreferenceConfig, inspect_preference_run, PreferenceRun, _evaluate, _rllib_config)
 
 
 # `rl-vlm eval` of a preference run: the agent of a checkpoint plays in this process, without Ray, labeller or replay
@@ -314,9 +321,9 @@ def evaluate_preference_run(
 
 
 def _find_checkpoint(folder: Path) -> Path:
-    if (folder / STATE).is_file():
+    if (folder / AGENT).is_file():
         return folder
-    found = latest_checkpoint(folder / "checkpoints")
+    found = latest_checkpoint(folder / "checkpoints", read_state)
     if found is None:
         raise UserInputError(
             f"{folder} holds no complete checkpoint: name the folder of a preference run, or a checkpoint."
