@@ -1,4 +1,4 @@
-"""Steps control environments with a policy: collection, evaluation episodes, exact resume, and the env runner that does it."""
+"""Steps control environments with a policy: collection, evaluation episodes and exact resume. No Ray."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config import PreferenceConfig
+from rl_vlm.config import PreferenceConfig, PreferenceSection
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.numerics import derive_seed
 from rl_vlm.preference.replay import StepBatch
-from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.types import RLVLMError, UserInputError
 
 MakeEnv = Callable[[], ControlEnv]
@@ -25,6 +24,16 @@ def make_run_env(run: PreferenceConfig) -> ControlEnv:
     if "image_size" in run.env.kwargs:
         raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
     return make_control_env(run.env.id, image_size=run.preference.image_size, **run.env.kwargs)
+
+
+def check_segments(settings: PreferenceSection, horizon: int) -> None:
+    """Raise UserInputError where no episode of `horizon` steps holds a segment: no pair would ever be labelled."""
+    asks_for_pairs = settings.reward == "learn_from_preference" and settings.labels.source != "cache"
+    if asks_for_pairs and settings.segment_length > horizon:
+        raise UserInputError(
+            f"preference.segment_length is {settings.segment_length} and episodes have at most {horizon} steps: no pair of "
+            "segments could be labelled. Take shorter segments, or longer episodes."
+        )
 
 
 class CollectionError(RLVLMError):
@@ -261,35 +270,3 @@ class Evaluator:
         for env in self._envs:
             env.close()
         self._envs = []
-
-
-class ControlEnvRunner(RunEnvRunner):
-    """Steps this runner's share of the run's environments; all settings are in `run_config`."""
-
-    def __init__(self, *, config: Any, **kwargs: Any) -> None:
-        super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
-        run: PreferenceConfig = self.config.run_config
-        collection = run.preference.collection
-        self.collector = Collector(
-            lambda: make_run_env(run),
-            seed=run.seed,
-            count=collection.envs_per_runner,
-            first_env=self.place * collection.envs_per_runner,
-            num_envs=collection.num_envs,
-            frames=run.preference.draws_frames,
-        )
-        evaluation = run.preference.evaluation
-        self._evaluator = Evaluator(lambda: make_run_env(run), evaluation.parallel, evaluation.end_on_success)
-
-    def sample(self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
-        """`steps` steps of every environment of this runner."""
-        return self.collector.collect(actor, steps, episode_counts)
-
-    def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
-        """One episode per seed with the mode of the policy."""
-        return self._evaluator.run(actor, seeds, film)
-
-    def stop(self) -> None:
-        """Close the environments."""
-        self.collector.close()
-        self._evaluator.close()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.algorithms.checkpoint import write_checkpoint
-from rl_vlm.algorithms.sight import Fault, SightError, raise_or_tell
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
@@ -35,6 +34,7 @@ from rl_vlm.types import RLVLMError, Split, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithmConfig
+    from rl_vlm.algorithms.sight import Fault
 
 
 # Sentences about figures that usually mean a mistake in the environment, the prompt or the reward.
@@ -314,6 +314,7 @@ class PolicyRun(RunLifecycle):
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
+        from rl_vlm.algorithms.sight import SightError  # imports Ray and torch
         from rl_vlm.rollout.env_pool import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
@@ -350,6 +351,8 @@ class PolicyRun(RunLifecycle):
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
+        from rl_vlm.algorithms.sight import raise_or_tell  # imports Ray and torch
+
         for sentence in raise_or_tell(faults, self.config.sight.gate):
             self.display.message(sentence)
 

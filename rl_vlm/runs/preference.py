@@ -24,11 +24,12 @@ from rl_vlm.preference.collector import (
     EpisodeResult,
     Evaluator,
     NumpyActor,
+    check_segments,
     environment_errors,
     evaluation_seeds,
     make_run_env,
 )
-from rl_vlm.preference.sampling import (
+from rl_vlm.preference.records import (
     EVAL_COLUMNS,
     TRAIN_COLUMNS,
     FinishedEpisode,
@@ -48,9 +49,7 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
     """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
     from rl_vlm.labelling.store import label_cache
     from rl_vlm.labelling.teachers import prompts_of
-    from rl_vlm.preference.collector import make_run_env
     from rl_vlm.preference.feedback import check_cache
-    from rl_vlm.preference.sampling import check_segments
 
     settings = config.preference
     env = make_run_env(config)
