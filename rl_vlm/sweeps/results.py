@@ -12,13 +12,13 @@ import shutil
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ray.tune import Callback
+from ray.tune import Callback, Result
 
 from rl_vlm.config import TrainConfig, save_config
 from rl_vlm.config.sweep import SEED, SweepConfig, changed
@@ -29,8 +29,8 @@ from rl_vlm.plots.sweep import Setting, draw_settings
 
 logger = logging.getLogger(__name__)
 
-ERRORS = "error.txt"  # Tune's file of a trial's errors
-PARAMS = "params.json"  # Tune's file of a trial's settings
+_ERRORS = "error.txt"  # Tune's file of a trial's errors
+_PARAMS = "params.json"  # Tune's file of a trial's settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,20 @@ class TrialResult:
         return self.started and not self.error
 
 
-def read_results(folder: Path, sweep: SweepConfig) -> list[TrialResult]:
-    """The trials of a sweep's folder, best first; those without a value of the metric come last."""
-    trials = [_read_trial(path, sweep) for path in sorted((folder / "tune").glob(f"trial-*/{PARAMS}"))]
+def read_results(results: Iterable[Result], sweep: SweepConfig) -> list[TrialResult]:
+    """The trials that Tune knows, best first; those without a value of the metric come last.
+
+    Trials in the folder that Tune does not know began after the last state that a killed sweep had saved; others took their places.
+    """
+    trials = [_read_trial(result, sweep) for result in results]
     return sorted(trials, key=lambda trial: (math.isnan(trial.best), sweep.sign * trial.best, trial.name))
 
 
-def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
-    folder = params.parent
+def _read_trial(result: Result, sweep: SweepConfig) -> TrialResult:
+    folder = Path(result.path)
     rows = list(_rows(folder / "result.json"))
     # Population-based training changes them on the way: the last row says what they were in the end.
-    known = {**_params(params), **(rows[-1].get("settings", {}) if rows else {})}
+    known = {**_params(folder / _PARAMS), **(rows[-1].get("settings", {}) if rows else {})}
     settings = {key: known[key] for key in sweep.space if key in known}
     # Of held-out figures each row repeats the last evaluation.
     new = [row for row in rows if row.get("should_checkpoint", True)] if sweep.metric.startswith("held_out/") else rows
@@ -86,9 +89,9 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
     values = {iteration: value for iteration, value in sorted(points.items()) if not math.isnan(value)}
     # What was there before training is nobody's merit, unless there is nothing else.
     trained = {iteration: value for iteration, value in values.items() if iteration} or values
+    kept = {int(metrics["training_iteration"]): Path(saved.path) for saved, metrics in result.best_checkpoints or ()}
+    measured = sorted(kept.keys() & trained.keys(), reverse=True)  # of equally good ones the latest
     choose = max if sweep.mode == "max" else min
-    errors = folder / ERRORS
-    error = _last_line(errors.read_text(errors="replace")) if errors.is_file() else ""
     return TrialResult(
         folder.name,
         settings,
@@ -97,8 +100,8 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
         choose(trained.values(), default=math.nan),
         float(rows[-1]["time_total_s"]) if rows else 0.0,
         bool(rows),
-        error,
-        _best_checkpoint(folder, trained, choose),
+        _last_line(str(result.error)) if result.error is not None else "",
+        kept[choose(measured, key=trained.__getitem__)] if measured else None,
     )
 
 
@@ -118,18 +121,6 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except ValueError:
             logger.warning("A damaged line of %s is left out.", path)
-
-
-def _best_checkpoint(folder: Path, values: dict[int, float], choose: Callable[..., int]) -> Path | None:
-    """Of the checkpoints that Tune kept, the one whose iteration has the best value, of equals the latest."""
-    found: dict[int, Path] = {}
-    for path in folder.glob("checkpoint_*"):
-        try:
-            found[int(json.loads((path / "state.json").read_text())["updates"])] = path
-        except (OSError, ValueError, KeyError):  # half written, or a preference run's, which has no adapter
-            continue
-    known = [iteration for iteration in sorted(found, reverse=True) if iteration in values]
-    return found[choose(known, key=values.__getitem__)] if known else None
 
 
 def figure(row: dict[str, Any], metric: str) -> float:
@@ -286,13 +277,13 @@ class SweepProgress(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         number = self._numbers.setdefault(trial.trial_id, len(self._numbers) + 1)
-        params = Path(trial.local_path) / PARAMS
+        params = Path(trial.local_path) / _PARAMS
         if not params.is_file():
             # Tune writes them when a trial starts, which one whose settings contradict each other never does.
             settings = {key: trial.config[key] for key in self._keys if key in trial.config}
             with contextlib.suppress(OSError):  # a full disk: the other trials go on
                 write_atomic(params, json.dumps(settings, default=str))
-        self._say(number, f"failed: see {Path(trial.path) / ERRORS}")
+        self._say(number, f"failed: see {Path(trial.path) / _ERRORS}")
 
     def _say(self, number: int, what: str) -> None:
         seconds = int(time.monotonic() - self._started)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from rl_vlm.runs.ray_session import prepare_environment, quiet_ray, ray_cluster,
 from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
 from rl_vlm.runs.train import inspect_run, kind_of
 from rl_vlm.serving.service import kept_up
-from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
+from rl_vlm.sweeps.results import TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
-    from ray.tune import Result, ResultGrid
+    from ray.tune import ResultGrid
 
     from rl_vlm.algorithms.base import RunAlgorithm
 
@@ -82,12 +82,12 @@ def _run_sweep(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool,
     stop.starting = False
     try:
         with stop.installed(_say):
-            _run_trials(trial, sweep, folder, resume, begin)
+            results = _run_trials(trial, sweep, folder, resume, begin)
     except KeyboardInterrupt:
         stop.signal = stop.signal or signal.SIGINT
     if stop.signal is not None:
         raise InterruptedRun(stop.signal, _GOES_ON)
-    trials = read_results(folder, sweep)
+    trials = read_results(results, sweep)
     write_results(folder, trials, run, sweep)
     if not any(trial.finished for trial in trials):
         raise SweepError(f"Every trial failed; the first said: {trials[0].error if trials else 'nothing'}")
@@ -173,7 +173,9 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _run_trials(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]) -> None:
+def _run_trials(
+    run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]
+) -> ResultGrid:
     """`begin` is called when nothing can be refused any more."""
     prepare_environment()
     quiet_ray()
@@ -199,9 +201,7 @@ def _run_trials(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool
             _say(f"The cluster holds {at_once} trials at the same time, not {sweep.max_concurrent}.")
         trainable = trial_class(algorithm, sweep.space, dict.fromkeys(slots, 1.0))
         with kept_up(run):
-            results = list(_tune(run, sweep, folder, resume, at_once, trainable))
-            _forget_survived(results)
-            _set_aside_lost(folder / _TUNE, results)
+            return _tune(run, sweep, folder, resume, at_once, trainable)
 
 
 def _machine(run: TrainConfig) -> dict[str, float]:
@@ -253,22 +253,6 @@ def _tune(
             ),
         )
     return tuner.fit()
-
-
-def _forget_survived(results: Iterable[Result]) -> None:
-    """Rename the errors of trials that went on and came to their end: Tune keeps each trial's errors for ever."""
-    for result in results:
-        errors = Path(result.path) / ERRORS
-        if result.error is None and errors.is_file():
-            errors.rename(errors.with_name("survived_errors.txt"))
-
-
-def _set_aside_lost(folder: Path, results: Iterable[Result]) -> None:
-    """Rename the folders of trials that Tune does not know: they began after the last state that a killed sweep had saved, and others
-    have taken their places. Their results would count beside those."""
-    known = {Path(result.path).name for result in results}
-    for lost in [path for path in folder.glob("trial-*") if path.is_dir() and path.name not in known]:
-        lost.rename(lost.with_name(f"lost-{lost.name}"))
 
 
 def _domain(values: Values) -> Any:
