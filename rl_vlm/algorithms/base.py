@@ -212,10 +212,6 @@ class RunAlgorithm(Algorithm):
             return nullcontext([])
         return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm_name, done=done)
 
-    def on_learner(self, function: Callable[[Any], Any]) -> Any:
-        """See `Learners.call`."""
-        return self.learners.call(function)
-
     def _rebuild_learners(self) -> Any:
         self.learner_group = self.config.build_learner_group(
             rl_module_spec=self.config.get_multi_rl_module_spec(spaces=self.spaces, inference_only=False)

@@ -164,7 +164,7 @@ class PreferenceSAC(RunAlgorithm):
         self.on_episode: Callable[[FinishedEpisode], None] = lambda _: None
         self.on_session: Callable[[dict[str, float]], None] = lambda _: None
         self._rng = np.random.default_rng(derive_seed(self.run.seed, 10))
-        self.target_entropy: float = self.on_learner(lambda learner: learner.updater.target_entropy)
+        self.target_entropy: float = self.learners.call(lambda learner: learner.updater.target_entropy)
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._episodes: list[FinishedEpisode] = []
         self._remember_learner()
@@ -254,9 +254,9 @@ class PreferenceSAC(RunAlgorithm):
     def _remember_learner(self) -> None:
         """Copy the learner's state (a few megabytes) to the driver once per iteration, for the case that the learner dies."""
         if self.learner_group.is_local:
-            actor = self.on_learner(lambda learner: learner.actor_layers())
+            actor = self.learners.call(lambda learner: learner.actor_layers())
         else:
-            actor, *self._learner_state = self.on_learner(
+            actor, *self._learner_state = self.learners.call(
                 lambda learner: (learner.actor_layers(), learner.tensors(), learner.scalars())
             )
         self._actor = self._actor_of(actor)
@@ -264,8 +264,8 @@ class PreferenceSAC(RunAlgorithm):
     def restore_learners(self) -> None:
         """Restore the last iteration's state in a new learner. Experience, labels and reward model are in the driver."""
         tensors, scalars = self._learner_state
-        self.on_learner(lambda learner: learner.restore(tensors, scalars))
-        self._actor = self._actor_of(self.on_learner(lambda learner: learner.actor_layers()))
+        self.learners.call(lambda learner: learner.restore(tensors, scalars))
+        self._actor = self._actor_of(self.learners.call(lambda learner: learner.actor_layers()))
 
     def _count(self, statistics: dict[str, float]) -> None:
         updates = statistics.get("updates", 0.0)
@@ -366,7 +366,7 @@ class PreferenceSAC(RunAlgorithm):
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook, and a run's; the folder holds safetensors, parquet, PNG and JSON, no pickle."""
         folder = Path(checkpoint_dir)
-        tensors = self.on_learner(lambda learner: learner.tensors())
+        tensors = self.learners.call(lambda learner: learner.tensors())
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / AGENT)
         save_arrays(self.replay.state(), folder / _REPLAY)
         if self.feedback is not None:
@@ -378,7 +378,7 @@ class PreferenceSAC(RunAlgorithm):
                 "step": self.env_steps,
                 "last_session": self.last_session,
                 "rng": self._rng.bit_generator.state,
-                "learner": self.on_learner(lambda learner: learner.scalars()),
+                "learner": self.learners.call(lambda learner: learner.scalars()),
                 "feedback": self.feedback.state() if self.feedback is not None else None,
                 "tracker": self.tracker.state(),
                 "collectors": self.sampler.states(),
@@ -396,7 +396,7 @@ class PreferenceSAC(RunAlgorithm):
         except (OSError, ValueError, SafetensorError) as error:
             raise UserInputError(f"The checkpoint {folder} is corrupt ({error}): use an older one.") from error
         scalars = state["learner"]
-        self.on_learner(lambda learner: learner.restore(tensors, scalars))
+        self.learners.call(lambda learner: learner.restore(tensors, scalars))
         self._remember_learner()
         self.replay.load(replay)
         if self.feedback is not None:

@@ -21,7 +21,7 @@ import numpy as np
 from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, all_of, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.prompts import TaskPrompts, read_label, read_score, strip_thoughts
-from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair, encode, picture_of
+from rl_vlm.labelling.types import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, Message
 
@@ -76,8 +76,8 @@ class _Query:
     choices: tuple[str, ...]
 
 
-class VLMLabeller:
-    """Labels pairs and scores pictures with a vision-language model. Implements `Labeller` and `Scorer`."""
+class VLMLabeller(Labeller):
+    """Labels pairs and scores pictures with a vision-language model."""
 
     def __init__(
         self, endpoint: Endpoint, prompts: TaskPrompts, settings: LabelsSection | None = None, seed: int = 0

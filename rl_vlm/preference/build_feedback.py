@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.labelling.store import LabelStore, label_cache
-from rl_vlm.labelling.types import Scorer
 from rl_vlm.models.devices import driver_device
 from rl_vlm.numerics import derive_seed
 from rl_vlm.preference.feedback import Feedback, PairFeedback, ScoreFeedback, check_cache
@@ -84,5 +83,6 @@ def build_feedback(
     if settings.reward_model.load:
         trainer.load(Path(settings.reward_model.load))
     if settings.reward == "learn_from_score":
-        return ScoreFeedback(settings, trainer, cast(Scorer, labeller), folder)
+        assert labeller is not None
+        return ScoreFeedback(settings, trainer, labeller, folder)
     return PairFeedback(settings, trainer, labeller, folder, LabelStore(cache) if cache is not None else None)

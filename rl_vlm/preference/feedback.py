@@ -16,7 +16,7 @@ import numpy as np
 from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.session import LabelledSession, LabellerDownError, is_answer, is_decided, label_session
 from rl_vlm.labelling.store import FILE_NAME, LabelStore, QueryLog, ScoreStore, SessionFiles, true_return
-from rl_vlm.labelling.types import SKIPPED, HasState, KnowsMargin, Label, Labeller, Score, Scorer, Segment, SegmentPair
+from rl_vlm.labelling.types import SKIPPED, Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import Examples, FitReport, RewardEnsemble, RewardTrainer, add_pairs, add_scores
 from rl_vlm.preference.selection import num_candidates, pair_features, select_pairs
@@ -72,8 +72,6 @@ def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[in
     )
 
 
-# Waits for a labeller that is down, and ends a session that keeps a run from stopping. No Ray here.
-
 logger = logging.getLogger(__name__)
 
 # How long a session that is under way may go on when the user wants to stop: batch systems and Kubernetes kill after 30 s or more.
@@ -84,7 +82,7 @@ T = TypeVar("T")
 class PatientSessions:
     """Runs sessions with a labeller, and repeats a session while the labeller is down, for up to `patience_s`."""
 
-    def __init__(self, labeller: object, patience_s: float) -> None:
+    def __init__(self, labeller: Labeller | None, patience_s: float) -> None:
         self._labeller, self._patience_s = labeller, patience_s
         # One loop for all sessions: clients of served models belong to the loop that they were first used in.
         self._loop = asyncio.new_event_loop()
@@ -101,12 +99,12 @@ class PatientSessions:
         """
         deadline = time.monotonic() + self._patience_s
         drawn, labeller = rng.bit_generator.state, self._labeller
-        before = labeller.state() if isinstance(labeller, HasState) else None
+        before = labeller.state() if labeller is not None else {}
         pause, warned = 0.5, False
 
         def take_back() -> None:
             rng.bit_generator.state = drawn
-            if isinstance(labeller, HasState) and before is not None:
+            if labeller is not None:
                 labeller.set_state(before)
 
         while not stop_requested():
@@ -141,10 +139,6 @@ class PatientSessions:
     def close(self) -> None:
         """End the event loop."""
         self._loop.close()
-
-
-# Feedback (PEBBLE's labelling sessions): what both kinds share. Pairs are in pairs.py, scores in scores.py. No Ray
-# here.
 
 
 @dataclass(slots=True)
@@ -198,7 +192,7 @@ class Feedback(ABC):
         self,
         settings: PreferenceSection,
         trainer: RewardTrainer,
-        labeller: object | None,
+        labeller: Labeller | None,
         store: SessionFiles,
         segments_per_example: int,
     ) -> None:
@@ -223,7 +217,7 @@ class Feedback(ABC):
     @property
     def cost(self) -> str:
         """What labelling has cost so far and how the labeller behaves, in one line; empty for labellers that count nothing."""
-        stats = getattr(self._labeller, "stats", None)
+        stats = self._labeller.stats if self._labeller is not None else None
         return stats.summary() if stats is not None else ""
 
     def session(
@@ -234,7 +228,7 @@ class Feedback(ABC):
         While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the user
         wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
         """
-        if isinstance(self._labeller, KnowsMargin):
+        if self._labeller is not None:
             self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()
         report = self._ask(replay, count, step, rng, horizon)
@@ -270,7 +264,7 @@ class Feedback(ABC):
             "asked": self.asked,
             "usable": self.usable,
             "sessions": self.sessions,
-            "labeller": labeller.state() if isinstance(labeller, HasState) else None,
+            "labeller": labeller.state() if labeller is not None else None,
         }
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
@@ -281,7 +275,7 @@ class Feedback(ABC):
         try:
             self.asked, self.usable = int(state["asked"]), int(state["usable"])
             self.sessions = int(state["sessions"])
-            if isinstance(self._labeller, HasState) and state["labeller"] is not None:
+            if self._labeller is not None and state["labeller"] is not None:
                 self._labeller.set_state(state["labeller"])
         except (KeyError, TypeError) as error:
             raise UserInputError(
@@ -296,9 +290,6 @@ class Feedback(ABC):
     def close(self) -> None:
         """End the event loop of the sessions."""
         self._patient.close()
-
-
-# Feedback on pairs of segments: which of the two is better?
 
 
 class PairFeedback(Feedback):
@@ -319,7 +310,7 @@ class PairFeedback(Feedback):
         cache: LabelStore | None = None,
     ) -> None:
         super().__init__(settings, trainer, labeller, LabelStore(folder / "labels"), segments_per_example=2)
-        self._pair_labeller, self._cache = labeller, cache
+        self._cache = cache
         self._next_cached = 1
         self._log_path = folder / FILE_NAME
         # Features, not pairs, for rules that select pairs far from earlier ones: pictures of 20,000 pairs take 10 GiB.
@@ -335,7 +326,7 @@ class PairFeedback(Feedback):
     ) -> SessionReport | None:
         """The first session's pairs are drawn uniformly, because the reward model is untrained."""
         session = self._cached_session()
-        labeller, labels = self._pair_labeller, self.settings.labels
+        labeller, labels = self._labeller, self.settings.labels
         if session is None and labeller is not None:
 
             def draw(wanted: int) -> list[SegmentPair]:
@@ -418,17 +409,14 @@ def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> flo
     return float(np.mean(right)) if right else float("nan")
 
 
-# Feedback on single pictures: how near is it to the goal?
-
-
 class ScoreFeedback(Feedback):
     """Asks for scores of single steps. `folder` holds the store, `labels/`."""
 
     store: ScoreStore
 
-    def __init__(self, settings: PreferenceSection, trainer: RewardTrainer, scorer: Scorer, folder: Path) -> None:
-        super().__init__(settings, trainer, scorer, ScoreStore(folder / "labels"), segments_per_example=1)
-        self._scorer = scorer
+    def __init__(self, settings: PreferenceSection, trainer: RewardTrainer, labeller: Labeller, folder: Path) -> None:
+        super().__init__(settings, trainer, labeller, ScoreStore(folder / "labels"), segments_per_example=1)
+        self._scorer = labeller
 
     def _ask(
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int

@@ -489,7 +489,6 @@ def _adam_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
 
 # The agent's reward: the task's own, success alone, or a reward model, learned or not.
 
-_TRUE = {"gt_task_reward", "sparse_task_reward"}
 # Reward modes by the similarity of picture and text: the labels.source with the same model.
 _SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_matching": "itm"}
 
@@ -506,13 +505,10 @@ class AgentReward:
         self.mode = settings.reward
         self.model = ensemble
         if self.mode in _SIMILARITY_SOURCES:
-            from rl_vlm.labelling.teachers import (
-                SimilarityReward,
-                build_similarity,  # transformers is slow to import
-            )
+            from rl_vlm.labelling.teachers import build_similarity  # transformers is slow to import
 
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[self.mode]})
-            self.model = SimilarityReward(build_similarity(labels, env_id, device))
+            self.model = build_similarity(labels, env_id, device)
 
     def rewards_of(self, batch: StepBatch) -> np.ndarray:
         """float32 [n]."""

@@ -7,13 +7,11 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import ray
 from ray._private import node, services
 from ray._private import utils as ray_utils
@@ -53,9 +51,7 @@ class PrivateNode(node.Node):
         self.all_processes: dict[str, list[Any]] = {}  # Ray's own comes after checks that may raise
         try:
             super().__init__(ray_params, **settings)
-        except Exception as error:
-            started = {name: _condition(info.process) for name, infos in self.all_processes.items() for info in infos}
-            logger.warning("A start of Ray failed (%s); its processes: %s", str(error).partition("\n")[0], started)
+        except Exception:
             # Nobody has this object yet, so nobody else could end what it has started.
             self.kill_all_processes(check_alive=False, wait=True)
             raise
@@ -64,18 +60,6 @@ class PrivateNode(node.Node):
         """Ray's own starts one without a dashboard as well, for its usage statistics."""
         if include_dashboard:
             super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
-
-
-def _condition(process: subprocess.Popen[bytes]) -> str:
-    """What has become of a process that was started."""
-    code = process.poll()
-    if code is not None:
-        return f"ended with code {code}"
-    try:
-        found = psutil.Process(process.pid)
-        return f"{found.status()}, {sum(found.cpu_times()[:2]):.1f} s of CPU"
-    except psutil.Error as error:
-        return str(error)
 
 
 class OwnSession(services.ConsolePopen):
