@@ -1,7 +1,8 @@
 """Checkpoints of a run: weights and other tensors as safetensors, everything else as JSON in `state.json`.
 
-A checkpoint appears complete or not at all, and loading one runs no code. `state.json` is written last and holds a digest of each
-file of tensors. A policy run (and supervised fine-tuning) saves a `Checkpoint`; what a preference run saves, its algorithm says.
+A checkpoint appears complete or not at all, and loading one runs no code. `state.json` is written last and holds a
+digest of each file of tensors. A policy run (and supervised fine-tuning) saves a `Checkpoint`; what a preference run
+saves, its algorithm says.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ AGENT = "agent.safetensors"  # of a preference run: the learner's tensors
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a checkpoint holds: the adapter (or all weights), the optimiser's moments by name, the algorithm's state, and further tensors
-    of the learners (a critic, averaged weights)."""
+    """What a checkpoint holds: the adapter (or all weights), the optimiser's moments by name, the algorithm's state,
+    and further tensors of the learners (a critic, averaged weights)."""
 
     adapter: WeightPayload
     moments: dict[str, Tensor]
@@ -103,7 +104,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 def save_checkpoint(
     checkpoints: Path, name: str, write: Callable[[Path], None], keep: int, history: Path | None = None
 ) -> Path:
-    """Let `write` fill `checkpoints/<name>`, which appears complete, then delete all but the newest `keep`. Raises OSError.
+    """Let `write` fill `checkpoints/<name>`, which appears complete, then delete all but the newest `keep`. Raises
+    OSError.
 
     With `history` every checkpoint stays in that folder, and `checkpoints` gets a copy of the latest alone.
     """
@@ -114,7 +116,8 @@ def save_checkpoint(
         keep = 1
         with replace_folder(target) as draft:
             link_tree(history / name, draft)
-    # A run that was resumed from an older checkpoint may have left higher numbers behind: what was just written stays all the same.
+    # A run that was resumed from an older checkpoint may have left higher numbers behind: what was just written stays
+    # all the same.
     others = [folder for folder in list_checkpoints(checkpoints) if folder != target]
     for old in others[: max(len(others) + 1 - keep, 0)]:
         shutil.rmtree(old, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Does the policy see? Names the fault that explains what an engine or a learner does with images.
 
-The engine's log-probabilities of what it sampled are compared with the learner's, recomputed as they should be and under
-hypotheses of what may have gone wrong: blank images, images in another order, positions without rows, no adapter. A hypothesis that
-explains the engine much better than the truth is the fault. This works for any model, engine and environment.
+The engine's log-probabilities of what it sampled are compared with the learner's, recomputed as they should be and
+under hypotheses of what may have gone wrong: blank images, images in another order, positions without rows, no adapter.
+A hypothesis that explains the engine much better than the truth is the fault. This works for any model, engine and
+environment.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.policy import PolicyAlgorithm
 
 
-# Mean distance of log-probabilities (nats per token) that arithmetic alone explains, and from which no hypothesis is needed.
+# Mean distance of log-probabilities (nats per token) that arithmetic alone explains, and from which no hypothesis is
+# needed.
 EXACT, ROUNDED = (1e-4, 1e-3), (0.1, 0.5)
 _BETTER = 3.0  # times closer than the truth must a hypothesis be
 _UNCHANGED = 1e-6
-# Nats: a token that is likelier than this whatever is shown can hardly change, seen or not. Log-probabilities are known to 1e-5.
+# Nats: a token that is likelier than this whatever is shown can hardly change, seen or not. Log-probabilities are known
+# to 1e-5.
 _SURE = 1e-2
 
 HYPOTHESES: dict[str, tuple[str, str]] = {
@@ -63,7 +66,8 @@ def distance(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> flo
 def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Fault | None:
     """The fault behind the engine's log-probabilities, if there is one.
 
-    `distances`: of the engine's log-probabilities from the learner's, "true" and by hypothesis. `limits`: EXACT or ROUNDED.
+    `distances`: of the engine's log-probabilities from the learner's, "true" and by hypothesis. `limits`: EXACT or
+    ROUNDED.
     """
     true = distances["true"]
     if true <= limits[0]:
@@ -75,8 +79,8 @@ def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Faul
     if not true <= limits[1]:  # nan too, which no hypothesis explains
         return Fault(
             "disagreement",
-            f"Engine and learner give the same tokens log-probabilities that differ by {true:.3g} nats: they see different "
-            "images or have different weights.",
+            f"Engine and learner give the same tokens log-probabilities that differ by {true:.3g} nats: they see "
+            "different images or have different weights.",
         )
     return None
 
@@ -86,8 +90,8 @@ def engine_is_blind(
 ) -> Fault | None:
     """A fault if the engine answers the same with blank images; `again` repeats `true`, which shows its noise.
 
-    All are sampled with the same seeds, item by item. One that does not stop a run where equal answers are all sure: a policy that has
-    converged, or that says one thing only, gives them seeing or not.
+    All are sampled with the same seeds, item by item. One that does not stop a run where equal answers are all sure: a
+    policy that has converged, or that says one thing only, gives them seeing or not.
     """
     seen = [
         _difference(first, other) > 3 * _difference(first, same) + 1e-5
@@ -97,7 +101,8 @@ def engine_is_blind(
     if not seen:
         return Fault(
             "too_sure",
-            "The policy is so sure of its answers, with blank images too, that they cannot tell whether the engine sees any.",
+            "The policy is so sure of its answers, with blank images too, that they cannot tell whether the engine "
+            "sees any.",
             stops=False,
         )
     if np.mean(seen) > 0.25:
@@ -106,7 +111,8 @@ def engine_is_blind(
 
 
 def learner_is_blind(true: Sequence[np.ndarray], blank: Sequence[np.ndarray]) -> Fault | None:
-    """A fault if the learner's log-probabilities [T] are the same with blank images, of tokens of which it is not sure."""
+    """A fault if the learner's log-probabilities [T] are the same with blank images, of tokens of which it is not
+    sure."""
     seen, unseen = np.concatenate(list(true)), np.concatenate(list(blank))
     unsure = ~_is_sure(np.minimum(seen, unseen))
     if not unsure.any() or not distance([seen[unsure]], [unseen[unsure]]) <= _UNCHANGED:  # nan says nothing about sight
@@ -151,13 +157,14 @@ _EARLY = 2  # iterations that are measured whatever `sight.every` says: a stale 
 
 
 class SightProbe:
-    """The sight of one run. `needed` is whether tasks have images; `agreement` the gate's distance in nats, NaN before."""
+    """The sight of one run. `needed` is whether tasks have images; `agreement` the gate's distance in nats, NaN
+    before."""
 
     def __init__(self, algorithm: PolicyAlgorithm) -> None:
         self._algorithm = algorithm
-        self._settings = algorithm.run.sight
-        run = algorithm.run
-        exact = run.model.dtype == "float32" and run.serving.quantization == "none"
+        self._settings = algorithm.run_config.sight
+        run_config = algorithm.run_config
+        exact = run_config.model.dtype == "float32" and run_config.serving.quantization == "none"
         self._limits = EXACT if exact else ROUNDED
         self.needed = False
         self.agreement = self.effect = float("nan")
@@ -176,7 +183,7 @@ class SightProbe:
         return faults if blind is None else [blind, *(fault for fault in faults if fault.name != blind.name)]
 
     def measure(self, groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], list[Fault]]:
-        """Figures of some trajectories of an iteration, before it is learned from, and the faults that they show."""
+        """Metrics of some trajectories of an iteration, before it is learned from, and the faults that they show."""
         done, every = self._algorithm.updates, self._settings.every
         if not every or (done % every and done >= _EARLY):
             return {}, []
@@ -189,10 +196,10 @@ class SightProbe:
         faults = self._compared(chosen, counterfactuals=fresh and done < _EARLY)
         if np.isnan(self.effect):
             return {}, faults
-        figures = {"sight/kl_blank": self.effect}
+        metrics = {"sight/kl_blank": self.effect}
         if fresh:
-            figures["sight/gap"] = self.agreement
-        return figures, faults
+            metrics["sight/gap"] = self.agreement
+        return metrics, faults
 
     def _compared(self, trajectories: Sequence[Trajectory], counterfactuals: bool = True) -> list[Fault]:
         """The faults that the learner's log-probabilities of these trajectories show."""
@@ -214,14 +221,16 @@ class SightProbe:
 
     def _sample(self, view: View) -> list[Trajectory]:
         algorithm = self._algorithm
-        groups, _ = algorithm.rollouts.evaluate(self._tasks(view), algorithm.run.evaluation.timeout_s)
+        groups, _ = algorithm.rollouts.evaluate(self._tasks(view), algorithm.run_config.evaluation.timeout_s)
         return [group.trajectories[0] for group in sorted(groups, key=lambda group: group.group_id)]
 
     def _tasks(self, view: View) -> list[RolloutTask]:
-        run = self._algorithm.run
-        tasks = evaluation_tasks(run, self._algorithm.test_sizes, self._algorithm.version)
+        run_config = self._algorithm.run_config
+        tasks = evaluation_tasks(run_config, self._algorithm.test_sizes, self._algorithm.version)
         # Sampled as in training: greedy answers have no log-probabilities to compare.
         return [
-            replace(task, group_id=f"sight/{view}/{task.group_id}", temperature=run.rollout.temperature, view=view)
+            replace(
+                task, group_id=f"sight/{view}/{task.group_id}", temperature=run_config.rollout.temperature, view=view
+            )
             for task in tasks[: self._settings.items]
         ]

@@ -328,7 +328,8 @@ class QueryLog:
     """Appends to the log; each line is written whole or not at all."""
 
     def __init__(self, path: str | Path, keep_until: int | None = None) -> None:
-        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats them."""
+        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats
+        them."""
         self._path = Path(path)
         if keep_until is None:
             return

@@ -56,15 +56,16 @@ class ScriptedTeacher(Labeller):
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
         """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment.
 
-        B-Pref's tasks have no negative rewards. If the mean return is negative, so are the thresholds, and no pair meets them.
+        B-Pref's tasks have no negative rewards. If the mean return is negative, so are the thresholds, and no pair
+        meets them.
         """
         self._margin = mean_return * segment_length / horizon
         eps = {name: value for name in ("eps_skip", "eps_equal") if (value := getattr(self._settings, name))}
         if eps and mean_return < 0 and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "preference.labels.teacher.%s: thresholds are shares of the episodes' mean return, which is %.4g, and below 0 they "
-                "have no effect: no pair is %s meanwhile. Pay rewards above 0, or leave them out.",
+                "preference.labels.teacher.%s: thresholds are shares of the episodes' mean return, which is %.4g, and "
+                "below 0 they have no effect: no pair is %s meanwhile. Pay rewards above 0, or leave them out.",
                 " and ".join(eps), mean_return, " or ".join(_MEANS[name] for name in eps),
             )  # fmt: skip
 
@@ -84,7 +85,8 @@ class ScriptedTeacher(Labeller):
     def _label_one(self, pair: SegmentPair) -> Label:
         settings = self._settings
         plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
-        # Drawn for every pair, used or not, so that labels of later pairs do not depend on the thresholds of earlier ones.
+        # Drawn for every pair, used or not, so that labels of later pairs do not depend on the thresholds of earlier
+        # ones.
         noise, mistake = self._rng.random(2)
         if not np.isfinite(plain).all():
             return Label(-1, error="the true reward of this pair is not known (nan or infinite)")
@@ -171,7 +173,8 @@ class _ModelSimilarity:
 
 
 class ClipSimilarity(_ModelSimilarity):
-    """Cosine similarity in [-1, 1] of picture and text under a CLIP model, such as openai/clip-vit-large-patch14-336."""
+    """Cosine similarity in [-1, 1] of picture and text under a CLIP model, such as
+    openai/clip-vit-large-patch14-336."""
 
     families = ("clip",)
 
@@ -276,7 +279,8 @@ def build_labeller(
 ) -> Labeller:
     """The labeller that a configuration names. Raises UserInputError.
 
-    `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip and itm.
+    `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip
+    and itm.
     """
     if section.source == "cache":
         raise UserInputError("A label cache alone labels nothing new.")
@@ -316,8 +320,8 @@ def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | No
 class FlippedLabels(Labeller):
     """Another labeller's labels with 0 and 1 swapped, and scores s as 1 - s: a control that must not succeed.
 
-    With `coins` each decided label is swapped by a coin flip; undecided pairs stay undecided, so the number of usable labels is
-    that of a run without the control.
+    With `coins` each decided label is swapped by a coin flip; undecided pairs stay undecided, so the number of usable
+    labels is that of a run without the control.
     """
 
     def __init__(self, labeller: Labeller, coins: np.random.Generator | None = None) -> None:

@@ -85,7 +85,8 @@ class Score:
 
 
 class Labeller:
-    """Compares segments, and may score single pictures. One with a random state says so in `state`, for an exact resume."""
+    """Compares segments, and may score single pictures. One with a random state says so in `state`, for an exact
+    resume."""
 
     stats: Any = None  # what labelling has cost, where that is counted
 
@@ -125,7 +126,8 @@ class RewardModel(Protocol):
 
 
 def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
-    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its last.
+    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its
+    last.
 
     Raises UserInputError if the segment has no pictures.
     """

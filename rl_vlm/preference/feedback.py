@@ -1,4 +1,5 @@
-"""Labelling sessions (PEBBLE): which segments are asked about, what the labeller answers, and what is learned from it."""
+"""Labelling sessions (PEBBLE): which segments are asked about, what the labeller answers, and what is learned from
+it."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def check_length(pairs: Sequence[SegmentPair], wanted: int) -> None:
     """Raise UserInputError unless all segments have the wanted steps."""
     for length in {len(segment) for pair in pairs for segment in (pair.first, pair.second)} - {wanted}:
         raise UserInputError(
-            f"The label cache has segments of {length} steps, and preference.segment_length is {wanted}: set it to {length}, "
-            "or leave preference.labels.cache out."
+            f"The label cache has segments of {length} steps, and preference.segment_length is {wanted}: set it to "
+            f"{length}, or leave preference.labels.cache out."
         )
 
 
@@ -50,15 +51,15 @@ def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[in
         size = segment.observations.shape[1] + segment.actions.shape[1]
         if size != sum(sizes):
             raise UserInputError(
-                f"The label cache has states and actions of {size} numbers together, and those of env.id have {sum(sizes)}: give the "
-                "cache of a run in this environment, or leave preference.labels.cache out."
+                f"The label cache has states and actions of {size} numbers together, and those of env.id have "
+                f"{sum(sizes)}: give the cache of a run in this environment, or leave preference.labels.cache out."
             )
         return
     architecture, stride = settings.reward_model.architecture, settings.reward_model.stride
     if segment.frames is None:
         raise UserInputError(
-            f"The label cache has no pictures, and preference.reward_model.architecture {architecture} learns from them: set it to mlp, "
-            "or leave preference.labels.cache out."
+            f"The label cache has no pictures, and preference.reward_model.architecture {architecture} learns from "
+            "them: set it to mlp, or leave preference.labels.cache out."
         )
     height, width = segment.frames.shape[1:3]
     # The reward model also takes pictures that its stride has thinned out already.
@@ -67,14 +68,15 @@ def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[in
         return
     remedy = f"set it to {height}" if height == width else "give the cache of a run with this one"
     raise UserInputError(
-        f"The label cache has pictures of {height} × {width} pixels, and preference.image_size is {settings.image_size}: {remedy}, or "
-        "leave preference.labels.cache out."
+        f"The label cache has pictures of {height} × {width} pixels, and preference.image_size is "
+        f"{settings.image_size}: {remedy}, or leave preference.labels.cache out."
     )
 
 
 logger = logging.getLogger(__name__)
 
-# How long a session that is under way may go on when the user wants to stop: batch systems and Kubernetes kill after 30 s or more.
+# How long a session that is under way may go on when the user wants to stop: batch systems and Kubernetes kill after 30
+# s or more.
 _STOP_GRACE_S = 10.0
 T = TypeVar("T")
 
@@ -95,7 +97,8 @@ class PatientSessions:
     ) -> T | None:
         """The result of `session()`; None if the user wants to stop. Every attempt draws the same from `rng`.
 
-        Raises LabellerDownError when the patience is over. Then, and where it returns None, `rng` and the labeller are as before.
+        Raises LabellerDownError when the patience is over. Then, and where it returns None, `rng` and the labeller are
+        as before.
         """
         deadline = time.monotonic() + self._patience_s
         drawn, labeller = rng.bit_generator.state, self._labeller
@@ -216,7 +219,8 @@ class Feedback(ABC):
 
     @property
     def cost(self) -> str:
-        """What labelling has cost so far and how the labeller behaves, in one line; empty for labellers that count nothing."""
+        """What labelling has cost so far and how the labeller behaves, in one line; empty for labellers that count
+        nothing."""
         stats = self._labeller.stats if self._labeller is not None else None
         return stats.summary() if stats is not None else ""
 
@@ -225,8 +229,8 @@ class Feedback(ABC):
     ) -> SessionReport | None:
         """Ask `count` questions and train the reward model on all answers that are known.
 
-        While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the user
-        wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
+        While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the
+        user wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
         """
         if self._labeller is not None:
             self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
@@ -254,7 +258,8 @@ class Feedback(ABC):
         """Add the answers in the store to the examples."""
 
     def _rewind(self) -> None:
-        """Move sessions aside that this run does not know: of an attempt that ended before its first checkpoint, or later ones."""
+        """Move sessions aside that this run does not know: of an attempt that ended before its first checkpoint, or
+        later ones."""
         self.store.rewind(self.sessions)
 
     def state(self) -> dict[str, Any]:
@@ -279,8 +284,8 @@ class Feedback(ABC):
                 self._labeller.set_state(state["labeller"])
         except (KeyError, TypeError) as error:
             raise UserInputError(
-                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels source and "
-                "coin_flips."
+                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels "
+                "source and coin_flips."
             ) from error
         self._rewind()
         self.trainer.load(model_file)
@@ -295,8 +300,8 @@ class Feedback(ABC):
 class PairFeedback(Feedback):
     """Asks which segment of a pair is better. `folder` holds `labels/` and the query log.
 
-    The sessions of `cache`, labels of an earlier run, are replayed first. As in the original, their pairs replace those of the
-    policy, and are trained on as they were labelled.
+    The sessions of `cache`, labels of an earlier run, are replayed first. As in the original, their pairs replace those
+    of the policy, and are trained on as they were labelled.
     """
 
     store: LabelStore
@@ -347,8 +352,8 @@ class PairFeedback(Feedback):
             return None
         if not session.pairs:
             logger.warning(
-                "No pair could be drawn at step %d, so nothing was labelled: the newest %d episodes hold no two segments of %d "
-                "steps (preference.segment_length).",
+                "No pair could be drawn at step %d, so nothing was labelled: the newest %d episodes hold no two "
+                "segments of %d steps (preference.segment_length).",
                 step, self.settings.query_episodes, self.settings.segment_length,
             )  # fmt: skip
         now = time.time()
@@ -399,7 +404,8 @@ class PairFeedback(Feedback):
 
 
 def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
-    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan without any."""
+    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan
+    without any."""
     decided = [
         (true_return(pair.second) - true_return(pair.first), label.value == 1)
         for pair, label in zip(pairs, labels, strict=True)

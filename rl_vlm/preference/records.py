@@ -63,7 +63,8 @@ class EpisodeTracker:
         self._returns: deque[float] = deque(maxlen=10)
 
     def add(self, batch: StepBatch, rewards: np.ndarray, before: int) -> list[FinishedEpisode]:
-        """Add a round with the agent's rewards, `before` steps into the run; returns the episodes that ended, in order."""
+        """Add a round with the agent's rewards, `before` steps into the run; returns the episodes that ended, in
+        order."""
         done = batch.terminated | batch.truncated
         turns = self._turns(batch)
         ended = []

@@ -137,7 +137,8 @@ class ControlSampler:
     def _gather(
         self, running: dict[ray.ObjectRef, int], ask: Callable[[int], ray.ObjectRef], timeout_s: float, setting: str
     ) -> dict[int, Any]:
-        """The results of the calls `running` by runner; `ask` calls a runner that died again. Raises CollectionError."""
+        """The results of the calls `running` by runner; `ask` calls a runner that died again. Raises
+        CollectionError."""
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         died: set[int] = set()  # calls to these fail until Ray has restarted them
@@ -159,7 +160,8 @@ class ControlSampler:
                 for runner in running.values():
                     ray.kill(self._manager.actors()[runner], no_restart=False)
                 raise CollectionError(
-                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or raise {setting}."
+                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or raise "
+                    f"{setting}."
                 )
         return results
 
@@ -170,7 +172,8 @@ class ControlSampler:
         return batch
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
-        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises CollectionError."""
+        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises
+        CollectionError."""
         if self._local is not None:
             with environment_errors():
                 results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
@@ -189,7 +192,8 @@ class ControlSampler:
         return [by_seed[seed] for seed in seeds]
 
     def states(self) -> list[dict[str, Any]]:
-        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open episodes."""
+        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open
+        episodes."""
         if self._local is not None:
             return [self._local.collector.state()]
         references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._actors()]
@@ -197,7 +201,8 @@ class ControlSampler:
         return [_state_of(reference) for reference in references]
 
     def load_states(self, states: Sequence[dict[str, Any]], episode_counts: Sequence[int]) -> None:
-        """Restore every runner's environments, and `episode_counts`. Raises UserInputError where their number differs."""
+        """Restore every runner's environments, and `episode_counts`. Raises UserInputError where their number
+        differs."""
         if len(states) != self.runners:
             raise UserInputError(
                 f"The checkpoint has {len(states)} env runners and this run {self.runners}: keep "
@@ -236,18 +241,18 @@ class ControlEnvRunner(RunEnvRunner):
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
-        run: PreferenceConfig = self.config.run_config
-        collection = run.preference.collection
+        run_config: PreferenceConfig = self.config.run_config
+        collection = run_config.preference.collection
         self.collector = Collector(
-            lambda: make_run_env(run),
-            seed=run.seed,
+            lambda: make_run_env(run_config),
+            seed=run_config.seed,
             count=collection.envs_per_runner,
             first_env=self.place * collection.envs_per_runner,
             num_envs=collection.num_envs,
-            frames=run.preference.draws_frames,
+            frames=run_config.preference.draws_frames,
         )
-        evaluation = run.preference.evaluation
-        self._evaluator = Evaluator(lambda: make_run_env(run), evaluation.parallel, evaluation.end_on_success)
+        evaluation = run_config.preference.evaluation
+        self._evaluator = Evaluator(lambda: make_run_env(run_config), evaluation.parallel, evaluation.end_on_success)
 
     def sample(self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
         """`steps` steps of every environment of this runner."""

@@ -36,7 +36,8 @@ _caught: list[int] = []
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """Inside this context a signal is told on stderr, and the context ends with SystemExit and its exit code, 130 or 143."""
+    """Inside this context a signal is told on stderr, and the context ends with SystemExit and its exit code, 130 or
+    143."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     _caught.clear()
     leave_on_signals()
@@ -69,8 +70,8 @@ _COMMANDS = ("train", "sft", "sweep")  # which save a checkpoint on SIGTERM
 _ACTOR = "ray::"  # how the title of a Ray worker's process begins
 _IDLE = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "ProxyActor", "ServeController")  # what does no work of a run
 _PAUSE_S = 0.5
-# What a run calls itself in the system's table of processes (15 characters at most): a script's arguments do not tell that it is one, and
-# one that saves its checkpoint already must not be told twice, which ends it at once.
+# What a run calls itself in the system's table of processes (15 characters at most): a script's arguments do not tell
+# that it is one, and one that saves its checkpoint already must not be told twice, which ends it at once.
 RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
 
 
@@ -100,7 +101,8 @@ def is_actor(arguments: Sequence[str]) -> bool:
 
 
 def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
-    """Send SIGTERM to this user's runs, but those that stop already, and wait. Returns the process ids of those that are still there.
+    """Send SIGTERM to this user's runs, but those that stop already, and wait. Returns the process ids of those that
+    are still there.
 
     `within`: only processes that descend from this one; None: all of this user.
     """
@@ -118,7 +120,8 @@ def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
 
 
 def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
-    """Wait until no actor works on this machine; they end with their run. Returns the process ids of those that still do."""
+    """Wait until no actor works on this machine; they end with their run. Returns the process ids of those that still
+    do."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = [process.pid for process, arguments in _mine(within) if is_actor(arguments)]
@@ -154,8 +157,8 @@ class InterruptedRun(RLVLMError):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM, of which it tells; a second one, or any while starting, raises KeyboardInterrupt at
-    once."""
+    """Remembers the first SIGINT or SIGTERM, of which it tells; a second one, or any while starting, raises
+    KeyboardInterrupt at once."""
 
     def __init__(
         self,
@@ -311,7 +314,8 @@ class BaseRun(ABC):
             payload.write(self.folder / f"{payload.FOLDER}{suffix}")
         except OSError as error:
             raise RLVLMError(
-                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
+                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and "
+                "--resume."
             ) from error
 
     @abstractmethod
@@ -353,7 +357,8 @@ class BaseRun(ABC):
 
 
 class RunLifecycle(BaseRun):
-    """The state of one `train` call: Ray, and an algorithm on it. The static methods need no run: they are its kind's."""
+    """The state of one `train` call: Ray, and an algorithm on it. The static methods need no run: they are its
+    kind's."""
 
     config: TrainConfig
 

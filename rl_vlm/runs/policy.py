@@ -37,24 +37,29 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.sight import Fault
 
 
-# Sentences about figures that usually mean a mistake in the environment, the prompt or the reward.
+# Sentences about metrics that usually mean a mistake in the environment, the prompt or the reward.
 
 _NEEDS_IMAGES = 0.1  # gain in accuracy over blank images, below which people are told
 _UNPAID = 5  # iterations at the start
 
 
 def blind(results: Mapping[str, float]) -> str:
-    """What an evaluation says where answers are as good with blank images; empty where they need them, or where none is right."""
+    """What an evaluation says where answers are as good with blank images; empty where they need them, or where none is
+    right."""
     if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
         return ""
     unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
     if unseen == 0 and gap == 0:  # nothing is known of images by answers that are all wrong
         return ""
-    return f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones [sight/accuracy_gap]."
+    return (
+        f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones "
+        "[sight/accuracy_gap]."
+    )
 
 
 class UnpaidStart:
-    """Tells once where no group of a run's first iterations has answers that are paid differently: then nothing is learned from."""
+    """Tells once where no group of a run's first iterations has answers that are paid differently: then nothing is
+    learned from."""
 
     def __init__(self) -> None:
         self._unpaid = 0
@@ -67,8 +72,9 @@ class UnpaidStart:
         if iteration != _UNPAID:
             return ""
         return (
-            f"Nothing has been learned from: in each group of the first {_UNPAID} iterations all answers were paid alike (mean reward "
-            f"{metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers and what they are paid."
+            f"Nothing has been learned from: in each group of the first {_UNPAID} iterations all answers were paid "
+            f"alike (mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
+            "answers and what they are paid."
         )
 
 
@@ -80,10 +86,11 @@ _NEARLY = 0.85  # of difflib: "formt" and "format" are .91 alike
 
 
 def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> None:
-    """Names that are no registered part must be given by the episode that was opened, which is answered by nothing until it ends.
+    """Names that are no registered part must be given by the episode that was opened, which is answered by nothing
+    until it ends.
 
-    Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only what is spelt nearly as
-    a registered part is refused. One that raises says nothing.
+    Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only
+    what is spelt nearly as a registered part is refused. One that raises says nothing.
     """
     unknown = set(names) - {OWN, *REWARD_PARTS.names()}
     given: set[str] = set()
@@ -110,8 +117,8 @@ def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> 
         near = difflib.get_close_matches(missing[0], known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserInputError(
-            f"env.reward.weights names {', '.join(missing)}, and the parts here are {', '.join(known)}: correct the name, or let the "
-            f"environment give it in info['reward_parts'].{hint}"
+            f"env.reward.weights names {', '.join(missing)}, and the parts here are {', '.join(known)}: correct the "
+            f"name, or let the environment give it in info['reward_parts'].{hint}"
         )
 
 
@@ -121,8 +128,9 @@ def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> 
 def held_at_once(config: PolicyConfig, name: str, held_out: int | None) -> tuple[int, int]:
     """The most environments of one kind at once: in training, and beside them in an evaluation.
 
-    `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An evaluation comes
-    on top: its variants have pools of their own, which keep their environments, unless `evaluation.at_once` bounds them all.
+    `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An
+    evaluation comes on top: its variants have pools of their own, which keep their environments, unless
+    `evaluation.at_once` bounds them all.
     """
     rollout = config.rollout
     groups = (
@@ -134,7 +142,8 @@ def held_at_once(config: PolicyConfig, name: str, held_out: int | None) -> tuple
 
 
 def check_places(config: PolicyConfig, name: str, held_out: int | None, places: int | None) -> None:
-    """Raise UserInputError where a run needs more than the `places` of its environment's server; None: they have no limit.
+    """Raise UserInputError where a run needs more than the `places` of its environment's server; None: they have no
+    limit.
 
     Its groups would each hold a part of the places and wait for the rest until all are lost.
     """
@@ -142,9 +151,9 @@ def check_places(config: PolicyConfig, name: str, held_out: int | None, places: 
     if places is not None and training + evaluation > places:
         raise UserInputError(
             f"{config.env.parts[name].id} has places for {places} environments at a time, and the run needs up to "
-            f"{training + evaluation}: {training} in training and {evaluation} in an evaluation. Start `rl-vlm envs serve` with "
-            f"--max-sessions {training + evaluation}, or lower rollout.prompts_per_iteration, rollout.group_size or "
-            "evaluation.num_items."
+            f"{training + evaluation}: {training} in training and {evaluation} in an evaluation. Start `rl-vlm envs "
+            f"serve` with --max-sessions {training + evaluation}, or lower rollout.prompts_per_iteration, "
+            "rollout.group_size or evaluation.num_items."
         )
 
 
@@ -152,8 +161,8 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     """Open one item of each split and encode it, and look up what learns from it."""
     if config.model.train == "lora" and config.model.lora.target_modules == "none":
         raise UserInputError(
-            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
-            "serve` take it."
+            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` "
+            "and `rl-vlm serve` take it."
         )
     if config.model.dtype == "float16":
         raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
@@ -172,9 +181,9 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():
-        figures = _inspect_part(config, name, text)
-        sizes[name] = train_size(part, figures["train_items"])
-        found |= {f"{name}_{key}" if name else key: value for key, value in figures.items()}
+        inspected = _inspect_part(config, name, text)
+        sizes[name] = train_size(part, inspected["train_items"])
+        found |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
         for variant in config.evaluation.variants:
             _open_changed(
                 config,
@@ -238,7 +247,8 @@ def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | Non
 def _open_changed(
     config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
 ) -> None:
-    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are drawn from."""
+    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are
+    drawn from."""
     try:
         env = _make_part(config, name, changes)
         try:
@@ -329,7 +339,8 @@ class PolicyRun(RunLifecycle):
                     while algorithm.updates < self.config.algorithm.iterations and not self.stop:
                         self._iterate()
         except (SamplingError, TooManyFailuresError, SightError):
-            # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have learned.
+            # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have
+            # learned.
             if algorithm.updates > max(self.saved_at, 0):
                 with suppress(RLVLMError):
                     self._checkpoint()
@@ -346,8 +357,8 @@ class PolicyRun(RunLifecycle):
         self._tell_faults(self.algorithm.sight.gate())
         if self.algorithm.sight.needed:
             self.display.message(
-                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank image "
-                f"changes answers by {self.algorithm.sight.effect:.2g}."
+                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank "
+                f"image changes answers by {self.algorithm.sight.effect:.2g}."
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
@@ -361,7 +372,8 @@ class PolicyRun(RunLifecycle):
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
         if iteration <= self.last_iteration:
-            # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned nothing.
+            # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned
+            # nothing.
             self._forget_after(iteration)
             return
         self.last_iteration = iteration

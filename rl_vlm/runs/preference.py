@@ -99,7 +99,7 @@ class PreferenceRun(RunLifecycle):
         super().__init__(config, folder, resume)
         self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, self.saved_at)
         self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, self.saved_at)
-        self.session_figures: dict[str, float] = {}
+        self.session_metrics: dict[str, float] = {}
         self.episode_started = time.monotonic()
 
     @staticmethod
@@ -151,14 +151,15 @@ class PreferenceRun(RunLifecycle):
             self.recorder.log_iteration(step, algorithm.last_metrics)
             self.recorder.log_spans(step, algorithm.last_spans)
             self.display.update(step, algorithm.last_metrics)
-            # `checkpoint_every` counts rows of figures, as everywhere.
+            # `checkpoint_every` counts rows of metrics, as everywhere.
             if _crosses_multiple(before, step, every * settings.steps_per_iteration):
                 self._checkpoint()
             if step >= settings.total_steps or (evaluations and _crosses_multiple(before, step, evaluations)):
                 self._evaluate()
 
     def _evaluation_is_missing(self) -> bool:
-        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended during it."""
+        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended
+        during it."""
         step, every = self.algorithm.env_steps, self.settings.evaluation.every
         if step == 0 or step >= self.settings.total_steps:
             return not self.recorder.has_evaluation(step)
@@ -173,9 +174,9 @@ class PreferenceRun(RunLifecycle):
             self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
         except OSError as error:
             self._cannot_write("eval.csv", error)
-        figures = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
-        self.recorder.log_evaluation(algorithm.env_steps, figures)
-        self.display.evaluation(algorithm.env_steps, figures)
+        metrics = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
+        self.recorder.log_evaluation(algorithm.env_steps, metrics)
+        self.display.evaluation(algorithm.env_steps, metrics)
         self._save_videos(results)
 
     def _save_videos(self, results: list[EpisodeResult]) -> None:
@@ -190,28 +191,23 @@ class PreferenceRun(RunLifecycle):
             except OSError as error:
                 self._cannot_write("a video", error)
 
-    def _log_session(self, figures: dict[str, float]) -> None:
-        self.session_figures = figures
-        if "labels/asked" in figures:
-            accuracy = figures.get("labels/accuracy")
+    def _log_session(self, metrics: dict[str, float]) -> None:
+        self.session_metrics = metrics
+        if "labels/asked" in metrics:
+            accuracy = metrics.get("labels/accuracy")
             agree = f", {accuracy:.0%} of the decided agree with the true reward" if accuracy is not None else ""
-            fitted = figures.get("reward_model/accuracy")  # none without pairs, or of scores
+            fitted = metrics.get("reward_model/accuracy")  # none without pairs, or of scores
             model = f"; reward model accuracy {fitted:.2f}" if fitted is not None else ""
             self.display.message(
-                f"Step {self.algorithm.env_steps}: {figures['labels/asked']:.0f} labels in {figures['labels/seconds']:.1f} s, "
-                f"{figures['labels/usable']:.0f} usable{agree}{model}."
+                f"Step {self.algorithm.env_steps}: {metrics['labels/asked']:.0f} labels in "
+                f"{metrics['labels/seconds']:.1f} s, {metrics['labels/usable']:.0f} usable{agree}{model}."
             )
             if cost := self.algorithm.feedback.cost:
                 self.display.message(f"Labels so far: {cost}.")
 
     def _log_episode(self, episode: FinishedEpisode) -> None:
         algorithm, now = self.algorithm, time.monotonic()
-        figures = algorithm.running_figures()
         feedback = algorithm.feedback
-        names = {
-            "batch_reward": "critic/reward", "critic_loss": "critic/loss", "actor_loss": "policy/loss",
-            "actor_entropy": "policy/entropy", "alpha_loss": "policy/alpha_loss", "alpha_value": "policy/alpha",
-        }  # fmt: skip
         row: dict[str, Any] = {
             "episode": episode.number,
             "step": episode.step,
@@ -222,10 +218,10 @@ class PreferenceRun(RunLifecycle):
             "duration": now - self.episode_started,
             "total_feedback": feedback.asked if feedback is not None else 0,
             "labeled_feedback": feedback.usable if feedback is not None else 0,
-            "reward_learning_acc": self.session_figures.get("reward_model/accuracy", ""),
-            "vlm_acc": self.session_figures.get("labels/accuracy", ""),
+            "reward_learning_acc": self.session_metrics.get("reward_model/accuracy", ""),
+            "vlm_acc": self.session_metrics.get("labels/accuracy", ""),
             "actor_target_entropy": algorithm.target_entropy,
-            **{column: figures[name] for column, name in names.items() if name in figures},
+            **algorithm.update_statistics(),
         }
         self.episode_started = now
         try:
@@ -283,16 +279,17 @@ def evaluate_preference_run(
 ) -> dict[str, Any]:
     """Play the evaluation episodes with a checkpoint's agent; written to `out` as JSON if given.
 
-    `run_dir` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the figures
-    of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits, CollectionError
-    when an environment fails.
+    `run_dir` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the
+    metrics of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits,
+    CollectionError when an environment fails.
     """
     (options or EvaluationOptions()).refuse_any(
         "this is for policies that see images, and the agent of a preference run sees the state."
     )
     if adapter is not None or run_dir is None:
         raise UserInputError(
-            "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with --run-dir."
+            "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with "
+            "--run-dir."
         )
     checkpoint = _find_checkpoint(run_dir)
     step = int(read_state(checkpoint)["step"])

@@ -90,14 +90,14 @@ class SFTRun(BaseRun):
         state, rows = self.saved.state, len(self.data.train)
         if state["conversations"] != rows:
             raise UserInputError(
-                f"The run in {self.folder} was training on {state['conversations']} conversations and sft.data now has {rows}: "
-                "restore the data, or start anew in another --run-dir."
+                f"The run in {self.folder} was training on {state['conversations']} conversations and sft.data now "
+                f"has {rows}: restore the data, or start anew in another --run-dir."
             )
         for key, now in (("batch_size", self.job.sft.batch_size), ("seed", self.job.seed)):
             if state[key] != now:
                 raise UserInputError(
-                    f"The run in {self.folder} drew its batches with {key} {state[key]}, and now it is {now}: rows would be left "
-                    "out. Restore it, or start anew in another --run-dir."
+                    f"The run in {self.folder} drew its batches with {key} {state[key]}, and now it is {now}: rows "
+                    "would be left out. Restore it, or start anew in another --run-dir."
                 )
         self.skipped = int(state["skipped"])
 
@@ -161,21 +161,21 @@ class SFTRun(BaseRun):
 
         begun = time.perf_counter()
         lr = learning_rate(self.job, self.done, self.total)
-        figures = self.trainer.step(batch, lr)
+        statistics = self.trainer.step(batch, lr)
         seconds = time.perf_counter() - begun
         self.done += 1
-        self.skipped += figures.grad_norm is None
+        self.skipped += statistics.grad_norm is None
         metrics = {
-            "sft/loss": figures.loss,
+            "sft/loss": statistics.loss,
             "sft/lr": lr,
             "sft/epoch": self.done / self.data.steps_per_epoch,
-            "sft/targets": float(figures.targets),
-            "sft/tokens_per_s": figures.tokens / seconds,
+            "sft/targets": float(statistics.targets),
+            "sft/tokens_per_s": statistics.tokens / seconds,
             "sft/skipped_steps": float(self.skipped),
             "time/step": seconds,
         }
-        if figures.grad_norm is not None:
-            metrics["sft/grad_norm"] = figures.grad_norm
+        if statistics.grad_norm is not None:
+            metrics["sft/grad_norm"] = statistics.grad_norm
         self.recorder.log_iteration(self.done, metrics)
         self.display.update(self.done, metrics)
 

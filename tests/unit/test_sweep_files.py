@@ -30,7 +30,7 @@ from rl_vlm.sweeps.sweep import (
     sweep_folder,
     write_settings,
 )
-from rl_vlm.sweeps.trial import Room, own_cpus, trial_class, trials_at_once
+from rl_vlm.sweeps.trial import TrialResources, own_cpus, trial_class, trials_at_once
 from rl_vlm.types import UserInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -278,7 +278,7 @@ def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
     """Its counter would fall behind Tune's, and it would be trained from the beginning."""
 
     class Algorithm:
-        run = RUN
+        run_config = RUN
         updates = 0
 
         def progress(self) -> tuple[int, int, int]:
@@ -344,54 +344,54 @@ def test_a_random_search_holds_back_what_may_not_run_yet() -> None:
 
 
 ALGORITHM = kind_of(RUN).rllib_config(RUN)().algo_class
-ROOM = Room.of(RUN, sweep(), trial_class(ALGORITHM, ["seed"]))
+NEEDS = TrialResources.of(RUN, sweep(), trial_class(ALGORITHM, ["seed"]))
 
 
 def test_a_trial_takes_what_tune_reserves_and_its_replicas() -> None:
     """RLlib reserves a CPU for the trial itself, which no section of the configuration names."""
-    assert ROOM.each == {"CPU": 1 + 2 * 0.25 + 2 * 0.5, "GPU": 0.0} and ROOM.cpus(3) == 7.5
-    assert [ROOM.holds({"CPU": cpus}) for cpus in (2, 2.5, 4, 8)] == [0, 1, 1, 3]
-    shared = Room.of(sweep(shared=True).prepared(RUN), sweep(), trial_class(ALGORITHM, ["seed"]))
+    assert NEEDS.each == {"CPU": 1 + 2 * 0.25 + 2 * 0.5, "GPU": 0.0} and NEEDS.cpus(3) == 7.5
+    assert [NEEDS.holds({"CPU": cpus}) for cpus in (2, 2.5, 4, 8)] == [0, 1, 1, 3]
+    shared = TrialResources.of(sweep(shared=True).prepared(RUN), sweep(), trial_class(ALGORITHM, ["seed"]))
     assert shared.each["CPU"] == 1.5 and shared.common["CPU"] == 1.0
     assert [shared.holds({"CPU": cpus}) for cpus in (2, 4, 8)] == [0, 2, 4]
 
 
 def test_a_space_that_varies_sizes_needs_room_for_the_largest() -> None:
     space = {"serving.num_replicas": {"grid": [1, 4]}, "rollout.num_env_runners": {"randint": [1, 4]}}
-    room = Room.of(RUN, SweepConfig.model_validate({"space": space}), trial_class(ALGORITHM, list(space)))
-    assert room.each["CPU"] == 1 + 3 * 0.25 + 4 * 0.5
+    needs = TrialResources.of(RUN, SweepConfig.model_validate({"space": space}), trial_class(ALGORITHM, list(space)))
+    assert needs.each["CPU"] == 1 + 3 * 0.25 + 4 * 0.5
 
 
 def test_a_private_cluster_has_room_for_the_trials_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_vlm.sweeps.trial.available_cpus", lambda: 2)
-    assert own_cpus(RUN, sweep(), ROOM) == 3  # for one, on two cores
-    assert own_cpus(RUN, sweep(max_concurrent=2), ROOM) == 5
-    assert own_cpus(RUN, sweep(max_concurrent=20), ROOM) == 10  # there are four
-    assert own_cpus(load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), ROOM) == 4
+    assert own_cpus(RUN, sweep(), NEEDS) == 3  # for one, on two cores
+    assert own_cpus(RUN, sweep(max_concurrent=2), NEEDS) == 5
+    assert own_cpus(RUN, sweep(max_concurrent=20), NEEDS) == 10  # there are four
+    assert own_cpus(load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), NEEDS) == 4
 
 
 def test_no_more_trials_start_than_fit_with_their_replicas() -> None:
-    assert trials_at_once(sweep(), ROOM, {"CPU": 8}) == 3
-    assert trials_at_once(sweep(max_concurrent=2), ROOM, {"CPU": 8}) == 2
-    assert trials_at_once(sweep(max_concurrent=4), ROOM, {"CPU": 8}) == 3
+    assert trials_at_once(sweep(), NEEDS, {"CPU": 8}) == 3
+    assert trials_at_once(sweep(max_concurrent=2), NEEDS, {"CPU": 8}) == 2
+    assert trials_at_once(sweep(max_concurrent=4), NEEDS, {"CPU": 8}) == 3
     with pytest.raises(UserInputError, match="needs 2.5 CPUs, its replicas included, and the cluster has 2 CPUs"):
-        trials_at_once(sweep(), ROOM, {"CPU": 2})
+        trials_at_once(sweep(), NEEDS, {"CPU": 2})
 
 
 def test_a_population_takes_turns_only_where_nobody_starves() -> None:
     pbt = SweepConfig.model_validate(
         {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 4}
     )
-    assert trials_at_once(pbt, ROOM, {"CPU": 8}, slots=True) == trials_at_once(pbt, ROOM, {"CPU": 10}) == 0
+    assert trials_at_once(pbt, NEEDS, {"CPU": 8}, slots=True) == trials_at_once(pbt, NEEDS, {"CPU": 10}) == 0
     with pytest.raises(UserInputError, match="its 4 trials side by side and the cluster holds 3"):
-        trials_at_once(pbt, ROOM, {"CPU": 8})
+        trials_at_once(pbt, NEEDS, {"CPU": 8})
 
 
 def test_an_autoscaled_cluster_does_not_say_what_it_will_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RL_VLM_AUTOSCALING", "1")
-    assert trials_at_once(sweep(max_concurrent=5), ROOM, {"CPU": 0}) == 5
+    assert trials_at_once(sweep(max_concurrent=5), NEEDS, {"CPU": 0}) == 5
     with pytest.raises(UserInputError, match="set max_concurrent"):
-        trials_at_once(sweep(), ROOM, {"CPU": 0})
+        trials_at_once(sweep(), NEEDS, {"CPU": 0})
 
 
 def test_settings_that_contradict_each_other_fail_their_trial_and_not_the_sweep() -> None:
@@ -404,7 +404,7 @@ def test_settings_that_contradict_each_other_fail_their_trial_and_not_the_sweep(
 
 
 def test_a_population_without_replicas_takes_turns_anywhere() -> None:
-    lonely = Room({"CPU": 1.0, "GPU": 0.0}, {"CPU": 0.0, "GPU": 0.0}, has_replicas=False)
+    lonely = TrialResources({"CPU": 1.0, "GPU": 0.0}, {"CPU": 0.0, "GPU": 0.0}, has_replicas=False)
     pbt = SweepConfig.model_validate(
         {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 8}
     )
