@@ -16,7 +16,6 @@ import asyncio
 import itertools
 import random
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +78,7 @@ def versions(count: int) -> list[Published]:
 
 def registry(report: Report, replicas: int, count: int) -> None:
     """Publication latency over Ray."""
-    actor = start_registry(f"scale-{replicas}", "scale", Path("model"))
+    actor = start_registry(f"scale-{replicas}", "scale")
     ray.get(actor.join.remote(POLICY), timeout=60)
     hosts = [ReplicaHost.remote() for _ in range(HOSTS)]
     names = [f"replica{k}" for k in range(replicas)]

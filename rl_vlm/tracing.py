@@ -1,159 +1,200 @@
 """Traces: what happened when in one iteration, across all processes, as OpenTelemetry spans.
 
-A span is opened with `with span("environment"):` and belongs to the span around it in the same asyncio task. Another process goes
-on under the caller's span with `continued(traceparent)` and sends its spans back with its result, where `adopt` takes them: so
-nothing but the driver needs a disk or a collector, and nodes need no common file system. Without a trace a span costs one look at a
-context variable, and nothing is sent.
-
-`monitoring/otlp.py` writes them in the OpenTelemetry protocol's JSON form.
+`with span("environment"):` opens a child of the current span. Another process continues the trace with `continued(traceparent)` and
+returns its spans with its result; the caller takes them with `adopt`. So only the driver needs a disk or a collector. Without a trace
+a span costs one look at a context variable, and OpenTelemetry, whose import takes 50 ms, is not imported.
 """
 
 from __future__ import annotations
 
+import copyreg
+import os
 import secrets
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace import Tracer
 
 Value = str | int | float | bool
+Span: TypeAlias = "ReadableSpan"
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One piece of work. Ids are hexadecimal, of 32 digits for the trace and 16 for a span; `parent_id` is empty at the root.
-
-    Times are nanoseconds since 1970 by the clock of the machine that did the work; `service` names the process.
-    """
-
-    name: str
-    service: str
-    trace_id: str
-    span_id: str
-    parent_id: str
-    start_ns: int
-    end_ns: int
-    attributes: dict[str, Value] = field(default_factory=dict)
-    error: str = ""  # the exception that ended it
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return (self.end_ns - self.start_ns) / 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class _Scope:
-    """The open span of an asyncio task, and where its finished children go.
-
-    `epoch_ns`: nanoseconds from 1970 to the zero of `perf_counter_ns`, looked up once, so that all spans here are measured by one
-    clock that is never set.
-    """
-
-    service: str
-    trace_id: str
-    span_id: str
-    spans: list[Span]
-    epoch_ns: int
-
-
-_scope: ContextVar[_Scope | None] = ContextVar("rl_vlm_trace", default=None)
+_MOST_WAITING = 1 << 16  # spans that wait for the collector; an iteration can have thousands
+# Of this asyncio task or thread: the tracer, and the list of finished spans.
+_scope: ContextVar[tuple[Tracer, list[Span]] | None] = ContextVar("rl_vlm_trace", default=None)
 _OFF = nullcontext()
 
 
-class _Open:
-    """A span that is open inside its `with` block."""
+@cache
+def _tracer(service: str) -> Tracer:
+    """The tracer of a process, which is called `service`. Its spans are appended to the list in `_scope`, and can be pickled."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-    __slots__ = ("_attributes", "_name", "_outer", "_own", "_start_ns", "_token")
+    class Appended(SpanProcessor):
+        def on_end(self, span: Span) -> None:
+            if (scope := _scope.get()) is not None:
+                scope[1].append(span)
 
-    def __init__(self, outer: _Scope, name: str, attributes: dict[str, Value]) -> None:
-        self._outer, self._name, self._attributes = outer, name, attributes
-        self._own = replace(outer, span_id=secrets.token_hex(8))
+    class Ids(RandomIdGenerator):  # the default's come from `random`, which a run may seed equally in all its processes
+        def generate_span_id(self) -> int:
+            return secrets.randbits(64) or 1
 
-    def __enter__(self) -> None:
-        self._token = _scope.set(self._own)
-        self._start_ns = time.perf_counter_ns()
+        def generate_trace_id(self) -> int:
+            return secrets.randbits(128) or 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        _scope.reset(self._token)
-        end_ns = time.perf_counter_ns()
-        outer, failure = self._outer, "" if kind is None else f"{kind.__name__}: {error}"
-        outer.spans.append(
-            Span(
-                self._name, outer.service, outer.trace_id, self._own.span_id, outer.span_id,
-                outer.epoch_ns + self._start_ns, outer.epoch_ns + end_ns, self._attributes, failure,
-            )
-        )  # fmt: skip
-
-
-def span(name: str, **attributes: Value) -> AbstractContextManager[None]:
-    """A child of the span that is open in this task; does nothing where none is."""
-    scope = _scope.get()
-    return _OFF if scope is None else _Open(scope, name, attributes)
+    copyreg.pickle(ReadableSpan, _reduced)  # type: ignore[arg-type]
+    resource = {"service.name": service, "service.namespace": "rl_vlm"}
+    provider = TracerProvider(resource=Resource(resource), id_generator=Ids(), shutdown_on_exit=False)
+    provider.add_span_processor(Appended())
+    return provider.get_tracer("rl_vlm")
 
 
-def add(name: str, start_ns: int, end_ns: int, **attributes: Value) -> str:
-    """A finished child of the open span whose times are known from elsewhere; returns its `traceparent`."""
-    scope = _scope.get()
-    if scope is None:
-        return ""
-    span_id = secrets.token_hex(8)
-    scope.spans.append(Span(name, scope.service, scope.trace_id, span_id, scope.span_id, start_ns, end_ns, attributes))
-    return _traceparent(scope.trace_id, span_id)
+def _reduced(one: Span) -> tuple[Any, ...]:
+    """How a span is pickled: its attributes hold locks."""
+    names = ("name", "context", "parent", "status", "start_time", "end_time")
+    fields = {name: getattr(one, name) for name in names} | {"attributes": dict(one.attributes or {})}
+    return _restored, (dict(one.resource.attributes), fields)
+
+
+def _restored(resource: dict[str, Any], fields: dict[str, Any]) -> Span:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    return ReadableSpan(resource=Resource(resource), **fields)
+
+
+@contextmanager
+def _inside(service: str, context: Context) -> Iterator[list[Span]]:
+    """Inside, spans belong to this process and to the span of `context`, if it has one."""
+    from opentelemetry.context import attach, detach
+
+    spans: list[Span] = []
+    current, outer = attach(context), _scope.set((_tracer(service), spans))
+    try:
+        yield spans
+    finally:
+        _scope.reset(outer)
+        detach(current)
 
 
 @contextmanager
 def trace(service: str, name: str, **attributes: Value) -> Iterator[list[Span]]:
-    """Begin a trace; yields the list that its spans are appended to, the root last."""
-    scope = _Scope(service, secrets.token_hex(16), "", [], _epoch_ns())
-    with _inside(scope), span(name, **attributes):
-        yield scope.spans
+    """Begin a trace; yields the list that its spans are appended to, the root last. Ray's own spans become children of these."""
+    from opentelemetry.context import Context
+
+    with _inside(service, Context()) as spans, span(name, **attributes):
+        yield spans
 
 
 @contextmanager
 def continued(parent: str, service: str) -> Iterator[list[Span]]:
-    """Go on under another process's span, given its `traceparent`; yields the list of spans to be sent back.
-
-    With an empty `parent` nothing inside is traced.
-    """
+    """Go on under another process's span, given its `traceparent` (empty: nothing is traced); yields the spans to be sent back."""
     if not parent:
         yield []
         return
-    _, trace_id, span_id, _ = parent.split("-")
-    scope = _Scope(service, trace_id, span_id, [], _epoch_ns())
-    with _inside(scope):
-        yield scope.spans
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    with _inside(service, TraceContextTextMapPropagator().extract({"traceparent": parent}, Context())) as spans:
+        yield spans
 
 
-def _epoch_ns() -> int:
-    # The reading that took least: between the others the process may have been held up.
-    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(3)]
-    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
-    return now - (before + after) // 2
+def span(name: str, **attributes: Value) -> AbstractContextManager[object]:
+    """A child of the span that is open in this task; does nothing where none is."""
+    if (scope := _scope.get()) is None:
+        return _OFF
+    return scope[0].start_as_current_span(name, attributes=attributes, record_exception=False)
 
 
-@contextmanager
-def _inside(scope: _Scope) -> Iterator[None]:
-    token = _scope.set(scope)
-    try:
-        yield
-    finally:
-        _scope.reset(token)
+def finished(
+    parent: str, service: str, name: str, start_ns: int, seconds: float, parts: Mapping[str, float], **attributes: Value
+) -> tuple[Span, ...]:
+    """The span `name` below `parent` (a `traceparent`), whose times are known, and its parts in seconds, one after the other.
+
+    Parts end with the span at the latest: a call of several requests lasts as long as the slowest of them.
+    """
+    from opentelemetry.trace import use_span
+
+    end_ns = start_ns + round(seconds * 1e9)
+    with continued(parent, service) as spans:
+        tracer = _tracer(service)
+        with use_span(whole := tracer.start_span(name, start_time=start_ns, attributes=attributes)):
+            for part, length in parts.items():
+                stop_ns = min(start_ns + round(length * 1e9), end_ns)
+                tracer.start_span(part, start_time=start_ns).end(stop_ns)
+                start_ns = stop_ns
+        whole.end(end_ns)
+    return tuple(spans)
 
 
 def traceparent() -> str:
     """The open span in the form of W3C's Trace Context, for `continued` elsewhere; empty where nothing is traced."""
-    scope = _scope.get()
-    return "" if scope is None else _traceparent(scope.trace_id, scope.span_id)
+    if _scope.get() is None:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-
-def _traceparent(trace_id: str, span_id: str) -> str:
-    return f"00-{trace_id}-{span_id}-01"
+    TraceContextTextMapPropagator().inject(carrier := {"traceparent": ""})
+    return carrier["traceparent"]
 
 
 def adopt(spans: Iterable[Span]) -> None:
     """Take over the spans that another process has sent back; they are dropped where nothing is traced."""
-    scope = _scope.get()
-    if scope is not None:
-        scope.spans.extend(spans)
+    if (scope := _scope.get()) is not None:
+        scope[1].extend(spans)
+
+
+def collector_is_named() -> bool:
+    """Whether OpenTelemetry's environment variables name a collector."""
+    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_ENDPOINT", "ENDPOINT"))
+
+
+def collector() -> BatchSpanProcessor:
+    """Sends spans to that collector in the background. Raises ImportError without the package of the exporter."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    return BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=_MOST_WAITING)
+
+
+def document(spans: Sequence[Span]) -> dict[str, Any]:
+    """The spans in the JSON form of the OpenTelemetry protocol, one resource per process, as collectors read it from files."""
+    ordered = sorted(spans, key=lambda one: (str(one.resource.attributes["service.name"]), one.start_time))
+    processes = [
+        {
+            "resource": {"attributes": _attributes(resource.attributes)},
+            "scopeSpans": [{"scope": {"name": "rl_vlm"}, "spans": [_otlp(one) for one in found]}],
+        }
+        for resource, found in groupby(ordered, key=lambda one: one.resource)
+    ]
+    return {"resourceSpans": processes}
+
+
+def _otlp(one: Span) -> dict[str, Any]:
+    parent = {"parentSpanId": f"{one.parent.span_id:016x}"} if one.parent else {}
+    status = {"status": {"code": 2, "message": one.status.description}} if one.status.description else {}
+    return {
+        "traceId": f"{one.context.trace_id:032x}",
+        "spanId": f"{one.context.span_id:016x}",
+        "name": one.name,
+        "kind": 1,  # internal
+        "startTimeUnixNano": str(one.start_time),
+        "endTimeUnixNano": str(one.end_time),
+        "attributes": _attributes(one.attributes or {}),
+        **parent,
+        **status,
+    }
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    kinds = {bool: "boolValue", int: "intValue", float: "doubleValue", str: "stringValue"}
+    plain = {name: str(value) if type(value) is int else value for name, value in values.items()}  # as protobuf's JSON
+    return [{"key": name, "value": {kinds[type(values[name])]: value}} for name, value in plain.items()]

@@ -15,7 +15,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rl_vlm import tracing
 from rl_vlm.algorithms.learners import Learners, light_env_runners
-from rl_vlm.algorithms.ray_tracing import ray_spans_join
 from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
 from rl_vlm.config.loading import validated
 from rl_vlm.config.section import claim
@@ -190,7 +189,7 @@ class RunAlgorithm(Algorithm):
         """RLlib's hook for one iteration."""
         started = time.perf_counter()
         self._clock.clear()
-        with self._traced() as self.last_spans, ray_spans_join():
+        with self._traced() as self.last_spans:
             metrics = self.iterate()
         self.last_metrics = {
             **metrics,

@@ -19,10 +19,11 @@ from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.evaluation import HeldOut
 from rl_vlm.algorithms.recovery import Recovery
-from rl_vlm.algorithms.sight import Fault, SightProbe
+from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.parts import survey
+from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate, Experience, ReturnScale, explained_variance, flat
 from rl_vlm.learning.learner import VLMLearner
@@ -89,7 +90,7 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
         return RLModuleSpec(
             module_class=VLMModule,
-            model_config={"model": self.served_model, "run_id": self.run_id, "run_config": self.run_config},
+            model_config={"model": self.served_model, "run_config": self.run_config},
         )
 
 

@@ -31,22 +31,19 @@ from rl_vlm.models.devices import driver_device
 from rl_vlm.numerics import derive_seed
 from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.build_feedback import LabellerService, build_feedback
-from rl_vlm.preference.collector import (
-    EpisodeResult,
-    NumpyActor,
-    check_segments,
-    evaluation_seeds,
-    make_run_env,
-)
+from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
+from rl_vlm.preference.env_runner import ControlEnvRunner
 from rl_vlm.preference.feedback import Feedback
-from rl_vlm.preference.records import EpisodeTracker, FinishedEpisode, evaluation_metrics
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import AgentReward
 from rl_vlm.preference.sac import Batch
 from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch
-from rl_vlm.preference.sampling import (
-    ControlEnvRunner,
-    ControlSampler,
+from rl_vlm.preference.sampling import ControlSampler
+from rl_vlm.preference.schedule import (
+    EpisodeTracker,
+    FinishedEpisode,
+    check_segments,
+    evaluation_metrics,
     first_session_step,
     next_boundary,
     phase,

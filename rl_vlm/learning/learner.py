@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from rl_vlm.models.devices import give_back, learner_device, limit_memory
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.plugins import load_plugins
-from rl_vlm.serving.registry import fetch_model_files
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import Trajectory
 
@@ -30,7 +28,7 @@ class VLMModule(TorchRLModule):
     """RLlib's view of the policy: its state is what is trained, the adapter's tensors or all weights."""
 
     def setup(self) -> None:
-        """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `model`, `run_id` and `run_config`."""
+        """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `model` and `run_config`."""
         from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
@@ -40,9 +38,8 @@ class VLMModule(TorchRLModule):
         device = learner_device(run)
         limit_memory(run, device)
         model: ModelReference = settings["model"]
-        folder = model.on_this_node(partial(fetch_model_files, settings["run_id"]))
         self.policy = PolicyModel(
-            folder, run, device, cache_bytes=run.model.image_cache_bytes, image_by_image=run.deterministic
+            model.on_this_node(), run, device, cache_bytes=run.model.image_cache_bytes, image_by_image=run.deterministic
         )
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
         if self.policy.critic is not None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-WEIGHTS = ".safetensors"
+_WEIGHTS = ".safetensors"
 _OTHER_WEIGHTS = ".bin"  # read by transformers where there are no safetensors
 _TEXT = (".json", ".jinja", ".txt")
 _LARGEST_TEXT = 32 << 20  # bytes; what is larger is no configuration, tokenizer or template
@@ -19,22 +19,22 @@ _LARGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 
 
 def hash_model(folder: Path) -> str:
-    """A hash of a model folder: of the contents of `text_files`, and of each weight file the header and some of each tensor.
+    """A hash of a model folder: of the contents of the text files, and of each weight file the header and some of each tensor.
 
     A few KiB of each tensor's beginning, middle and end count: a merged adapter or a trained model is told from its base, an edit
     of single numbers is not. Takes milliseconds for gigabytes. Raises OSError.
     """
     found = hashlib.sha256()
-    for name in text_files(folder):
+    for name in _text_files(folder):
         _add(found, name, (folder / name).read_bytes())
-    weights = sorted(folder.glob(f"*{WEIGHTS}")) or sorted(folder.glob(f"*{_OTHER_WEIGHTS}"))
+    weights = sorted(folder.glob(f"*{_WEIGHTS}")) or sorted(folder.glob(f"*{_OTHER_WEIGHTS}"))
     for file in weights:
         for piece in _pieces(file):
             _add(found, file.name, piece)
     return found.hexdigest()[:16]
 
 
-def text_files(folder: Path) -> list[str]:
+def _text_files(folder: Path) -> list[str]:
     """Names of the files of a model's text side and configuration, in order. Raises OSError."""
     return sorted(
         path.name

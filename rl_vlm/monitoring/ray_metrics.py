@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
-
-from ray.util.metrics import Gauge
+from typing import TYPE_CHECKING, NamedTuple
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.monitoring.display import MismatchGrowth, MovingAverage, RewardTrend
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge  # `doctor` reads the names below without Ray
 
 # Which Ray metric a figure of a run becomes: a bounded list of names, so that no run can flood a metrics agent.
 #
@@ -215,6 +216,8 @@ class RayFigures:
         self._trend, self._mismatch, self._seconds = RewardTrend(), MismatchGrowth(), MovingAverage()
         self._progress, self._running = time.time(), False
         self._row_at = time.monotonic()  # the wall clock may be set meanwhile
+        from ray.util.metrics import Gauge
+
         info = Gauge(f"{PREFIX}run_info", STATE["run_info"], tag_keys=(*_TAGS, "algorithm", "env", "model"))
         self._put(
             info,
@@ -315,6 +318,8 @@ class RayFigures:
 
     def _gauge(self, series: Series) -> Gauge:
         if series.metric not in self._gauges:
+            from ray.util.metrics import Gauge
+
             keys = (*_TAGS, "name") if series.name else _TAGS
             self._gauges[series.metric] = Gauge(series.metric, series.description, tag_keys=keys)
         return self._gauges[series.metric]

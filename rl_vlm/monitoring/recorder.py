@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,14 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_vlm import tracing
 from rl_vlm.config import CommonConfig, LoggingSection, PolicyConfig, SFTConfig
 from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
-from rl_vlm.monitoring import otlp
 from rl_vlm.monitoring.trajectories import choose_groups, write_trajectories
-from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     from rl_vlm.monitoring.ray_metrics import RayFigures
 
 
@@ -232,6 +234,7 @@ def _iteration_of_object(line: bytes) -> float:
         return float("inf")
 
 
+_LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
 STATUSES = ("done", "interrupted", "failed")
 
 # result.json holds at least these keys; a run that ended before a value was known keeps the one here.
@@ -295,6 +298,7 @@ class RunRecorder:
         for written in (folder / "traces").glob("iteration-*.jsonl"):
             if _iteration(written) > keep_until:
                 written.unlink()
+        self._collector: BatchSpanProcessor | None = None
         self.ray: RayFigures | None = None  # set once Ray is there, where figures are Ray metrics too
 
     def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -320,16 +324,20 @@ class RunRecorder:
             with self._guard("Ray metrics", Exception):
                 self.ray.add_evaluation(numbers)
 
-    def log_spans(self, iteration: int, spans: Sequence[Span]) -> None:
-        """Keep the spans that came in an iteration, one line of OTLP JSON, and send them to the collector, if there is one."""
+    def log_spans(self, iteration: int, spans: Sequence[tracing.Span]) -> None:
+        """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there is one."""
         if not spans:
             return
         with self._guard("traces"):
             (self.folder / "traces").mkdir(exist_ok=True)
-            line = json.dumps(otlp.document(spans, self._run.name), separators=(",", ":")).encode() + b"\n"
+            line = json.dumps(tracing.document(spans), separators=(",", ":")).encode() + b"\n"
             append_whole(self.folder / "traces" / _trace_name(iteration), line)
         with self._guard("the trace to the collector", Exception):
-            otlp.export(spans, self._run.name)
+            if self._collector is None and tracing.collector_is_named():
+                self._collector = tracing.collector()
+            if self._collector is not None:
+                for span in spans:
+                    self._collector.on_end(span)
 
     def _evaluation_tag(self, name: str) -> str:
         """The name of an evaluation's figure among the scalars."""
@@ -377,11 +385,16 @@ class RunRecorder:
         self.close()
 
     def close(self) -> None:
-        """End the run on Weights & Biases; all files are closed already. A second call does nothing."""
+        """End the run on Weights & Biases and send the last spans; all files are closed already. A second call does nothing."""
         wandb, self._wandb = self._wandb, None
         if wandb is not None:
             with self._guard("Weights & Biases", Exception):
                 wandb.close()
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            sending = threading.Thread(target=collector.shutdown, daemon=True)  # waits for 30 s where nothing answers
+            sending.start()
+            sending.join(_LAST_SPANS_S)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Every evaluation of the run, resumed parts included, in order."""

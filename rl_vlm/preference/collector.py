@@ -1,4 +1,4 @@
-"""Steps control environments with a policy: collection, evaluation episodes and exact resume. No Ray."""
+"""Steps control environments with a policy: collection, evaluation episodes, exact resume. No Ray here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config import PreferenceConfig, PreferenceSection
+from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
 from rl_vlm.numerics import derive_seed
@@ -24,16 +24,6 @@ def make_run_env(config: PreferenceConfig) -> ControlEnv:
     if "image_size" in config.env.kwargs:
         raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
     return make_control_env(config.env.id, image_size=config.preference.image_size, **config.env.kwargs)
-
-
-def check_segments(settings: PreferenceSection, horizon: int) -> None:
-    """Raise UserInputError where no episode of `horizon` steps holds a segment: no pair would ever be labelled."""
-    asks_for_pairs = settings.reward == "learn_from_preference" and settings.labels.source != "cache"
-    if asks_for_pairs and settings.segment_length > horizon:
-        raise UserInputError(
-            f"preference.segment_length is {settings.segment_length} and episodes have at most {horizon} steps: no "
-            "pair of segments could be labelled. Take shorter segments, or longer episodes."
-        )
 
 
 class CollectionError(RLVLMError):

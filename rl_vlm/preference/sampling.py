@@ -1,72 +1,20 @@
-"""Collecting steps: the schedule, the env runner, and the driver's calls to runners, which may die or hang."""
+"""Collects steps from all env runners in parallel and handles runners that die or hang."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rl_vlm.config import PreferenceConfig, PreferenceSection
-from rl_vlm.preference.collector import (
-    CollectionError,
-    Collector,
-    EpisodeResult,
-    Evaluator,
-    NumpyActor,
-    environment_errors,
-    make_run_env,
-)
+from rl_vlm.preference.collector import CollectionError, EpisodeResult, NumpyActor, environment_errors
 from rl_vlm.preference.replay import StepBatch
-from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.types import UserInputError
-
-if TYPE_CHECKING:
-    from ray.rllib.env.env_runner_group import EnvRunnerGroup  # env runners do not import RLlib
-
-Phase = Literal["random", "explore", "learn"]
-
-
-def first_session_step(settings: PreferenceSection) -> int:
-    """When exploration ends: the first session, or (where the reward is not learned) the reset of the critics."""
-    return settings.random_steps + settings.exploration_steps
-
-
-def phase(settings: PreferenceSection, step: int) -> Phase:
-    """The phase of the step after `step` steps."""
-    if step < settings.random_steps:
-        return "random"
-    return "explore" if step < first_session_step(settings) else "learn"
-
-
-def next_boundary(settings: PreferenceSection, step: int, next_session: int | None) -> int:
-    """The next step at which the phase changes or a session takes place; collection stops there."""
-    steps = [settings.random_steps, first_session_step(settings), settings.total_steps]
-    if next_session is not None:
-        steps.append(next_session)
-    return min(boundary for boundary in steps if boundary > step)
-
-
-def session_size(settings: PreferenceSection, step: int, asked: int) -> int:
-    """Pairs of a session at `step` when `asked` were asked before; 0 when `max_feedback` is reached.
-
-    Schedule 0 is constant. With T = total steps, 1 shrinks as (T - step) / T (never below a hundredth) and 2 grows as
-    T / (T - step + 1), as in B-Pref.
-    """
-    total = settings.total_steps
-    if settings.feedback_schedule == 1:
-        share = max((total - step) / total, 0.01)
-    elif settings.feedback_schedule == 2:
-        share = total / max(total - step + 1, 1)
-    else:
-        share = 1.0
-    wanted = max(int(settings.session_pairs * share), 1)
-    return max(min(wanted, settings.max_feedback - asked), 0)
-
 
 logger = logging.getLogger(__name__)
 
@@ -234,35 +182,3 @@ def _state_of(reference: ray.ObjectRef) -> dict[str, Any]:
     except RayError as error:
         logger.warning("An env runner's episodes are not in the checkpoint: %s", str(error).splitlines()[0])
         return {"episodes": []}
-
-
-class ControlEnvRunner(RunEnvRunner):
-    """Steps this runner's share of the run's environments; all settings are in `run_config`."""
-
-    def __init__(self, *, config: Any, **kwargs: Any) -> None:
-        super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
-        run_config: PreferenceConfig = self.config.run_config
-        collection = run_config.preference.collection
-        self.collector = Collector(
-            lambda: make_run_env(run_config),
-            seed=run_config.seed,
-            count=collection.envs_per_runner,
-            first_env=self.place * collection.envs_per_runner,
-            num_envs=collection.num_envs,
-            frames=run_config.preference.draws_frames,
-        )
-        evaluation = run_config.preference.evaluation
-        self._evaluator = Evaluator(lambda: make_run_env(run_config), evaluation.parallel, evaluation.end_on_success)
-
-    def sample(self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
-        """`steps` steps of every environment of this runner."""
-        return self.collector.collect(actor, steps, episode_counts)
-
-    def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
-        """One episode per seed with the mode of the policy."""
-        return self._evaluator.run(actor, seeds, film)
-
-    def stop(self) -> None:
-        """Close the environments."""
-        self.collector.close()
-        self._evaluator.close()

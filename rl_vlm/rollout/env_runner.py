@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.serving.client import PolicyClient, homes_of
-from rl_vlm.serving.registry import OWN, PolicyKey, fetch_model_files
+from rl_vlm.serving.registry import OWN, PolicyKey
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import EncodedImage, TrajectoryGroup
 
@@ -210,8 +209,7 @@ class VLMEnvRunner(RunEnvRunner):
         num_workers = max(run.rollout.num_env_runners, 1)
         run_id, model = self.config.run_id, self.config.model
         assert model is not None  # `PolicyAlgorithmConfig.serve_from` has set it
-        folder = model.on_this_node(partial(fetch_model_files, run_id), weights=False)
-        self._worker = RolloutWorker(run, run_id, folder, self.place, num_workers, self.config.policy_key)
+        self._worker = RolloutWorker(run, run_id, model.on_this_node(), self.place, num_workers, self.config.policy_key)
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         if self.concurrent_calls(run) > 1:

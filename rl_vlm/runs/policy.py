@@ -22,6 +22,7 @@ from rl_vlm.envs.parts import make_part, survey, train_size
 from rl_vlm.envs.registry import portable_id
 from rl_vlm.envs.wire import check_plain
 from rl_vlm.evaluation.heldout import evaluation_tasks
+from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
@@ -34,7 +35,6 @@ from rl_vlm.types import RLVLMError, Split, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithmConfig
-    from rl_vlm.algorithms.sight import Fault
 
 
 # Sentences about metrics that usually mean a mistake in the environment, the prompt or the reward.
@@ -324,7 +324,6 @@ class PolicyRun(RunLifecycle):
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
-        from rl_vlm.algorithms.sight import SightError  # imports Ray and torch
         from rl_vlm.rollout.env_pool import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
@@ -362,8 +361,6 @@ class PolicyRun(RunLifecycle):
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
-        from rl_vlm.algorithms.sight import raise_or_tell  # imports Ray and torch
-
         for sentence in raise_or_tell(faults, self.config.sight.gate):
             self.display.message(sentence)
 
@@ -382,7 +379,7 @@ class PolicyRun(RunLifecycle):
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
         self.display.update(iteration, metrics)
-        if config.sight.gate != "off":
+        if algorithm.sight_faults and config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
         if hint := self._unpaid_start.look(iteration, metrics):
             self.display.message(hint)

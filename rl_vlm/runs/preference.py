@@ -24,16 +24,16 @@ from rl_vlm.preference.collector import (
     EpisodeResult,
     Evaluator,
     NumpyActor,
-    check_segments,
     environment_errors,
     evaluation_seeds,
     make_run_env,
 )
-from rl_vlm.preference.records import (
+from rl_vlm.preference.schedule import (
     EVAL_COLUMNS,
     TRAIN_COLUMNS,
     FinishedEpisode,
     StepCsv,
+    check_segments,
     evaluation_metrics,
     evaluation_row,
 )

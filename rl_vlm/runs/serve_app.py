@@ -72,7 +72,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     )
     return ingress.bind(  # type: ignore[no-any-return]
         policy,
-        registry.bind(run_id, model, planned.adapter_folder),
+        registry.bind(run_id, planned.adapter_folder),
         config,
         planned.model,
         planned.name,
@@ -83,8 +83,8 @@ def build(args: dict[str, Any]) -> serve.Application:
 class RegistryOwner:
     """A deployment that owns the adapter registry and publishes one adapter: replicas that start later get it there."""
 
-    def __init__(self, run_id: str, model: ModelReference, adapter: Path | None) -> None:
-        self._registry = start_registry(run_id, _NAMESPACE, model.folder)
+    def __init__(self, run_id: str, adapter: Path | None) -> None:
+        self._registry = start_registry(run_id, _NAMESPACE)
         self._published: Published | None = None
         if adapter is not None:
             payload = read_payload(adapter, version=1)

@@ -12,6 +12,8 @@ from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.runs.preference import PreferenceRun
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
+from rl_vlm.tracing import collector_is_named
+from rl_vlm.types import UserInputError
 
 
 def kind_of(config: TrainConfig) -> type[RunLifecycle]:
@@ -26,7 +28,18 @@ def inspect_run(config: TrainConfig) -> dict[str, Any]:
     """
     load_plugins(config.plugins)
     check_quantization(config.serving.quantization)
+    if config.logging.traces and collector_is_named():
+        _check_exporter()
     return kind_of(config).inspect(config)
+
+
+def _check_exporter() -> None:
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
+    except ImportError as error:
+        raise UserInputError(
+            "OTEL_EXPORTER_OTLP_ENDPOINT asks for traces to be sent, which needs a package: pip install 'rl-vlm[otlp]'."
+        ) from error
 
 
 def default_run_dir(config: TrainConfig) -> Path:

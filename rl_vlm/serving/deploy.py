@@ -282,7 +282,7 @@ class SharedRegistry(Registry):
     """The actor's class; `find_or_start` makes the actor."""
 
     def __init__(self, name: str, run: CommonConfig, model: ModelReference) -> None:
-        super().__init__(str(model.folder), run.serving.sharing.lease_s)
+        super().__init__(run.serving.sharing.lease_s)
         self._name, self._run, self._reference = name, run, model
         self._requirements = Requirements.of(run, model.digest)
         self._opened_at = time.monotonic()
@@ -437,7 +437,7 @@ def find_or_start(name: str, run: CommonConfig, model: ModelReference) -> ray.ac
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=MOST_CALLS,
-        # Beside the model's folder, as long as this node is there.
+        # As long as this node is there.
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )
     return actor.remote(name, run, model)  # type: ignore[no-any-return]

@@ -15,14 +15,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_vlm.models.reference import travelling_files
 from rl_vlm.types import POLICY, RLVLMError
 
 # Which policy a client asks for, and where its calls go first. No Ray.
@@ -231,7 +229,6 @@ MOST_CALLS = 10_000
 _LOOK_S = 1.0  # how often to look whether a replica that is waited for is still there
 # How long one open `watch` call lasts before the replica asks again.
 POLL_S = 5.0
-_FETCH_S = 60.0
 
 Revision = tuple[str, int]  # of a registry's process, and in it
 
@@ -257,8 +254,7 @@ class Changes:
 class Registry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
-    def __init__(self, model: str, lease_s: float = math.inf) -> None:
-        self._model = Path(model)
+    def __init__(self, lease_s: float = math.inf) -> None:
         self._tenants = Tenants(lease_s, time.monotonic())
         self._process = uuid.uuid4().hex
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
@@ -353,10 +349,6 @@ class Registry:
 
     # What replicas call.
 
-    async def model_files(self) -> Mapping[str, bytes]:
-        """What other nodes need of the model (`travelling_files`), by file name."""
-        return await asyncio.to_thread(travelling_files, self._model)
-
     async def watch(
         self,
         replica_id: str,
@@ -447,30 +439,15 @@ def registry_name(run_id: str) -> str:
     return f"rl-vlm-registry-{run_id}"
 
 
-def fetch_model_files(run_id: str, namespace: str | None = None) -> Mapping[str, bytes]:
-    """The registry's `model_files`. `namespace`: None is that of the caller's job, and that of shared services. Blocks, so it is not
-    for coroutines."""
-    try:
-        registry = ray.get_actor(registry_name(run_id), namespace=namespace)
-    except ValueError:
-        if namespace is not None:
-            raise
-        registry = ray.get_actor(registry_name(run_id), namespace=SHARED_NAMESPACE)
-    return ray.get(registry.model_files.remote(), timeout=_FETCH_S)  # type: ignore[no-any-return]
-
-
-def start_registry(run_id: str, namespace: str, model: Path) -> ray.actor.ActorHandle:
-    """Start the registry of a run's own service on the caller's node; it restarts whenever it dies, and ends with the caller.
-
-    `model` is the model's folder on that node.
-    """
+def start_registry(run_id: str, namespace: str) -> ray.actor.ActorHandle:
+    """Start the registry of a run's own service on the caller's node; it restarts whenever it dies, and ends with the caller."""
     actor = ray.remote(Registry).options(
         name=registry_name(run_id),
         namespace=namespace,
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=MOST_CALLS,
-        # Beside the model's folder.
+        # Other nodes come and go.
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
-    return actor.remote(str(model))  # type: ignore[no-any-return]
+    return actor.remote()  # type: ignore[no-any-return]

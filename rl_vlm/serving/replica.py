@@ -40,8 +40,8 @@ from rl_vlm.serving.follower import (
     ReplicaState,
     ReplicaTally,
 )
-from rl_vlm.serving.registry import app_name, fetch_model_files, registry_name
-from rl_vlm.serving.spans import engine_spans
+from rl_vlm.serving.registry import app_name, registry_name
+from rl_vlm.tracing import finished
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -268,7 +268,7 @@ class VLMServer:
 
     def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
         keep_to_loopback()
-        folder = model.on_this_node(lambda: fetch_model_files(run_id, namespace))
+        folder = model.on_this_node()
         self._engine = build_engine(folder, run)
         self._serving, self._run_id = run.serving, run_id
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
@@ -362,7 +362,12 @@ class VLMServer:
         for request, completion in zip(requests, completions, strict=True):
             object.__setattr__(completion, "replica_id", self.replica_id)
             if request.trace:
-                spans = engine_spans(request.trace, completion, arrived_ns, admitted_s, seconds)
+                parts = {"admit": admitted_s, "queue": completion.queue_s, "generate": completion.generate_s}
+                spans = finished(
+                    request.trace, f"replica-{self.replica_id}", "engine", arrived_ns, seconds, parts,
+                    version=completion.policy_version, prompt_tokens=len(completion.prompt_ids),
+                    tokens=sum(len(sample.token_ids) for sample in completion.samples),
+                )  # fmt: skip
                 object.__setattr__(completion, "spans", spans)
             self._tally.answered(completion, seconds)
 

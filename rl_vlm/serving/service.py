@@ -82,7 +82,7 @@ class PolicyService:
         if self._shared:
             forget_serve()
         else:
-            self._registry = start_registry(self.run_id, ray.get_runtime_context().namespace, model.folder)
+            self._registry = start_registry(self.run_id, ray.get_runtime_context().namespace)
             self._deploy()
         self.key = replace(self.key, home=self._join(self._serving.startup_timeout_s))
         threading.Thread(target=self._keep_lease, name="policy-lease", daemon=True).start()

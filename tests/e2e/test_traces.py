@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 from runs import TrainingProcess
+from traces_support import Written, read_trace
 
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring import otlp
 from rl_vlm.ownership import files_in, run_files
-from rl_vlm.tracing import Span
 
 pytestmark = pytest.mark.acceptance
 
@@ -36,14 +34,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spans(run_dir: Path) -> list[Span]:
+def spans(run_dir: Path) -> list[Written]:
     """The spans of the one iteration that was traced."""
     (path,) = (run_dir / "traces").iterdir()
     assert path.name == "iteration-000002.jsonl"
-    return [span for line in path.read_text().splitlines() for span in otlp.read(json.loads(line))]
+    return read_trace(path)
 
 
-def test_every_part_of_an_iteration_is_there(spans: list[Span]) -> None:
+def test_every_part_of_an_iteration_is_there(spans: list[Written]) -> None:
     counts = Counter((span.name, span.service.split("-")[0]) for span in spans)
     one = {"iteration", "sample", "sight", "advantages", "learn", "publish"}
     assert {name for (name, service), count in counts.items() if service == "driver" and count == 1} == one
@@ -62,7 +60,7 @@ def test_every_part_of_an_iteration_is_there(spans: list[Span]) -> None:
     assert not [span for span in spans if span.error]
 
 
-def test_spans_nest_across_processes(spans: list[Span]) -> None:
+def test_spans_nest_across_processes(spans: list[Written]) -> None:
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(spans) and len({span.trace_id for span in spans}) == 1
     parents = {
@@ -80,8 +78,8 @@ def test_spans_nest_across_processes(spans: list[Span]) -> None:
         assert parent.start_ns - slack <= span.start_ns <= span.end_ns <= parent.end_ns + slack, span.name
 
 
-def test_times_add_up(spans: list[Span], run_dir: Path) -> None:
-    children: defaultdict[str, list[Span]] = defaultdict(list)
+def test_times_add_up(spans: list[Written], run_dir: Path) -> None:
+    children: defaultdict[str, list[Written]] = defaultdict(list)
     for span in spans:
         children[span.parent_id].append(span)
     (root,) = children[""]

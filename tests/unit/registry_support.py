@@ -30,7 +30,7 @@ def arrived(payload: AdapterPayload) -> Any:
 
 async def own_registry() -> Registry:
     """The registry of a run's own service, which the run has joined."""
-    registry = Registry("model")
+    registry = Registry()
     await registry.join(POLICY)
     return registry
 

@@ -88,7 +88,7 @@ def test_a_restarted_registry_knows_nobody_until_its_tenant_joins_with_the_newes
         await publish(before, 1)
         seen = await before.watch("replica", None)
         assert isinstance(seen, Changes) and await before.watch("replica", seen.revision) is None
-        after = Registry("model")
+        after = Registry()
         found = await after.watch("replica", seen.revision)
         assert found is not None and not found.newest and not found.left and found.present is None
         published = Published(1, "hash 1", arrived(AdapterPayload(1, b"", "{}", "hash 1")))

@@ -42,6 +42,7 @@ def training(monkeypatch):
     )
     module.train = train
     module.default_run_dir = lambda run: Path("runs") / run.name
+    module.inspect_run = lambda run: {"model": run.model.path}
     return install(monkeypatch, module)
 
 
@@ -173,8 +174,7 @@ def test_a_run_folder_that_is_resumed_goes_on_itself(config, training, tmp_path)
     assert training.calls[0][1:] == (str(tmp_path), True, False)
 
 
-def test_a_dry_run_trains_nothing(config, training, monkeypatch, capsys):
-    monkeypatch.setattr("rl_vlm.runs.train.inspect_run", lambda run: {"model": run.model.path})
+def test_a_dry_run_trains_nothing(config, training, capsys):
     assert run("train", config, "--dry-run") == 0
     assert training.calls == [] and "model: tiny" in output(capsys)
 

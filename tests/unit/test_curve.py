@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from rl_vlm.plots import curves
+from rl_vlm.plots import curves as plots
 from rl_vlm.plots.curves import Curves, draw_curve, read_curves, smooth
 from rl_vlm.types import UserInputError
 
@@ -33,7 +33,7 @@ def drawn(curves: Curves) -> tuple[Figure, list[Text]]:
     """The figure, rendered, and its visible texts."""
     figure = Figure(figsize=(9, 5), dpi=100)
     canvas = FigureCanvasAgg(figure)
-    curves._draw(figure, curves)
+    plots._draw(figure, curves)
     canvas.draw()
     # Ticks beyond the limits of their axis have labels that are not drawn.
     ticks = [
@@ -170,8 +170,8 @@ def test_the_labels_of_a_fine_tuning_curve_are_whole(tmp_path, monkeypatch):
     evaluations = [{"iteration": step, "eval/loss": loss, "accuracy/default": 0.5} for step, loss in losses.items()]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in evaluations))
     figures = []
-    monkeypatch.setattr(curves, "save_figure", lambda figure, paths: figures.append(figure))
-    curves.draw_sft_curve(tmp_path)
+    monkeypatch.setattr(plots, "save_figure", lambda figure, paths: figures.append(figure))
+    plots.draw_sft_curve(tmp_path)
     figure = figures[0]
     FigureCanvasAgg(figure).draw()
     labels = [panel.yaxis.label for panel in figure.axes]

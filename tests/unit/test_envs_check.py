@@ -15,7 +15,7 @@ from rich.console import Console
 from test_cli import output, run
 
 import rl_vlm
-from rl_vlm.cli.envs import half_blocks, play_episode
+from rl_vlm.cli.play import half_blocks, play_episode
 from rl_vlm.envs.checking import check_environment
 from rl_vlm.envs.deadline import DeadlineError, deadline
 

@@ -28,7 +28,7 @@ class Setting:
 
     def __init__(self, engine: TransformersEngine, *failures: Exception) -> None:
         self.engine, self.failures = engine, list(failures)
-        self.registry = Registry("model")
+        self.registry = Registry()
         self.life = Lifecycle(probe_after_s=10.0, load_patience_s=20.0)
         self.tally = ReplicaTally()
         self.lookups = 0

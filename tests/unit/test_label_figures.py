@@ -18,7 +18,7 @@ from rl_vlm.plots.label_accuracy import Labelled, draw_label_accuracy, histogram
 from rl_vlm.plots.sweep import Setting, draw_settings
 from rl_vlm.plots.video import write_video
 from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.records import EVAL_COLUMNS, StepCsv, evaluation_row
+from rl_vlm.preference.schedule import EVAL_COLUMNS, StepCsv, evaluation_row
 from rl_vlm.types import UserInputError
 
 

@@ -34,7 +34,7 @@ from rl_vlm.algorithms.learners import (
 )
 from rl_vlm.algorithms.policy import PolicyAlgorithm
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
-from rl_vlm.algorithms.sight import SightProbe
+from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import LearnerSection, RunConfig
 from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.plan import UpdateBatch
@@ -415,6 +415,7 @@ class Sampling(PolicyAlgorithm):
         self.recovery: Any = SimpleNamespace(earlier_restarts=0)
         left = iter(rounds)
         self.rollouts: Any = SimpleNamespace(
+            crosses_versions=False,
             next_groups=lambda version, left_over: next(left),
             timings={},
             metrics={},

@@ -26,8 +26,8 @@ from rl_vlm.files import link_tree
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import Label
 from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.records import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
 from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.schedule import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
 from rl_vlm.runs.preference import PreferenceRun
 from rl_vlm.types import UserInputError
 

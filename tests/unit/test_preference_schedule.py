@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.config import PreferenceSection, parse_config
-from rl_vlm.preference.collector import check_segments
-from rl_vlm.preference.sampling import first_session_step, next_boundary, phase, session_size
+from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
 from rl_vlm.types import UserInputError
 
 

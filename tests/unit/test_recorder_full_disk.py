@@ -29,7 +29,7 @@ def test_a_full_disk_is_counted_warned_of_once_and_made_up_for(tmp_path, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*arguments)
 
-    for module in ("sinks", "trajectories", "recorder"):
+    for module in ("trajectories", "recorder"):
         for name in ("write_atomic", "append_whole"):
             target = f"rl_vlm.monitoring.{module}.{name}"
             real = getattr(files, name)

@@ -15,7 +15,7 @@ from ray.serve.schema import ApplicationStatus
 
 from rl_vlm.config import RunConfig
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.serving import deploy, registry
+from rl_vlm.serving import deploy
 from rl_vlm.serving import service as module
 from rl_vlm.serving.deploy import ServingError, deploy_shared
 from rl_vlm.serving.registry import Published
@@ -159,20 +159,6 @@ def test_what_becomes_of_an_application_that_is_there(
     monkeypatch.setattr(deploy, "_resize", lambda app, replicas: seen.append(f"resized to {replicas}"))
     deploy_shared(None, RunConfig(), "s", 2, if_found)  # type: ignore[arg-type]
     assert seen == done
-
-
-def test_a_job_of_another_namespace_finds_the_registry_of_a_shared_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tune.Tuner(GRPO)` runs in whatever namespace `ray.init` was given."""
-
-    def get_actor(name: str, namespace: str | None) -> Any:
-        if (name, namespace) != ("rl-vlm-registry-shared-s", "rl_vlm"):
-            raise ValueError("Failed to look up the actor")
-        return SimpleNamespace(model_files=SimpleNamespace(remote=lambda: {"config.json": b"{}"}))
-
-    monkeypatch.setattr(registry, "ray", SimpleNamespace(get_actor=get_actor, get=lambda ref, timeout: ref))
-    assert registry.fetch_model_files("shared-s") == {"config.json": b"{}"}
-    with pytest.raises(ValueError, match="Failed to look up"):
-        registry.fetch_model_files("shared-s", "elsewhere")
 
 
 def test_a_controller_that_restarts_does_not_end_a_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,21 +14,21 @@ import pytest
 from core_support import picture
 from policy_loop import MAX_CONTEXT, ROLLOUT, Loop
 
-from rl_vlm.algorithms.sight import (
+from rl_vlm.algorithms.sight_probe import SightProbe
+from rl_vlm.engines import decoder
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.envs.base import StepResult, VisionEnv
+from rl_vlm.envs.images import blank
+from rl_vlm.evaluation.sight_faults import (
     EXACT,
     Fault,
     SightError,
-    SightProbe,
     distance,
     engine_is_blind,
     explain,
     learner_is_blind,
     raise_or_tell,
 )
-from rl_vlm.engines import decoder
-from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.envs.base import StepResult, VisionEnv
-from rl_vlm.envs.images import blank
 from rl_vlm.learning.update import sight_logprobs
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.weights import AdapterPayload

@@ -21,7 +21,7 @@ from rl_vlm.serving import deploy
 from rl_vlm.serving.deploy import ServingError, start_serve
 
 
-@pytest.mark.parametrize("module", ["rl_vlm.rollout.env_runner", "rl_vlm.preference.collector"])
+@pytest.mark.parametrize("module", ["rl_vlm.rollout.env_runner", "rl_vlm.preference.env_runner"])
 def test_env_runner_processes_import_neither_torch_nor_rllib(module: str) -> None:
     code = f"import sys, {module}; print({{'torch', 'ray.rllib', 'ray.tune'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=True)

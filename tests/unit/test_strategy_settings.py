@@ -12,11 +12,12 @@ import pytest
 import torch
 from core_support import adapted_policy, batch_of, conversation, run_config, text_side, train_sample
 
-from rl_vlm.config import LearnerSection, parse_config
+from rl_vlm.config import LearnerSection, PolicyConfig, parse_config
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.sharded import FSDP2
 from rl_vlm.learning.strategies import AllReduce, SingleProcess, gradient_vector, make_strategy
 from rl_vlm.learning.update import make_optimizer, make_updater, padding_batch
+from rl_vlm.runs.policy import inspect_policy_run
 from rl_vlm.types import UserInputError
 
 
@@ -65,7 +66,7 @@ def test_the_strategy_follows_the_number_of_learners_where_none_is_named() -> No
 def test_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserInputError, match=r"zero2 needs the package deepspeed: pip install 'rl-vlm\[deepspeed\]'"):
-        make_strategy(LearnerSection(num_learners=2, strategy="zero2"))
+        inspect_policy_run(PolicyConfig(learner=LearnerSection(num_learners=2, strategy="zero2")))
 
 
 def test_padding_changes_neither_gradient_nor_figures(tiny_folder: Path) -> None:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
+import random
+import socket
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 from recorder_support import QUIET
+from traces_support import Written, as_written, read_trace
 
 from rl_vlm import tracing
-from rl_vlm.monitoring import otlp
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.serving.spans import engine_spans
+from rl_vlm.runs.train import inspect_run
 from rl_vlm.tracing import Span
-from rl_vlm.types import Completion, Sample, StopReason
+from rl_vlm.types import UserInputError
 
 
-def names(spans: list[Span]) -> dict[str, Span]:
-    found = {one.name: one for one in spans}
+def names(spans: list[Span]) -> dict[str, Written]:
+    found = {one.name: one for one in as_written(spans)}
     assert len(found) == len(spans)
     return found
 
@@ -32,7 +36,7 @@ def test_spans_nest_and_children_lie_inside_their_parents() -> None:
     found = names(spans)
     root, sample, wait = found["iteration"], found["sample"], found["wait"]
     assert (root.parent_id, sample.parent_id, wait.parent_id) == ("", root.span_id, sample.span_id)
-    assert {one.trace_id for one in spans} == {root.trace_id}
+    assert {one.trace_id for one in found.values()} == {root.trace_id}
     assert root.start_ns <= sample.start_ns <= wait.start_ns <= wait.end_ns <= sample.end_ns <= root.end_ns
     assert sample.attributes == {"groups": 2} and sample.service == "driver"
 
@@ -40,8 +44,7 @@ def test_spans_nest_and_children_lie_inside_their_parents() -> None:
 def test_without_a_trace_nothing_is_kept_and_nothing_is_sent() -> None:
     with tracing.span("alone"):
         assert tracing.traceparent() == ""
-        assert tracing.add("past", 1, 2) == ""
-        tracing.adopt([Span("x", "s", "t", "a", "", 1, 2)])
+        tracing.adopt(example())
     with tracing.continued("", "elsewhere") as spans, tracing.span("alone"):
         pass
     assert spans == []
@@ -56,7 +59,7 @@ def test_another_process_goes_on_and_sends_its_spans_back() -> None:
             assert tracing.traceparent() == ""
             with tracing.continued(parent, "env_runner-0") as own, tracing.span("group"):
                 pass
-            sent += own
+            sent += pickle.loads(pickle.dumps(own))
 
         sent: list[Span] = []
         thread = threading.Thread(target=elsewhere, args=(sent,))
@@ -89,35 +92,52 @@ def test_tasks_side_by_side_keep_their_own_spans() -> None:
 def test_an_error_is_noted_and_raised() -> None:
     with pytest.raises(ValueError, match="no"), tracing.trace("driver", "iteration") as spans, tracing.span("learn"):
         raise ValueError("no")
-    assert [(one.name, one.error) for one in spans] == [("learn", "ValueError: no"), ("iteration", "ValueError: no")]
+    assert [(one.name, one.error) for one in as_written(spans)] == [
+        ("iteration", "ValueError: no"),
+        ("learn", "ValueError: no"),
+    ]
     with tracing.span("after"):
         assert tracing.traceparent() == ""
 
 
 def test_a_request_in_its_replica() -> None:
-    sample = Sample(np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.float32), StopReason.LENGTH)
-    completion = Completion("r", np.arange(4, dtype=np.int32), (sample, sample), 7, "abc", queue_s=0.5, generate_s=9.0)
-    spans = names(list(engine_spans(f"00-{'a' * 32}-{'b' * 16}-01", completion, 10**9, 0.25, 2.0)))
+    parent, parts = f"00-{'a' * 32}-{'b' * 16}-01", {"admit": 0.25, "queue": 0.5, "generate": 9.0}
+    spans = names(list(tracing.finished(parent, "replica-abc", "engine", 10**9, 2.0, parts, version=7, tokens=6)))
     engine = spans["engine"]
     assert (engine.trace_id, engine.parent_id, engine.service) == ("a" * 32, "b" * 16, "replica-abc")
-    assert engine.attributes == {"version": 7, "prompt_tokens": 4, "tokens": 6}
+    assert engine.attributes == {"version": 7, "tokens": 6}
     # The engine counts from its own start: its seconds never reach beyond the call.
     times = {name: (one.start_ns / 1e9, one.end_ns / 1e9) for name, one in spans.items()}
     assert times == {"engine": (1, 3), "admit": (1, 1.25), "queue": (1.25, 1.75), "generate": (1.75, 3)}
-    assert all(spans[part].parent_id == engine.span_id for part in ("admit", "queue", "generate"))
+    assert all(spans[part].parent_id == engine.span_id for part in parts)
 
 
-SPANS = [
-    Span("iteration", "driver", "a" * 32, "b" * 16, "", 10**18, 10**18 + 5, {"done": 3, "lr": 0.5, "x": True, "n": "r"}),
-    Span("group", "env_runner-0", "a" * 32, "c" * 16, "b" * 16, 10**18 + 1, 10**18 + 4, {}, "EnvError: broken"),
-]  # fmt: skip
+def test_ids_differ_between_processes_that_seed_random_equally() -> None:
+    ids = set()
+    for _ in range(2):
+        random.seed(0)
+        with tracing.trace("driver", "iteration") as spans:
+            pass
+        ids |= {(one.trace_id, one.span_id) for one in as_written(spans)}
+    assert len(ids) == 2
+
+
+def example() -> list[Span]:
+    """Spans of two processes, one of them with an error."""
+    with tracing.trace("driver", "iteration", done=3, lr=0.5, x=True, n="r") as spans:
+        parent = tracing.traceparent()
+        with pytest.raises(KeyError), tracing.continued(parent, "env_runner-0") as others, tracing.span("group"):
+            raise KeyError("broken")
+        tracing.adopt(others)
+    return spans
 
 
 def test_the_protocols_form_is_what_opentelemetrys_own_schema_reads() -> None:
     from google.protobuf.json_format import ParseDict
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    written = otlp.document(SPANS, "quickstart")
+    spans = example()
+    written = tracing.document(spans)
     # The JSON form of the protocol has ids in hexadecimal, where protobuf's own has base64.
     for resource in written["resourceSpans"]:
         for one in resource["scopeSpans"][0]["spans"]:
@@ -126,54 +146,77 @@ def test_the_protocols_form_is_what_opentelemetrys_own_schema_reads() -> None:
     read = ParseDict(json.loads(json.dumps(written)), ExportTraceServiceRequest())
     resources = {r.resource.attributes[0].value.string_value: r.scope_spans[0].spans[0] for r in read.resource_spans}
     assert set(resources) == {"driver", "env_runner-0"}
-    assert resources["driver"].start_time_unix_nano == 10**18
+    assert resources["driver"].start_time_unix_nano == spans[-1].start_time
     assert {a.key: a.value.WhichOneof("value") for a in resources["driver"].attributes} == {
         "done": "int_value", "lr": "double_value", "x": "bool_value", "n": "string_value",
     }  # fmt: skip
-    assert resources["env_runner-0"].status.message == "EnvError: broken"
-    assert otlp.read(written) == SPANS
+    assert resources["env_runner-0"].status.message == "KeyError: 'broken'"
+    assert as_written(pickle.loads(pickle.dumps(spans))) == as_written(spans)
 
 
 def test_the_recorder_keeps_a_file_per_iteration_and_a_resumed_run_cuts_them(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, QUIET)
+    recorder, spans = RunRecorder(tmp_path, QUIET), example()
     recorder.log_spans(1, [])
     assert not (tmp_path / "traces").exists()
     for iteration in (2, 2, 4):
-        recorder.log_spans(iteration, SPANS)
-    lines = (tmp_path / "traces" / "iteration-000002.jsonl").read_text().splitlines()
-    assert [otlp.read(json.loads(line)) for line in lines] == [SPANS, SPANS]
+        recorder.log_spans(iteration, spans)
+    assert read_trace(tmp_path / "traces" / "iteration-000002.jsonl") == 2 * as_written(spans)
     RunRecorder(tmp_path, QUIET, resumed_iteration=3)
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["iteration-000002.jsonl"]
 
 
 class Collector(BaseHTTPRequestHandler):
-    received: list[tuple[str, str | None, str | None, dict]] = []  # noqa: RUF012
+    received: list[tuple[str, str | None, bytes]] = []  # noqa: RUF012
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.received.append((self.path, self.headers["Content-Type"], self.headers["X-Key"], body))
-        self.send_response(503 if len(self.received) > 1 else 200)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.received.append((self.path, self.headers["X-Key"], body))
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-def test_a_collector_gets_them_and_its_failure_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collector_gets_the_spans_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    spans = pickle.loads(pickle.dumps(example()))
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
-        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for this machine
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=Basic%20secret, other=1")
         recorder = RunRecorder(tmp_path, QUIET)
-        recorder.log_spans(1, SPANS)
-        assert recorder.write_errors == 0
-        recorder.log_spans(2, SPANS)
+        recorder.log_spans(1, spans)
+        recorder.close()
         server.shutdown()
-    path, kind, key, body = Collector.received[0]
-    assert (path, kind, key) == ("/v1/traces", "application/json", "Basic secret")
-    assert otlp.read(body) == SPANS
-    assert recorder.write_errors == 1 and "collector" in caplog.text
-    assert (tmp_path / "traces" / "iteration-000002.jsonl").is_file()
+    ((path, key, body),) = Collector.received
+    assert (path, key) == ("/v1/traces", "Basic secret")
+    sent = ExportTraceServiceRequest.FromString(body)
+    assert {
+        (span.name, span.span_id.hex()) for r in sent.resource_spans for s in r.scope_spans for span in s.spans
+    } == {(one.name, one.span_id) for one in as_written(spans)}
+
+
+def test_a_collector_that_does_not_answer_costs_an_iteration_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        recorder, spans = RunRecorder(tmp_path, QUIET), example()
+        recorder.log_spans(1, spans)  # imports the exporter
+        started = time.monotonic()
+        for iteration in range(2, 12):
+            recorder.log_spans(iteration, 100 * spans)
+        assert time.monotonic() - started < 1
+        recorder.close()
+        assert time.monotonic() - started < 5
+    assert recorder.write_errors == 0 and len(list((tmp_path / "traces").iterdir())) == 11
+
+
+def test_a_run_that_cannot_send_its_traces_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    traced = QUIET.model_copy(update={"logging": QUIET.logging.model_copy(update={"traces": 2})})
+    with pytest.raises(UserInputError, match=r"pip install 'rl-vlm\[otlp\]'"):
+        inspect_run(traced)
