@@ -1,7 +1,7 @@
 """`rl-vlm label FOLDER`: labels pairs of pictures in a folder.
 
-The pairs are, from the first of these that exists: the rows of `pairs.csv` (columns first, second, and the true returns if they are known);
-the sessions of a label store; files called first_NAME and second_NAME, or NAME_1 and NAME_2.
+The pairs are, from the first of these that exists: the rows of `pairs.csv` (columns first, second, and the true returns
+if they are known); the sessions of a label store; files called first_NAME and second_NAME, or NAME_1 and NAME_2.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class NamedPair:
 
 
 def find_pairs(folder: str | Path) -> list[NamedPair]:
-    """All pairs of a folder, their pictures' headers checked. Raises UserInputError if there are none, or one is unreadable."""
+    """All pairs of a folder, their pictures' headers checked. Raises UserInputError if there are none, or one is
+    unreadable."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserInputError(f"There is no folder {folder}.")
@@ -59,8 +60,8 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
         pairs = [_named(folder, names) for names in _by_name(folder)]
     if not pairs:
         raise UserInputError(
-            f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv with "
-            "the columns first and second."
+            f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv "
+            "with the columns first and second."
         )
     return pairs
 
@@ -70,7 +71,8 @@ def label_folder(
 ) -> dict[str, Any]:
     """Label all pairs, write the query log with the names of the pictures, and return a summary.
 
-    The log is written after every batch: a failure loses no label that was paid for before. `close` is awaited at the end, in the same event loop.
+    The log is written after every batch: a failure loses no label that was paid for before. `close` is awaited at the
+    end, in the same event loop.
     """
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME

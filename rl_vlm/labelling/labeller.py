@@ -2,8 +2,8 @@
 
 A pair is asked about in one step (the label at once) or two (describe both pictures, then summarise the text as a
 label), and in both orders by default: a model that prefers the picture that it sees first contradicts itself, and a
-contradiction is label -1. All questions of a session are in flight at once, or `endpoint.max_in_flight` of them. A question
-that gets no answer is an error, which is never a label.
+contradiction is label -1. All questions of a session are in flight at once, or `endpoint.max_in_flight` of them. A
+question that gets no answer is an error, which is never a label.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.prompts import TaskPrompts, read_label, read_score, strip_thoughts
-from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair, encode, picture_of
+from rl_vlm.labelling.types import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, Message
 from rl_vlm.waiting import all_or_none
@@ -53,7 +53,8 @@ class LabelStats:
 
     @property
     def position_bias(self) -> float:
-        """Share of answers for the picture shown first minus that for the second: 0 without bias, ±1 if only the place counts."""
+        """Share of answers for the picture shown first minus that for the second: 0 without bias, ±1 if only the place
+        counts."""
         total = self.shown_first + self.shown_second + self.no_preference
         return (self.shown_first - self.shown_second) / total if total else 0.0
 
@@ -61,14 +62,16 @@ class LabelStats:
         """One line for the log."""
         return (
             f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
-            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} errors, "
-            f"{self.not_understood} not understood, {self.retries} retries, position bias {self.position_bias:+.2f}"
+            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} "
+            f"errors, {self.not_understood} not understood, {self.retries} retries, position bias "
+            f"{self.position_bias:+.2f}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What is shown, and the templates of the questions about it: `decide` in one step, or `describe` and then `summarise`."""
+    """What is shown, and the templates of the questions about it: `decide` in one step, or `describe` and then
+    `summarise`."""
 
     shown: tuple[str | EncodedImage, ...]
     describe: str
@@ -77,8 +80,8 @@ class _Query:
     choices: tuple[str, ...]
 
 
-class VLMLabeller:
-    """Labels pairs and scores pictures with a vision-language model. Implements `Labeller` and `Scorer`."""
+class VLMLabeller(Labeller):
+    """Labels pairs and scores pictures with a vision-language model."""
 
     def __init__(
         self, endpoint: Endpoint, prompts: TaskPrompts, settings: LabelsSection | None = None, seed: int = 0
@@ -128,9 +131,9 @@ class VLMLabeller:
         lost = self.stats.not_understood - not_understood
         if lost:
             logger.warning(
-                "In a session of %d, %d answers were neither a label nor a score, even when the labeller was asked again. They decide "
-                "nothing. An endpoint that can be held to the choices loses no answer (preference.labels.guided, "
-                "preference.labels.endpoint.guidance).",
+                "In a session of %d, %d answers were neither a label nor a score, even when the labeller was asked "
+                "again. They decide nothing. An endpoint that can be held to the choices loses no answer "
+                "(preference.labels.guided, preference.labels.endpoint.guidance).",
                 count, lost,
             )  # fmt: skip
 
@@ -201,8 +204,8 @@ class VLMLabeller:
     ) -> tuple[T | None, Answer, str]:
         """What was read, the last answer, and the text of all answers.
 
-        An answer that is not understood is asked about once more: in text alone, and with the choices where the endpoint can
-        enforce them. Raises EndpointError for an answer without a word.
+        An answer that is not understood is asked about once more: in text alone, and with the choices where the
+        endpoint can enforce them. Raises EndpointError for an answer without a word.
         """
         settings, fill = self._settings, self._prompts.fill
         guide = query.choices if settings.guided else ()

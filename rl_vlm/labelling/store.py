@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import filecmp
 import io
 import itertools
 import math
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from rl_vlm.config.labels import names_no_cache
 from rl_vlm.envs.data import TooLargeError, read_parquet
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.files import append_whole, whole_lines, write_atomic
+from rl_vlm.files import append_whole, link_tree, whole_lines, write_atomic
 from rl_vlm.labelling.types import Label, LabelValue, Score, Segment, SegmentPair, encode
 from rl_vlm.safe_text import csv_cell, redact
 from rl_vlm.types import UserInputError
@@ -94,10 +95,23 @@ class SessionFiles:
         """
         later = self._files()[sessions:]
         for path in later:
-            self.supersede(path)
+            self._supersede(path)
         return len(later)
 
-    def supersede(self, path: Path) -> None:
+    def restore(self, saved: Path) -> None:
+        """Take over the sessions of a checkpoint's folder, which a run in another folder lacks.
+
+        A Tune trial that goes on from another trial's checkpoint has sessions of its own, which are moved aside.
+        """
+        if not saved.is_dir():
+            return
+        for session in sorted(saved.glob("session-*.parquet")):
+            own = self.folder / session.name
+            if own.exists() and not filecmp.cmp(session, own, shallow=False):
+                self._supersede(own)
+        link_tree(saved, self.folder)
+
+    def _supersede(self, path: Path) -> None:
         """Move the file of a session to `superseded/`, under a name that is free there."""
         superseded = self.folder / "superseded"
         superseded.mkdir(exist_ok=True)
@@ -314,7 +328,8 @@ class QueryLog:
     """Appends to the log; each line is written whole or not at all."""
 
     def __init__(self, path: str | Path, keep_until: int | None = None) -> None:
-        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats them."""
+        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats
+        them."""
         self._path = Path(path)
         if keep_until is None:
             return

@@ -177,7 +177,7 @@ def test_the_sight_of_remote_learners_names_the_fault() -> None:
     group = LiveGroup(1)
     run = RunConfig.model_validate({})
     algorithm: Any = SimpleNamespace(
-        run=run, learners=SimpleNamespace(call=lambda function: on_one_learner(group, unfit))
+        run_config=run, learners=SimpleNamespace(call=lambda function: on_one_learner(group, unfit))
     )
     (fault,) = SightProbe(algorithm)._compared([])
     assert fault.name == "image_size" and "4 image tokens" in fault.message and not group.dead
@@ -406,7 +406,7 @@ class Sampling(PolicyAlgorithm):
     """Iterations whose groups are given; nothing is learned from them."""
 
     def __init__(self, *rounds: list[Any]) -> None:
-        self.run = RunConfig.model_validate({"sight": {"every": 0}})
+        self.run_config = RunConfig.model_validate({"sight": {"every": 0}})
         self.version = self.updates = 0
         self._clock, self.restarts = defaultdict(float), Counter()
         self.env_metrics, self._publication = {}, {}  # type: ignore[var-annotated]
@@ -446,7 +446,7 @@ class Averaging:
     """The exchange of weights around an evaluation; `fails` is what giving the trained ones back raises."""
 
     def __init__(self, fails: Exception | None = None) -> None:
-        self.run = RunConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
+        self.run_config = RunConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
         self.version, self.published, self.fails = 4, [], fails  # type: ignore[var-annotated]
         self.learners = SimpleNamespace(call=self._call)
         self.recovery = SimpleNamespace(publish_restored=self.published.append)

@@ -341,7 +341,7 @@ def test_a_resume_keeps_an_adapted_kl_coefficient_and_takes_a_new_fixed_one(
 ) -> None:
     algorithm = PPO.__new__(PPO)
     algorithm.rng = np.random.default_rng(0)
-    algorithm.run = parse_config({"algorithm": {"kl_in": "reward", "kl_coef": 0.5, "kl_target": target}})
+    algorithm.run_config = parse_config({"algorithm": {"kl_in": "reward", "kl_coef": 0.5, "kl_target": target}})
     algorithm.kl_coef = 0.5
     scale = {"mean_sum": 0.0, "square_sum": 0.0, "weight": 0.0}
     rng = algorithm.rng.bit_generator.state

@@ -156,7 +156,7 @@ def test_statistics_are_means_since_the_last_call() -> None:
     assert found["batch_reward"] == pytest.approx(
         float(torch.stack([rows.rewards for rows in batches]).mean()), abs=1e-6
     )
-    assert found["alpha_loss"] == pytest.approx(0.1 * (found["entropy"] + A), rel=1e-2)
+    assert found["alpha_loss"] == pytest.approx(0.1 * (found["actor_entropy"] + A), rel=1e-2)
 
 
 def test_the_log_probability_is_that_of_the_squashed_gaussian() -> None:
