@@ -10,13 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.request import getproxies
 
 from rl_vlm.envs.adapters.address import is_loopback
 from rl_vlm.monitoring.ray_metrics import EVAL
 from rl_vlm.types import POLICY, RLVLMError, UserInputError
-
-# Reads metrics: from the nodes of a Ray cluster, which its dashboard names, or from a Prometheus.
 
 # What `rl-vlm top` looks at; a node's agent has thousands of other series.
 WANTED = ("ray_rl_vlm_", "ray_node_")
@@ -48,12 +45,8 @@ def parse(text: str) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     lines = "".join(line + "\n" for line in text.splitlines() if line.startswith(WANTED))
-    return [
-        Sample(one.name, one.labels, one.value)
-        for family in text_string_to_metric_families(lines)
-        for one in family.samples
-        if not math.isnan(one.value)
-    ]
+    samples = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
+    return [Sample(found.name, found.labels, found.value) for found in samples if not math.isnan(found.value)]
 
 
 def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
@@ -87,11 +80,10 @@ def read_prometheus(url: str) -> list[Sample]:
 def _page(target: str) -> str | None:
     import httpx
 
-    # These ports know no token, so none is sent to them. Most proxies do not reach the cluster's own network, but one may be the way to it.
-    for by_proxy in (False, True) if getproxies() else (False,):
-        with contextlib.suppress(httpx.HTTPError):
-            page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=by_proxy)
-            return page.raise_for_status().text
+    # These ports know no token, so none is sent to them. A proxy does not reach the cluster's own network.
+    with contextlib.suppress(httpx.HTTPError):
+        page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
+        return page.raise_for_status().text
     return None
 
 

@@ -31,7 +31,7 @@ from rl_vlm.types import TrajectoryGroup
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from rl_vlm.monitoring.ray_metrics import RayFigures
+    from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
 # Sinks of metrics: progress.csv, files of JSON lines, TensorBoard event files, Weights & Biases.
@@ -299,7 +299,7 @@ class RunRecorder:
             if _iteration(written) > keep_until:
                 written.unlink()
         self._collector: BatchSpanProcessor | None = None
-        self.ray: RayFigures | None = None  # set once Ray is there, where figures are Ray metrics too
+        self.ray: RayMetrics | None = None  # set once Ray is there, where metrics are Ray metrics too
 
     def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one training iteration."""
@@ -340,7 +340,7 @@ class RunRecorder:
                     self._collector.on_end(span)
 
     def _evaluation_tag(self, name: str) -> str:
-        """The name of an evaluation's figure among the scalars."""
+        """The name of an evaluation's metric among the scalars."""
         # Training logs reward and accuracy of a mixture's environments under the same names.
         parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
         return name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}"
@@ -404,13 +404,9 @@ class RunRecorder:
         """Whether an evaluation at this iteration is recorded."""
         return any(entry["iteration"] == iteration for entry in self.evaluations())
 
-    def rewards(self) -> list[float]:
-        """The mean reward of every iteration, resumed parts included, in order."""
-        return self.column("reward/mean")
-
-    def column(self, figure: str) -> list[float]:
-        """A figure of every iteration that has it, resumed parts included, in order."""
-        return self._progress.column(figure)
+    def column(self, metric: str) -> list[float]:
+        """A metric of every iteration that has it, resumed parts included, in order."""
+        return self._progress.column(metric)
 
     def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
         if self._tensorboard is not None:

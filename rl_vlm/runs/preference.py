@@ -17,7 +17,7 @@ from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.files import write_atomic
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring.display import PreferenceDisplay
+from rl_vlm.monitoring.display import PREFERENCE_ROWS, ProgressDisplay
 from rl_vlm.plots.video import write_video
 from rl_vlm.preference.collector import (
     EpisodeResult,
@@ -94,7 +94,8 @@ class PreferenceRun(RunLifecycle):
         self.start_from = self.checkpoints.latest() if resume else None
         state = read_state(self.start_from) if self.start_from else None
         start = int(state["step"]) if state else 0
-        super().__init__(config, folder, start, resume, PreferenceDisplay(self.settings.total_steps, start))
+        display = ProgressDisplay(self.settings.total_steps, start, rows=PREFERENCE_ROWS, unit=self._unit)
+        super().__init__(config, folder, start, resume, display)
         keep_until = start if state else -1
         self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
         self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)

@@ -19,7 +19,7 @@ from rl_vlm.files import clean_leftovers
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
-from rl_vlm.monitoring.display import SFTDisplay
+from rl_vlm.monitoring.display import SFT_ROWS, ProgressDisplay
 from rl_vlm.numerics import wilson_interval
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import count_parameters, weights_size
@@ -103,7 +103,8 @@ class SFTRun(BaseRun):
                     "Restore it, or start anew in another --run-dir."
                 )
         self.skipped = int(self.saved.state.get("skipped", 0)) if self.saved else 0
-        super().__init__(job, folder, self.done, resume, SFTDisplay(self.total, self.done))
+        display = ProgressDisplay(self.total, self.done, rows=SFT_ROWS, unit="step")
+        super().__init__(job, folder, self.done, resume, display)
         self.saved_at = self.done if self.saved else -1
 
     @staticmethod
