@@ -107,12 +107,6 @@ class SFTRun(BaseRun):
         super().__init__(job, folder, self.done, resume, display)
         self.saved_at = self.done if self.saved else -1
 
-    @staticmethod
-    def _draw(folder: Path) -> None:
-        from rl_vlm.plots.curves import draw_sft_curve  # matplotlib is slow to import
-
-        draw_sft_curve(folder)
-
     def _loop(self) -> None:
         imports_done()
         import torch
