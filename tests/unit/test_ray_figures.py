@@ -33,7 +33,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         def set(self, value: float, tags: Any) -> None:
             values[self._name] = value
 
-    monkeypatch.setattr(ray_metrics, "Gauge", Gauge)
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
     return values
 
 
