@@ -57,17 +57,17 @@ def _validation_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "model_type":
         return RequestError(400, "The body must be a JSON object, sent with the header Content-Type: application/json.")
-    place: list[str] = []
+    path: list[str] = []
     for item in map(str, first["loc"]):
         # Tags of pydantic's unions are not fields of the request: content's forms, kinds of parts, roles of messages.
-        of_message = place[-2:-1] == ["messages"] and item in get_args(Role)
-        of_stop = place[-1:] == ["stop"] and item == "text"
-        if not (of_message or of_stop) and item not in ("parts", "developer", *place[-1:]):
-            place.append(item)
+        of_message = path[-2:-1] == ["messages"] and item in get_args(Role)
+        of_stop = path[-1:] == ["stop"] and item == "text"
+        if not (of_message or of_stop) and item not in ("parts", "developer", *path[-1:]):
+            path.append(item)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "this field is not known here: leave it out"
-    param, message = ".".join(place)[:_MAX_SHOWN], message[:_MAX_SHOWN]
+    param, message = ".".join(path)[:_MAX_SHOWN], message[:_MAX_SHOWN]
     return RequestError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
 
 

@@ -7,7 +7,7 @@ import hmac
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,8 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.types import Completion, RLVLMError
-
-# Errors of requests, and the two JSON shapes in which they are sent.
 
 # HTTP status -> OpenAI's error type.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -51,9 +49,6 @@ def error_response(path: str, error: RequestError, headers: Mapping[str, str] | 
     """OpenAI's shape under `/v1`, `{"detail"}` elsewhere."""
     content = error_body(error) if path.startswith("/v1") else {"detail": str(error)}
     return JSONResponse(content, error.status, {**error.headers, **(headers or {})})
-
-
-# When requests must be answered: each by its own deadline, and all of them soon once the server stops.
 
 
 class Deadlines:
@@ -92,36 +87,32 @@ class Deadlines:
         return RequestError(status, message)
 
 
-# Metrics of the HTTP server, in Prometheus' text format.
-
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class HTTPMetrics:
-    """Counters of one server, in a registry of its own."""
+    """Prometheus' metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter("rl_vlm_http_requests", "Answers.", ["route", "status"], registry=registry)
-        self.seconds = Histogram(
-            "rl_vlm_http_request_seconds",
-            "From the first byte to the last.",
-            ["route"],
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self.first_token = Histogram(
-            "rl_vlm_http_first_token_seconds", "Of streams.", registry=registry, buckets=_SECONDS
-        )
-        self.queue = Histogram(
-            "rl_vlm_http_queue_seconds", "In the engine's queue, of whole answers.", registry=registry, buckets=_SECONDS
-        )
-        self.tokens = Counter("rl_vlm_http_tokens", "Prompt and sampled tokens.", ["kind"], registry=registry)
-        self.in_flight = Gauge("rl_vlm_http_in_flight", "Requests that are waiting or running.", registry=registry)
-        self.version = Gauge("rl_vlm_http_policy_version", "The version that answered last.", registry=registry)
-        self.stream_errors = Counter(
-            "rl_vlm_http_stream_errors", "Streams that ended with an error event.", registry=registry
-        )
+        self._registry = CollectorRegistry()
+
+        def seconds(name: str, about: str, labels: Sequence[str] = ()) -> Histogram:
+            return Histogram(f"rl_vlm_http_{name}_seconds", about, labels, registry=self._registry, buckets=_SECONDS)
+
+        def count(name: str, about: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"rl_vlm_http_{name}", about, labels, registry=self._registry)
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"rl_vlm_http_{name}", about, registry=self._registry)
+
+        self.requests = count("requests", "Answers.", ["route", "status"])
+        self.seconds = seconds("request", "From the first byte to the last.", ["route"])
+        self.first_token = seconds("first_token", "Of streams.")
+        self.queue = seconds("queue", "In the engine's queue, of whole answers.")
+        self.tokens = count("tokens", "Prompt and sampled tokens.", ["kind"])
+        self.in_flight = gauge("in_flight", "Requests that are waiting or running.")
+        self.version = gauge("policy_version", "The version that answered last.")
+        self.stream_errors = count("stream_errors", "Streams that ended with an error event.")
 
     def answered(self, num_prompt_tokens: int, num_sampled: int, version: int) -> None:
         """Count one answer of the model."""
@@ -311,8 +302,8 @@ class Gate:
 
 def _host_name(header: str) -> str:
     """The name or address of a Host header, in lower case; empty for a malformed one."""
-    found = _HOST.fullmatch(header)
-    return (found["address"] or found["name"]).lower() if found else ""
+    match = _HOST.fullmatch(header)
+    return (match["address"] or match["name"]).lower() if match else ""
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -7,7 +7,7 @@ import binascii
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jinja2 import TemplateError
 from PIL import ExifTags, Image
@@ -17,13 +17,11 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import choice_tokens
 from rl_vlm.envs.images import ImageError, open_image, upright
 from rl_vlm.http.gate import RequestError
-from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
+from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, ImageURLPart, TextPart
 from rl_vlm.models.images import ImageProcessorSpec, shrunk
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
-
-# Images from data URIs: the header is checked before a pixel is decoded.
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 _ORIENTATION = ExifTags.Base.Orientation
@@ -139,14 +137,6 @@ _MIN_TEMPERATURE = 0.01
 _GENERATE_TOP_P = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """An encoded conversation; `num_tokens` counts every token of its images."""
-
-    span: EncodedSpan
-    num_tokens: int
-
-
 class RequestReader:
     """Turns request bodies into `GenerationRequest`s. Runs on worker threads: decoding and tokenising take time.
 
@@ -182,10 +172,10 @@ class RequestReader:
             )
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
-        prompt = self._encode(body.messages, sum(map(len, (*stop, *body.choices))), thinking)
-        left = self._max_context - prompt.num_tokens
+        span, prompt_tokens = self._encode(body.messages, sum(map(len, (*stop, *body.choices))), thinking)
+        left = self._max_context - prompt_tokens
         if wanted is not None and wanted > left:
-            raise self._too_long(f"The prompt has {prompt.num_tokens} tokens and max_tokens is {wanted}: together more")
+            raise self._too_long(f"The prompt has {prompt_tokens} tokens and max_tokens is {wanted}: together more")
         sampling = SamplingParams(
             max_new_tokens=wanted or min(left, most),
             temperature=_temperature(1.0 if body.temperature is None else body.temperature),
@@ -205,23 +195,23 @@ class RequestReader:
         )
         # Here it is the client's error; the engine would fail later.
         choice_tokens(sampling, self._text.codec.encode_text, self._text.codec.decode)
-        return self._request(prompt, sampling, name, version), prompt.num_tokens
+        return _request(span, sampling, name, version), prompt_tokens
 
     def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The same for `/generate`, whose `max_tokens` is cut to what the context has left."""
-        prompt = self._encode(body.messages)
+        span, prompt_tokens = self._encode(body.messages)
         temperature = _temperature(body.temperature)
         sampling = SamplingParams(
-            max_new_tokens=min(body.max_tokens, self._max_context - prompt.num_tokens, self._limits.max_new_tokens),
+            max_new_tokens=min(body.max_tokens, self._max_context - prompt_tokens, self._limits.max_new_tokens),
             temperature=temperature,
             top_p=_GENERATE_TOP_P if temperature else 1.0,
         )
-        return self._request(prompt, sampling, name, version), prompt.num_tokens
+        return _request(span, sampling, name, version), prompt_tokens
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
-        return GenerationRequest(name, prompt.span.token_ids, sampling, prompt.span.images, min_version=version)
-
-    def _encode(self, messages: Sequence[ChatMessage], extra_chars: int = 0, thinking: bool | None = None) -> Prompt:
+    def _encode(
+        self, messages: Sequence[ChatMessage], extra_chars: int = 0, thinking: bool | None = None
+    ) -> tuple[EncodedSpan, int]:
+        """The conversation as tokens, and their number with every token of its images."""
         limits, contents = self._limits, [_parts(message) for message in messages]
         parts = [part for content in contents for part in content]
         if len(messages) + len(parts) > limits.max_parts:
@@ -231,11 +221,11 @@ class RequestReader:
             raise _too_much(
                 f"The request has {chars} characters of text and this server takes {limits.max_text_chars}."
             )
-        images = iter(self._decode([part.uri for part in parts if isinstance(part, _ImageUri)]))
+        images = iter(self._decode([_uri(part) for part in parts if not isinstance(part, str)]))
         conversation = [
             Message(
                 "system" if message.role == "developer" else message.role,
-                tuple(next(images) if isinstance(part, _ImageUri) else part for part in content),
+                tuple(part if isinstance(part, str) else next(images) for part in content),
             )
             for message, content in zip(messages, contents, strict=True)
         ]
@@ -247,7 +237,7 @@ class RequestReader:
         total = len(span.token_ids) - len(span.images) + image_tokens
         if total >= self._max_context:
             raise self._too_long(f"The prompt has {total} tokens: no less")
-        return Prompt(span, total)
+        return span, total
 
     def _decode(self, uris: Sequence[str]) -> list[EncodedImage]:
         limits = self._limits
@@ -280,30 +270,22 @@ class RequestReader:
         )
 
 
-def shows_images(body: ChatRequest | GenerateRequest) -> bool:
-    """Whether any message has an image."""
-    contents = [message.content for message in body.messages]
-    return any(not isinstance(part, TextPart) for content in contents if isinstance(content, list) for part in content)
+def _request(span: EncodedSpan, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
+    return GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version)
 
 
 def _too_much(message: str) -> RequestError:
     return RequestError(400, message, param="messages")
 
 
-@dataclass(frozen=True, slots=True)
-class _ImageUri:
-    uri: str
-
-
-def _parts(message: ChatMessage) -> list[str | _ImageUri]:
+def _parts(message: ChatMessage) -> list[str | ImagePart | ImageURLPart]:
     if message.content is None or isinstance(message.content, str):
         return [message.content] if message.content else []
-    return [
-        part.text
-        if isinstance(part, TextPart)
-        else _ImageUri(part.image if isinstance(part, ImagePart) else part.image_url.url)
-        for part in message.content
-    ]
+    return [part.text if isinstance(part, TextPart) else part for part in message.content]
+
+
+def _uri(part: ImagePart | ImageURLPart) -> str:
+    return part.image if isinstance(part, ImagePart) else part.image_url.url
 
 
 def _temperature(value: float) -> float:

@@ -25,13 +25,16 @@ class TextPart(_In):
     text: str
 
 
+DataURI = Annotated[str, Field(description="A data URI, such as data:image/png;base64,...")]
+
+
 class ImagePart(_In):
     type: Literal["image"]
-    image: str = Field(description="A data URI, such as data:image/png;base64,...")
+    image: DataURI
 
 
 class ImageURL(_In):
-    url: str = Field(description="A data URI, such as data:image/png;base64,...")
+    url: DataURI
 
 
 class ImageURLPart(_In):
