@@ -7,7 +7,6 @@ import binascii
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from jinja2 import TemplateError
 from PIL import ExifTags, Image
@@ -39,12 +38,6 @@ class ImageReader:
     def __init__(self, limits: HTTPSection, spec: ImageProcessorSpec) -> None:
         self._limits = limits
         self._spec = spec
-        low, high = limits.resize_min_pixels, limits.resize_max_pixels
-        self._resize = (
-            replace(spec, min_pixels=low or spec.min_pixels, max_pixels=high or spec.max_pixels, do_resize=True)
-            if low or high
-            else None
-        )
 
     def open(self, uri: str, name: str) -> Image.Image:
         """The image of a data URI; its header is within the limits, its pixels are not decoded. Raises UserInputError.
@@ -64,20 +57,12 @@ class ImageReader:
 
     def num_tokens(self, image: Image.Image, name: str) -> int:
         """How many tokens of the prompt the image will take. Raises UserInputError for one that the model cannot see."""
-        width, height = image.size
-        if self._resize is not None:
-            width, height = self._resize.resized(width, height, name)
-        return self._spec.num_image_tokens(self._spec.grid_thw(width, height, name))
+        return self._spec.num_image_tokens(self._spec.grid_thw(image.width, image.height, name))
 
     def decode(self, image: Image.Image, name: str) -> EncodedImage:
-        """Decode an opened image: the first frame, upright as its EXIF says, RGB, resized where the server is told to."""
+        """Decode an opened image: the first frame, upright as its EXIF says, RGB."""
         with _explained(name, "is damaged and cannot be decoded"):
             turned = upright(image, image.info[_FILE], self._limits.max_image_pixels)
-            if self._resize is not None:
-                size = self._resize.resized(turned.width, turned.height, name)
-                if size != turned.size:
-                    turned = EncodedImage.from_pil(turned).to_pil().resize(size, Image.Resampling.BICUBIC)
-                    return EncodedImage.from_pil(turned)
             width, height = self._spec.resized(turned.width, turned.height, name)
             if width * height < turned.width * turned.height:
                 # The model sees a photo smaller: as PNG in full size it would take ten times its file.
