@@ -92,8 +92,6 @@ def make_tiny(
     say(str(folder))
 
 
-# The command around clusters: `rl-vlm cluster drain`.
-
 cluster = typer.Typer(help="What the nodes of a cluster call.", no_args_is_help=True)
 commands.add_typer(cluster, name="cluster")
 
@@ -122,8 +120,6 @@ def drain(
         say(f"Still running after {timeout:g} s: {', '.join(map(str, left))}.", err=True)
         raise typer.Exit(1)
 
-
-# `rl-vlm top`: what runs on a cluster, from its metrics.
 
 WIDE = 180  # columns
 

@@ -1,8 +1,7 @@
-"""Outcome: what an evaluation keeps of one finished episode. All figures of evaluations are computed from these rows."""
+"""Outcome: what an evaluation keeps of one finished episode. All results of evaluations are computed from these rows."""
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 from collections import Counter
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal, Protocol, Self, get_args
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.files import append_whole, open_own, to_jsonable, whole_lines
@@ -35,6 +35,8 @@ class Outcome:
     numbers at the end, and the item's category as text.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
     side: Side
     id: str
     sample: int
@@ -53,12 +55,8 @@ class Outcome:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it belongs to the main figures: greedy and with the true images."""
+        """Whether it belongs to the main results: greedy and with the true images."""
         return self.kind == "greedy" and self.view == "true"
-
-    def line(self) -> dict[str, Any]:
-        """The outcome in JSON's own types."""
-        return dict(to_jsonable(dataclasses.asdict(self)))
 
 
 class Finished(Protocol):
@@ -138,18 +136,7 @@ def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
     }
 
 
-_NAMES = {column.name for column in dataclasses.fields(Outcome)}
-_KINDS = {"id": str, "sample": int, "index": int, "correct": bool, "turns": int, "tokens": int, "info": dict}
-
-
-def read_outcome(line: Any) -> Outcome:
-    """The outcome of a line's JSON. Raises ValueError where it is none."""
-    if not isinstance(line, dict) or line.keys() != _NAMES:
-        raise ValueError(f"a line has the keys {', '.join(sorted(_NAMES))}")
-    for name, kind in _KINDS.items():
-        if not isinstance(line[name], kind):
-            raise ValueError(f"{name} is {line[name]!r}")
-    return Outcome(**{**line, "reward": float(line["reward"])})
+_OUTCOME = TypeAdapter(Outcome)
 
 
 _FORMAT = "rl-vlm evaluation items, 1"
@@ -192,7 +179,14 @@ class OutcomeLog:
         lines = whole_lines(path)
         if resume and lines:
             _check_identity(path, lines[0], identity)
-            self._remember([_parsed(path, number, line) for number, line in enumerate(lines[1:], 2)])
+            for number, line in enumerate(lines[1:], 2):
+                try:
+                    self._remember([_OUTCOME.validate_json(line)])
+                except ValidationError as error:
+                    reason = error.errors()[0]["msg"]
+                    raise UserInputError(
+                        f"{path}, line {number}, is no outcome ({reason}): remove the file to begin again."
+                    ) from error
             file.truncate(sum(len(line) + 1 for line in lines))  # what a kill left of a line
             return
         if len(lines) > 1 and not finished:
@@ -224,7 +218,7 @@ class OutcomeLog:
         """Keep the outcomes of one finished item: in the file when this returns."""
         self._remember(outcomes)
         if self._path is not None:
-            append_whole(self._path, "".join(json.dumps(one.line()) + "\n" for one in outcomes).encode())
+            append_whole(self._path, b"".join(_OUTCOME.dump_json(outcome) + b"\n" for outcome in outcomes))
 
     def missing(self, tasks: Sequence[RolloutTask], side: Side) -> list[RolloutTask]:
         """The tasks that are not finished. Outcomes of an item whose samples are incomplete are forgotten."""
@@ -271,15 +265,6 @@ def _check_identity(path: Path, first: bytes, identity: dict[str, Any]) -> None:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _parsed(path: Path, number: int, line: bytes) -> Outcome:
-    try:
-        return read_outcome(json.loads(line))
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserInputError(
-            f"{path}, line {number}, is no outcome ({error}): remove the file to begin again."
-        ) from error
 
 
 # The results of an evaluation from its outcomes: per variant, per category, numbers of the info, and two policies
@@ -374,7 +359,7 @@ def _without_sight(tasks: Sequence[RolloutTask], found: _Samples, seed: int) -> 
 
 
 def _asked(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], side: Side) -> list[Outcome]:
-    """The main figures' outcome of each item."""
+    """Each item's outcome in the main results."""
     found = {one.id: one for one in outcomes if one.side == side and one.is_plain}
     lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
     asked = [found.get(task.group_id) or outcome(task, side, 0, env=task.env, **lost) for task in tasks]

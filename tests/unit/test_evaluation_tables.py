@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from scipy import stats
 
 from rl_vlm.config import parse_config
@@ -20,7 +21,6 @@ from rl_vlm.evaluation.outcomes import (
     compared,
     info_numbers,
     kept_info,
-    read_outcome,
     summarize,
 )
 from rl_vlm.evaluation.outcomes import outcome as made
@@ -186,7 +186,7 @@ def test_outcomes_are_in_the_file_at_once_and_read_as_they_were(tmp_path: Path) 
     with OutcomeLog(path, {"seed": 0}) as log:
         log.add([one])
         head, line = path.read_text().splitlines()
-        assert read_outcome(json.loads(line)) == one and json.loads(head)["identity"] == {"seed": 0}
+        assert TypeAdapter(Outcome).validate_json(line) == one and json.loads(head)["identity"] == {"seed": 0}
         with pytest.raises(UserInputError, match="Another evaluation is writing"):
             OutcomeLog(path, {"seed": 0}, resume=True)
     with OutcomeLog(path, {"seed": 0}, resume=True) as log:
