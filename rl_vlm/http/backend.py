@@ -50,6 +50,7 @@ class ServeBackend:
         self._client = PolicyClient(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
         self._known: dict[str, Any] | None = None  # the registry's last status
         self._asked = -_REFRESH_S
+        self._first: asyncio.Task[None] | None = None  # asks for the first status
 
     async def models(self) -> Sequence[ServedModel]:
         """The newest version, if there is one, and the model without one where replicas have that, too."""
@@ -65,7 +66,11 @@ class ServeBackend:
 
         Raises GenerationFailedError before it has answered once: the base model would answer in place of the adapter.
         """
-        if self._known is None or time.monotonic() - self._asked >= _REFRESH_S:
+        if self._known is None:
+            if self._first is None or self._first.done():
+                self._first = asyncio.create_task(self._ask())
+            await asyncio.shield(self._first)  # a client that goes away does not cancel it for the others
+        elif time.monotonic() - self._asked >= _REFRESH_S:
             await self._ask()
         if self._known is None:
             raise GenerationFailedError("The adapter registry does not answer: try again in a moment.")
