@@ -83,7 +83,7 @@ def label(env: str, variant: str) -> str:
     return env if variant == "default" else f"{env}/{variant}"
 
 
-def outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> Outcome:
+def new_outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> Outcome:
     """An outcome whose place is the task's; `measured` holds the rest."""
     return Outcome(
         side=side,
@@ -103,19 +103,19 @@ def outcomes_of(
 ) -> list[Outcome]:
     """What is kept of the episodes of a task, samples in order."""
     return [
-        outcome(
+        new_outcome(
             task,
             side,
             sample,
             env=task.env or config.env.id,
-            correct=one.correct,
-            reward=one.reward,
-            turns=one.num_turns,
-            tokens=one.num_sampled,
-            status=one.status.value,
-            info=kept_info(one.info, config.evaluation.category),
+            correct=episode.correct,
+            reward=episode.reward,
+            turns=episode.num_turns,
+            tokens=episode.num_sampled,
+            status=episode.status.value,
+            info=kept_info(episode.info, config.evaluation.category),
         )
-        for sample, one in enumerate(episodes)
+        for sample, episode in enumerate(episodes)
     ]
 
 
@@ -124,7 +124,12 @@ def outcomes_of_groups(
 ) -> list[Outcome]:
     """What is kept of all groups; tasks whose group was lost have no outcome."""
     found = {group.group_id: group.trajectories for group in groups}
-    return [one for task in tasks if task.group_id in found for one in outcomes_of(config, task, found[task.group_id])]
+    return [
+        outcome
+        for task in tasks
+        if task.group_id in found
+        for outcome in outcomes_of(config, task, found[task.group_id])
+    ]
 
 
 def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
@@ -203,7 +208,7 @@ class OutcomeLog:
         return list(self._found.values())
 
     def _remember(self, outcomes: Sequence[Outcome]) -> None:
-        self._found.update({(one.side, one.id, one.sample): one for one in outcomes})
+        self._found.update({(outcome.side, outcome.id, outcome.sample): outcome for outcome in outcomes})
 
     def __enter__(self) -> Self:
         return self
@@ -289,9 +294,9 @@ def summarize(
     `env/<metric>/<variant or name>` are the `metrics` that each environment declares, over greedy episodes that were not lost.
     """
     found: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        if one.side == "policy":
-            found.setdefault(one.id, []).append(one)
+    for outcome in outcomes:
+        if outcome.side == "policy":
+            found.setdefault(outcome.id, []).append(outcome)
     declared = metrics or {}
     results: dict[str, Any] = {}
     for variant in config.evaluation.variants:
@@ -310,16 +315,16 @@ def _summary(
     answered = [found[task.group_id][0] for task in greedy if task.group_id in found]
     rewards = [found[task.group_id][0].reward if task.group_id in found else 0.0 for task in greedy]
     results = {
-        **_share("accuracy", sum(one.correct for one in answered), len(greedy)),
+        **_share("accuracy", sum(outcome.correct for outcome in answered), len(greedy)),
         **_mean("reward", rewards, config.seed),
-        "turns": float(np.mean([one.turns for one in answered])) if answered else 0.0,
+        "turns": float(np.mean([outcome.turns for outcome in answered])) if answered else 0.0,
         "items": len(greedy),
         **declared_metrics(metrics, answered),
         **judge_metrics(answered),
     }
     sampled = [task for task in tasks if task.temperature > 0]
     if sampled:
-        counts = np.array([sum(one.correct for one in found.get(task.group_id, ())) for task in sampled])
+        counts = np.array([sum(outcome.correct for outcome in found.get(task.group_id, ())) for task in sampled])
         for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
             results[f"pass@{k}"] = pass_at_k(counts, samples, k)
     return {f"{key}/{name}": value for key, value in results.items()}
@@ -360,10 +365,10 @@ def _without_sight(tasks: Sequence[RolloutTask], found: _Samples, seed: int) -> 
 
 def _asked(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], side: Side) -> list[Outcome]:
     """Each item's outcome in the main results."""
-    found = {one.id: one for one in outcomes if one.side == side and one.is_plain}
+    found = {outcome.id: outcome for outcome in outcomes if outcome.side == side and outcome.is_plain}
     lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
-    asked = [found.get(task.group_id) or outcome(task, side, 0, env=task.env, **lost) for task in tasks]
-    return [one for one in asked if one.is_plain]
+    asked = [found.get(task.group_id) or new_outcome(task, side, 0, env=task.env, **lost) for task in tasks]
+    return [outcome for outcome in asked if outcome.is_plain]
 
 
 def by_category(
@@ -374,15 +379,15 @@ def by_category(
     Per variant and category: items, accuracy with its Wilson interval, mean reward. The environment names an item's category when it is
     played, so the category of a lost item is known only if the other policy, a sample or another view has finished it.
     """
-    known = {(one.variant, one.index): one.info[key] for one in outcomes if key in one.info}
+    known = {(outcome.variant, outcome.index): outcome.info[key] for outcome in outcomes if key in outcome.info}
     members: dict[str, dict[str, list[Outcome]]] = {}
     lost: Counter[str] = Counter()
-    for one in _asked(tasks, outcomes, "policy"):
-        category = one.info.get(key) if one.status != LOST else known.get((one.variant, one.index))
+    for outcome in _asked(tasks, outcomes, "policy"):
+        category = outcome.info.get(key) if outcome.status != LOST else known.get((outcome.variant, outcome.index))
         if category is not None:
-            members.setdefault(one.variant, {}).setdefault(str(category), []).append(one)
-        elif one.status == LOST:
-            lost[one.variant] += 1
+            members.setdefault(outcome.variant, {}).setdefault(str(category), []).append(outcome)
+        elif outcome.status == LOST:
+            lost[outcome.variant] += 1
     tables = {
         variant: {name: _row(found) for name, found in sorted(categories.items())}
         for variant, categories in members.items()
@@ -393,18 +398,18 @@ def by_category(
 def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "items": len(outcomes),
-        **_share("accuracy", sum(one.correct for one in outcomes), len(outcomes)),
-        "reward": float(np.mean([one.reward for one in outcomes])),
+        **_share("accuracy", sum(outcome.correct for outcome in outcomes), len(outcomes)),
+        "reward": float(np.mean([outcome.reward for outcome in outcomes])),
     }
 
 
 def info_numbers(outcomes: Sequence[Outcome], key: str) -> dict[str, dict[str, dict[str, float]]]:
     """Per variant and key of the info: how many items have it, and their mean, median (p50) and 90th percentile."""
     columns: dict[str, dict[str, list[float]]] = {}
-    for one in outcomes:
-        for name, value in one.info.items() if one.is_plain else ():
+    for outcome in outcomes:
+        for name, value in outcome.info.items() if outcome.is_plain else ():
             if not isinstance(value, str) and name not in (key, "correct", "index"):
-                columns.setdefault(one.variant, {}).setdefault(name, []).append(float(value))
+                columns.setdefault(outcome.variant, {}).setdefault(name, []).append(float(value))
     return {
         variant: {
             name: {
@@ -432,8 +437,8 @@ def compared(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], seed: in
 
 
 def _comparison(pairs: Sequence[tuple[Outcome, Outcome]], seed: int) -> dict[str, Any]:
-    right = np.array([[one.correct for one in pair] for pair in pairs], dtype=float).T
-    rewards = np.array([[one.reward for one in pair] for pair in pairs], dtype=float).T
+    right = np.array([[outcome.correct for outcome in pair] for pair in pairs], dtype=float).T
+    rewards = np.array([[outcome.reward for outcome in pair] for pair in pairs], dtype=float).T
     only_policy, only_against = int((right[0] > right[1]).sum()), int((right[0] < right[1]).sum())
     return {
         "items": len(pairs),

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
+from rl_vlm.envs.adapters.address import LOOPBACK
 from rl_vlm.types import Completion, RLVLMError
 
 # HTTP status -> OpenAI's error type.
@@ -134,7 +135,6 @@ class HTTPMetrics:
 DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answered, in the event loop's time
 # How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.
 SEND_GRACE_S = 5.0
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 JSON = "application/json"
 # Host as RFC 9110 (7.2) has it: a name, or an IPv6 address in brackets, and perhaps a port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/?#\[\]]+))(?::[0-9]{0,5})?")

@@ -19,7 +19,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.http.gate import LOOPBACK, Gate
+from rl_vlm.envs.adapters.address import LOOPBACK, TOKEN_VARIABLE
+from rl_vlm.http.gate import Gate
 from rl_vlm.types import UserInputError
 
 # Connections below HTTP: how many there may be, and how long one may be silent. uvicorn bounds neither.
@@ -211,7 +212,6 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
 
-TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
 _GRACE_S = 5.0  # after the drain, for running requests to send their errors
 _IDLE_CHECK_S = 0.05
 

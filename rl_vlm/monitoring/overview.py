@@ -220,7 +220,9 @@ def _replicas(samples: Sequence[Sample], previous: Sequence[Sample], elapsed_s: 
 
 def _users(samples: Iterable[Sample]) -> list[str]:
     """The runs that use a shared replica, by the names of their policies (run-12345678); none of a replica of one run's own."""
-    policies = {one.labels.get("policy", POLICY) for one in samples if one.name == f"{_RUN}policy_version"} - {POLICY}
+    policies = {sample.labels.get("policy", POLICY) for sample in samples if sample.name == f"{_RUN}policy_version"} - {
+        POLICY
+    }
     return sorted({policy.rpartition("-")[0] for policy in policies})
 
 

@@ -95,27 +95,27 @@ def write_trajectories(
 
 
 def _row(
-    iteration: int, group: TrajectoryGroup, one: Trajectory, advantage: float, messages: list[Any], text: str
+    iteration: int, group: TrajectoryGroup, trajectory: Trajectory, advantage: float, messages: list[Any], text: str
 ) -> dict[str, Any]:
     row = {
         "iteration": iteration,
         "group_id": group.group_id,
         "env": group.env,
         "stage": group.stage,
-        "trajectory_id": one.trajectory_id,
+        "trajectory_id": trajectory.trajectory_id,
         "index": group.index,
-        "turns": [_turn(turn) for turn in one.turns],
-        "reward": one.reward,
+        "turns": [_turn(turn) for turn in trajectory.turns],
+        "reward": trajectory.reward,
         "advantage": advantage,
-        "status": str(one.status),
-        "error": one.error,
-        "info": json.dumps(to_jsonable(one.info), ensure_ascii=False),
-        "images": [image.sha256 for image in one.images],
+        "status": str(trajectory.status),
+        "error": trajectory.error,
+        "info": json.dumps(to_jsonable(trajectory.info), ensure_ascii=False),
+        "images": [image.sha256 for image in trajectory.images],
         "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
         "text": text,
-        "replica_ids": list(one.replica_ids),
+        "replica_ids": list(trajectory.replica_ids),
     }
-    return {**to_jsonable(row), **{name: getattr(one, name) for name in ("token_ids", "loss_mask", "logprobs")}}
+    return {**to_jsonable(row), **{name: getattr(trajectory, name) for name in ("token_ids", "loss_mask", "logprobs")}}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
