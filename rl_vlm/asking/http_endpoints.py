@@ -111,7 +111,8 @@ class _HTTPEndpoint(ABC):
             cause = error.__cause__
             if isinstance(cause, EndpointError):
                 raise cause from None
-            # A server that has never answered may have another address, so it is not waited for. A session waits for it as a whole.
+            # A server that has never answered may have another address, so it is not waited for. A session waits for it
+            # as a whole.
             gone = self._has_answered and isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout)
             raise EndpointError(f"{url} gave no answer: {type(cause).__name__} {cause}".rstrip(), busy=gone) from error
         except UnicodeEncodeError as error:
@@ -127,10 +128,10 @@ class _HTTPEndpoint(ABC):
 
 
 class OpenAIEndpoint(_HTTPEndpoint):
-    """Asks an endpoint that speaks OpenAI's chat completions. `settings.url` is the base, such as http://127.0.0.1:8000/v1.
+    """Asks for OpenAI's chat completions. `settings.url` is the base, such as http://127.0.0.1:8000/v1.
 
-    Where choices are enforced with guidance `auto`, it begins with the first of `_FORMS` and goes on to the next form when a
-    request is refused or an answer is none of the choices.
+    Where choices are enforced with guidance `auto`, it begins with the first of `_FORMS` and goes on to the next form
+    when a request is refused or an answer is none of the choices.
     """
 
     def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -203,12 +204,13 @@ def _checked_url(url: str) -> str:
             return url
     # The address is not shown: the part that is wrong may be a password.
     raise UserInputError(
-        "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as %XX."
+        "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as "
+        "%XX."
     )
 
 
 class _BoundedClient(httpx.AsyncClient):
-    """Reads no more of a reply than `_MAX_REPLY_BYTES`, and none that is compressed: a megabyte may unpack to a gigabyte."""
+    """Reads at most `_MAX_REPLY_BYTES` of a reply, and no compressed one: a megabyte may unpack to a gigabyte."""
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         """The whole reply as UTF-8, with the headers that the caller needs. Raises EndpointError."""

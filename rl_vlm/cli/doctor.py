@@ -230,7 +230,8 @@ def _ray_ports(found: dict[str, set[int]]) -> Check:
         return Check("ray ports", "ok", "none that other machines reach (a private cluster listens on loopback alone)")
     ports = "; ".join(f"{name} {', '.join(map(str, sorted(ports)))}" for name, ports in sorted(found.items()))
     remedy = (
-        "Let only the cluster's nodes reach them (a firewall, or a network policy: docs/cluster.md), and start every node with "
+        "Let only the cluster's nodes reach them (a firewall, or a network policy: docs/cluster.md), and start every "
+        "node with "
         "RAY_AUTH_MODE=token; ports of metrics ask for no token."
     )
     return Check("ray ports", "warn", f"open to other machines: {ports}", remedy)
@@ -381,7 +382,8 @@ def _torch(probe: _Probe) -> Iterator[Check]:
 def driver_too_old(driver: str, cuda: str | None) -> str:
     """What is wrong with this driver under torch's CUDA; empty if nothing is.
 
-    The least versions are those of NVIDIA's release notes: CUDA 13 needs 580, CUDA 12 525, by minor version compatibility.
+    The least versions are those of NVIDIA's release notes: CUDA 13 needs 580, CUDA 12 525, by minor version
+    compatibility.
     """
     release, _, _ = (cuda or "").partition(".")
     least = _LEAST_DRIVER.get(release)

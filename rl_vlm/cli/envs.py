@@ -64,7 +64,10 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try an environment and say what is wrong: determinism, spaces, splits, cost, memory. Exit code 1 if anything is."""
+    """Try an environment and say what is wrong: determinism, spaces, splits, cost, memory.
+
+    Exit code 1 if anything is.
+    """
     from rl_vlm.envs.checking import check_environment
     from rl_vlm.files import write_atomic
 

@@ -29,8 +29,8 @@ def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
     """Download a model, or a data set with `data`, into the hub's cache; return its folder there.
 
     What is there already is not downloaded again. `tiny` builds the built-in model. With `data` a short name of `KNOWN`
-    gives a folder for `env.data`, with at most `max_rows` of each split. Raises UserInputError for a name that is wrong or
-    locked, FetchError when the hub cannot be reached.
+    gives a folder for `env.data`, with at most `max_rows` of each split. Raises UserInputError for a name that is wrong
+    or locked, FetchError when the hub cannot be reached.
     """
     if name in builtin_models() and not data:
         return builtin_models()[name].folder()
@@ -39,7 +39,8 @@ def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
             return fetch_known(name, max_rows)
     if data and "/" not in name:
         raise UserInputError(
-            f"There is no data set {name!r}: give one of {', '.join(KNOWN)}, or owner/name of the hub such as hiyouga/geometry3k."
+            f"There is no data set {name!r}: give one of {', '.join(KNOWN)}, or owner/name of the hub such as "
+            "hiyouga/geometry3k."
         )
     if max_rows is not None:
         raise UserInputError("--max-rows is for the data sets with short names, which `rl-vlm fetch --help` lists.")
@@ -87,8 +88,8 @@ _STREET_VIEW = pa.schema({"image": pa.struct({"bytes": pa.binary(), "path": pa.s
 class KnownData:
     """A data set of the hub and the environment that reads it.
 
-    columns: the environment's column -> its names on the hub, the first that is there counts. shards: split -> how the names of
-    its parquet files begin. last_is_test: there is one split, whose last file is the test split.
+    columns: the environment's column -> its names on the hub, the first that is there counts. shards: split -> how the
+    names of its parquet files begin. last_is_test: there is one split, whose last file is the test split.
     """
 
     env: str
@@ -138,7 +139,7 @@ KNOWN: dict[str, KnownData] = {
 
 
 def fetch_known(name: str, max_rows: int | None = None) -> Path:
-    """The folder with train.parquet and test.parquet of a data set of KNOWN, at most `max_rows` of each split (MAX_ROWS).
+    """The folder with train.parquet and test.parquet of a data set of KNOWN, `max_rows` (MAX_ROWS) of each at most.
 
     Raises UserInputError where the data set has other files or columns, and what the hub's client raises.
     """
@@ -206,7 +207,8 @@ def _columns(known: KnownData, found: Sequence[str]) -> dict[str, str]:
     chosen = {name: next((other for other in others if other in found), "") for name, others in known.columns.items()}
     if missing := [name for name, other in chosen.items() if not other]:
         raise UserInputError(
-            f"{known.repo} has the columns {', '.join(found)} and none for {', '.join(missing)}: fetch it by its hub name and rename them."
+            f"{known.repo} has the columns {', '.join(found)} and none for {', '.join(missing)}: fetch it by its hub "
+            "name and rename them."
         )
     return chosen
 

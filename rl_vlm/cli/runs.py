@@ -60,7 +60,10 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
-    """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone. Code 1: it does not fit."""
+    """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone.
+
+    Code 1: it does not fit.
+    """
     run = load_run(config, overrides)
     from rl_vlm.runs.memory import describe, make_plan
 
@@ -79,7 +82,7 @@ def export(
     model: Annotated[str | None, typer.Option(help="The base model; by default the one that the run names.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write what a run trained as an ordinary Hugging Face folder: its adapter merged into the model, or all weights."""
+    """Write what a run trained as a Hugging Face folder: its adapter merged into the model, or all weights."""
     from rl_vlm.models.export import export_model
     from rl_vlm.models.loading import quiet_libraries
 
@@ -158,7 +161,7 @@ def sft_example(
 def sweep(
     config: Config,
     overrides: Overrides = None,
-    space: Annotated[Path, typer.Option(help="The YAML file that says what varies; see tune/spaces/.")] = ...,  # type: ignore[assignment]
+    space: Annotated[Path, typer.Option(help="The YAML file of what varies, see tune/spaces/.")] = ...,  # type: ignore
     run_dir: Annotated[str | None, typer.Option(help="Where the results go; runs/NAME-sweep by default.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted sweep; nothing is repeated.")
@@ -175,7 +178,8 @@ def sweep(
     best = trials[0]
     settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
     say(
-        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {found.metric} {best.best:.3f} with {settings}"
+        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {found.metric} "
+        f"{best.best:.3f} with {settings}"
     )
     say(f"See {folder / 'results.md'}, {folder / 'results.png'} and {folder / 'best'}.")
     if not all(trial.finished for trial in trials):
@@ -195,7 +199,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="127.0.0.1 by default, or SERVER_HOST.")] = None,
     port: Annotated[int | None, typer.Option(help="8000 by default, or SERVER_PORT; 0: any free one.")] = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's chat completions and /generate. Beyond loopback RL_VLM_API_TOKEN is required."""
+    """Serve a model over HTTP: OpenAI's chat completions and /generate.
+
+    Beyond loopback RL_VLM_API_TOKEN is required.
+    """
     if model is not None and "=" in model and not Path(model).exists():
         overrides = [model, *(overrides or [])]
         model = None  # it comes from LOCAL_MODEL_PATH

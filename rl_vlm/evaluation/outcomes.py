@@ -1,4 +1,7 @@
-"""Outcome: what an evaluation keeps of one finished episode. All results of evaluations are computed from these rows."""
+"""Outcome: what an evaluation keeps of one finished episode.
+
+All results of evaluations are computed from these rows.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ LOST = "lost"  # the status of an item without an outcome, in tables
 class Outcome:
     """One finished episode. Its attributes are the columns of the items file.
 
-    `policy` is the measured policy, `against` the one that it is compared with. `id` names the item within a side and `sample` the episode
-    of a sampled item. `env` is the environment's id, in a mixture its name, which `variant` then begins with. `info` holds the environment's
-    numbers at the end, and the item's category as text.
+    `policy` is the measured policy, `against` the one that it is compared with. `id` names the item within a side and
+    `sample` the episode of a sampled item. `env` is the environment's id, in a mixture its name, which `variant` then
+    begins with. `info` holds the environment's numbers at the end, and the item's category as text.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -77,7 +80,7 @@ class Finished(Protocol):
 
 
 def label(env: str, variant: str) -> str:
-    """The name of an environment's results under a variant: a single one's is the variant, in a mixture its own comes first."""
+    """The name of results: the variant, in a mixture after the environment's name."""
     if not env:
         return variant
     return env if variant == "default" else f"{env}/{variant}"
@@ -155,8 +158,9 @@ def items_path(out: Path) -> Path:
 class OutcomeLog:
     """Outcomes in memory, and in a file where one is given.
 
-    The file's first line says what is measured (`identity`); later ones are outcomes, each written when its item is finished. A line that
-    was cut short by a kill is dropped, and an item of which only some samples are there is asked again.
+    The file's first line says what is measured (`identity`); later ones are outcomes, each written when its item is
+    finished. A line that was cut short by a kill is dropped, and an item of which only some samples are there is asked
+    again.
 
     Args:
         path: the items file; None keeps outcomes in memory alone.
@@ -196,7 +200,8 @@ class OutcomeLog:
             return
         if len(lines) > 1 and not finished:
             raise UserInputError(
-                f"{path} holds {len(lines) - 1} outcomes of an evaluation that did not end: add --resume to go on with it, "
+                f"{path} holds {len(lines) - 1} outcomes of an evaluation that did not end: add --resume to go on "
+                "with it, "
                 "or remove the file to begin again."
             )
         file.truncate(0)
@@ -238,7 +243,10 @@ class OutcomeLog:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """The file, locked until it is closed or this process ends. Raises UserInputError where another process holds it."""
+    """The file, locked until it is closed or this process ends.
+
+    Raises UserInputError where another process holds it.
+    """
     file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,7 +270,8 @@ def _check_identity(path: Path, first: bytes, identity: dict[str, Any]) -> None:
     for key in sorted(known.keys() | identity.keys()):
         if known.get(key) != identity.get(key):
             raise UserInputError(
-                f"{path} was measured with {key} {_short(known.get(key))}, and this evaluation has {_short(identity.get(key))}: "
+                f"{path} was measured with {key} {_short(known.get(key))}, and this evaluation has "
+                f"{_short(identity.get(key))}: "
                 "repeat the former command with --resume, or choose another --out."
             )
 
@@ -288,10 +297,11 @@ def summarize(
 ) -> dict[str, Any]:
     """Accuracy with its 95 % interval and mean reward per variant.
 
-    Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`, `reward_low/<variant>`,
-    `reward_high/<variant>`, `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... and the samples. With a mixture these are over
-    all its environments, and each has its own as well: `accuracy/<name>`, for further variants `accuracy/<name>/<variant>`.
-    `env/<metric>/<variant or name>` are the `metrics` that each environment declares, over greedy episodes that were not lost.
+    Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
+    `reward_low/<variant>`, `reward_high/<variant>`, `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... and
+    the samples. With a mixture these are over all its environments, and each has its own as well: `accuracy/<name>`,
+    for further variants `accuracy/<name>/<variant>`. `env/<metric>/<variant or name>` are the `metrics` that each
+    environment declares, over greedy episodes that were not lost.
     """
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -342,7 +352,7 @@ def _mean(name: str, values: Iterable[float], seed: int) -> dict[str, float]:
 
 
 def _without_sight(tasks: Sequence[RolloutTask], found: _Samples, seed: int) -> dict[str, float]:
-    """Accuracy where other images were shown, `sight/accuracy_<view>`, and how much the true ones gain on the same items.
+    """Accuracy with other images, `sight/accuracy_<view>`, and what the true ones gain on the same items.
 
     `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its bootstrap interval.
     """
@@ -376,8 +386,9 @@ def by_category(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
     """The policy's tables, and how many of its lost items are in none of them.
 
-    Per variant and category: items, accuracy with its Wilson interval, mean reward. The environment names an item's category when it is
-    played, so the category of a lost item is known only if the other policy, a sample or another view has finished it.
+    Per variant and category: items, accuracy with its Wilson interval, mean reward. The environment names an item's
+    category when it is played, so the category of a lost item is known only if the other policy, a sample or another
+    view has finished it.
     """
     known = {(outcome.variant, outcome.index): outcome.info[key] for outcome in outcomes if key in outcome.info}
     members: dict[str, dict[str, list[Outcome]]] = {}
@@ -427,8 +438,8 @@ def info_numbers(outcomes: Sequence[Outcome], key: str) -> dict[str, dict[str, d
 def compared(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
     """Per variant: the policy against the other one on the same items.
 
-    Differences are the policy's minus the other's, with bootstrap intervals over items; `p_value` is McNemar's, from the items that only one of
-    them got right (`only_policy`, `only_against`).
+    Differences are the policy's minus the other's, with bootstrap intervals over items; `p_value` is McNemar's, from
+    the items that only one of them got right (`only_policy`, `only_against`).
     """
     pairs: dict[str, list[tuple[Outcome, Outcome]]] = {}
     for ours, theirs in zip(*(_asked(tasks, outcomes, side) for side in get_args(Side)), strict=True):

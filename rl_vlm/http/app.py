@@ -191,7 +191,7 @@ def build_http_app(
 
 
 class _Probe:
-    """Asks the backend once for many clients, because everybody may ask for the health: the outcome holds for half a second."""
+    """Asks the backend at most every half second, because anybody may ask for the health."""
 
     def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
         self._ask = ask
@@ -214,7 +214,7 @@ class _Probe:
 
 
 def _takes(body: type[BaseModel]) -> dict[str, Any]:
-    """The operation's body for the schema: FastAPI does not see it, because it would keep it in memory until the answer is sent."""
+    """The body of an operation for the schema. FastAPI does not see it: it would keep it until the answer is sent."""
     reference = {"$ref": f"#/components/schemas/{body.__name__}"}
     return {"requestBody": {"required": True, "content": {JSON: {"schema": reference}}}}
 

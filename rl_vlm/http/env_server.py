@@ -1,7 +1,8 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
-then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
+POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics",
+"max_sessions"}; then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose
+number was answered gets the same answer.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class EnvServer:
     Args:
         build: makes one environment.
         max_sessions: at a time.
-        idle_s: a session that is unused for so long is ended. Where all are taken, the one that is unused longest is ended
-            after a minute.
+        idle_s: a session that is unused for so long is ended. Where all are taken, the one that is unused longest is
+            ended after a minute.
         clock: seconds.
     """
 
@@ -170,7 +171,7 @@ class EnvServer:
         return pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     async def _make_room(self) -> None:
-        """Forget sessions that are closed, and end those that nobody uses: clients that were killed never close theirs."""
+        """Forget closed sessions, and end those that nobody uses: clients that were killed never close theirs."""
         self._sessions = {
             name: session for name, session in self._sessions.items() if not session.ended or session.busy
         }

@@ -1,4 +1,4 @@
-"""The outermost layer: checks token, content type, queue and size of the body, and enforces deadlines, before anything is parsed."""
+"""The outermost layer: checks token, content type, queue, body size and deadlines before anything is parsed."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ class Gate:
     Args:
         app: the application; it gets whole bodies within the limits, and is cancelled when its client disconnects.
         limits: the server's.
-        token: what clients must send as a bearer token. None: no token, and only requests to this machine's own names are
-            answered, so that a web page that rebinds its name cannot reach the server through a browser.
+        token: what clients must send as a bearer token. None: only requests to this machine's own names are answered,
+            so that a web page that rebinds its name cannot reach the server through a browser.
         metrics: where answers are counted.
         deadlines: shared with the application.
         routes: paths that are counted by name.
-        content_type: what bodies must be. A browser lets a web page send this type to another server only if that server
-            agrees (CORS), which this one does not.
+        content_type: what bodies must be. A browser lets a web page send this type to another server only if that
+            server agrees (CORS), which this one does not.
     """
 
     def __init__(

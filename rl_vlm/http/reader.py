@@ -50,13 +50,17 @@ class ImageReader:
             image.info[_FILE] = data
         if image.width * image.height > self._limits.max_image_pixels:
             raise UserInputError(
-                f"Image {name} ({image.width}x{image.height}) has too many pixels, more than {self._limits.max_image_pixels}: shrink it."
+                f"Image {name} ({image.width}x{image.height}) has too many pixels, more than "
+                f"{self._limits.max_image_pixels}: shrink it."
             )
         self.num_tokens(image, name)
         return image
 
     def num_tokens(self, image: Image.Image, name: str) -> int:
-        """How many tokens of the prompt the image will take. Raises UserInputError for one that the model cannot see."""
+        """How many tokens of the prompt the image will take.
+
+        Raises UserInputError for one that the model cannot see.
+        """
         return self._spec.num_image_tokens(self._spec.grid_thw(image.width, image.height, name))
 
     def decode(self, image: Image.Image, name: str) -> EncodedImage:
@@ -74,7 +78,8 @@ class ImageReader:
         head, comma, encoded = uri.partition(",")
         if head[:5].lower() != "data:" or not comma:
             raise UserInputError(
-                f"Image {name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor addresses."
+                f"Image {name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor "
+                "addresses."
             )
         mime, *parameters = head[5:].lower().split(";")
         kind = _FORMATS.get(mime.strip())
@@ -95,7 +100,7 @@ class ImageReader:
 
 @contextmanager
 def _explained(name: str, otherwise: str) -> Iterator[None]:
-    """Turn what a decoder raises into UserInputError; damaged data raise almost anything: OSError, SyntaxError, struct.error, ..."""
+    """Turn what a decoder raises into UserInputError; damaged data raise almost anything."""
     try:
         yield
     except ImageError as error:
@@ -109,7 +114,7 @@ def _explained(name: str, otherwise: str) -> Iterator[None]:
 
 
 def _as_sent(image: Image.Image) -> EncodedImage | None:
-    """The file itself if it is a plain RGB PNG, which need not be encoded again: encoding is the most expensive step."""
+    """The file itself if it is a plain RGB PNG: encoding it again would be the most expensive step."""
     plain = image.format == "PNG" and image.mode == "RGB" and getattr(image, "n_frames", 1) == 1
     if not plain or "transparency" in image.info or _ORIENTATION in image.getexif():
         return None
@@ -152,7 +157,8 @@ class RequestReader:
         if (wanted or 1) > most:
             raise RequestError(
                 400,
-                f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: ask for less.",
+                f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: "
+                "ask for less.",
                 param="max_tokens",
             )
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -237,7 +243,8 @@ class RequestReader:
         pixels = sum(image.width * image.height for image in opened)
         if pixels > limits.max_request_pixels:
             raise _too_much(
-                f"The images have {pixels} pixels together and this server takes {limits.max_request_pixels}: shrink them."
+                f"The images have {pixels} pixels together and this server takes {limits.max_request_pixels}: shrink "
+                "them."
             )
         decoded: list[EncodedImage] = []
         for name in names:

@@ -17,8 +17,8 @@ from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopRe
 class ReplyText:
     """The text of one sample while it grows. Fed in pieces or at once, it gives the same text and tokens.
 
-    It works on bytes, because a token may hold part of a character. Text that may be the beginning of a stop string is held
-    back until the next tokens decide. A stop string that ends within the first `min_tokens` tokens is plain text.
+    It works on bytes, because a token may hold part of a character. Text that may be the beginning of a stop string is
+    held back until the next tokens decide. A stop string that ends within the first `min_tokens` tokens is plain text.
     """
 
     def __init__(self, codec: ChatCodec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
@@ -49,7 +49,7 @@ class ReplyText:
         end = len(self._bytes)
         first_end = max(before, self._searched_from) + 1  # the earliest byte at which a new stop string may end
         starts = [(self._bytes.find(stop, max(first_end - len(stop), 0)), len(stop)) for stop in self._stops]
-        # The stop string that is complete first ends the text, as it would token by token, not the one that begins first.
+        # As token by token: the stop string that is complete first ends the text, not the one that begins first.
         cuts = [(start + length, start) for start, length in starts if start >= 0]
         if cuts:
             end, last = min(cuts)[1], True
@@ -75,8 +75,8 @@ _CLOSED_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 def without_thoughts(text: str) -> str:
     """`text` without `<think>...</think>`.
 
-    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too. A thought without
-    an end is not part of the answer.
+    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too. A thought
+    without an end is not part of the answer.
     """
     text = _CLOSED_THOUGHT.sub("", text)
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()

@@ -135,7 +135,10 @@ _GUIDES = ("guided_choice", "choice", "structured_outputs")
 
 
 class ChatRequest(BaseModel):
-    """OpenAI's request, and vLLM's additions. A field that is None counts as absent. An unknown field is an error that names it."""
+    """OpenAI's request, and vLLM's additions.
+
+    A field that is None counts as absent. An unknown field is an error that names it.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 

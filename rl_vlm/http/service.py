@@ -30,10 +30,10 @@ _LARGE = 1 << 20  # bytes
 
 
 def return_freed_memory() -> None:
-    """Allocate blocks of a MiB and more with mmap, so that `free` returns them. Holds for the whole process; needs glibc.
+    """Let this process allocate blocks of a MiB and more with mmap, so that `free` returns them. Needs glibc.
 
-    By default glibc raises this threshold to 32 MiB. Pixels then lie in the heaps of the decoding threads between small blocks
-    that stay, and the process keeps their memory (4.6 GiB after 128 images of 8 megapixels on four threads).
+    By default glibc raises this threshold to 32 MiB. Pixels then lie in the heaps of the decoding threads between small
+    blocks that stay, and the process keeps their memory (4.6 GiB after 128 images of 8 megapixels on four threads).
     """
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
@@ -86,7 +86,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request: what the engine is asked, the tokens of its prompt, the model, and the deadline in the event loop's time."""
+    """One request to the engine, with the tokens of its prompt, its model and its deadline (the event loop's time)."""
 
     request: GenerationRequest
     num_prompt_tokens: int
@@ -126,7 +126,10 @@ class Service:
         prefix: str,
         deadline: float,
     ) -> Call:
-        """What the engine is asked, by a method of `reader` on a thread; `prefix` begins the request's id. Raises RequestError."""
+        """What the engine is asked, by a method of `reader` on a thread; `prefix` begins the request's id.
+
+        Raises RequestError.
+        """
         name = f"{prefix}-{uuid.uuid4().hex}"
         try:
             async with self._deadlines.at(deadline):
@@ -135,7 +138,8 @@ class Service:
         except TimeoutError as error:
             raise self._too_late() from error
         finally:
-            body.messages = []  # encoded images may take megabytes, and the handler keeps the body until it has answered
+            # The handler keeps the body until it has answered, and encoded images may take megabytes.
+            body.messages = []
         return Call(request, num_prompt_tokens, model, deadline)
 
     async def complete(self, call: Call) -> Completion:
@@ -241,6 +245,9 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def _is_clients(error: BaseException) -> bool:
-    """Whether the client must change its request. A replica's error is the `cause` of the RayTaskError that ours comes from."""
+    """Whether the client must change its request.
+
+    A replica's error is the `cause` of the RayTaskError that ours comes from.
+    """
     reason = getattr(error.__cause__, "cause", error)
     return isinstance(error, UserInputError) or isinstance(reason, RequestTooLargeError)

@@ -214,7 +214,7 @@ class ProgressDisplay:
         )
 
     def recall(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
-        """Take over the evaluations that a run made before it was resumed, entries of eval.jsonl, without showing each."""
+        """Take over the evaluations of a run before it was resumed, entries of eval.jsonl, without showing each."""
         for entry in evaluations:
             self._remember(int(entry["iteration"]), entry)
 

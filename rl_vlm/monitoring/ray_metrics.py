@@ -1,7 +1,8 @@
 """The metrics of a run as Ray metrics, for Prometheus, Grafana, alerts and `rl-vlm top`.
 
-Ray's own thread sends what was set to the metrics agent of the node every few seconds, so that no iteration waits for it. It sends a
-gauge once after it was set, and the agent forgets what is not sent again: a thread here sets all of them anew.
+Ray's own thread sends what was set to the metrics agent of the node every few seconds, so that no iteration waits for
+it. It sends a gauge once after it was set, and the agent forgets what is not sent again: a thread here sets all of them
+anew.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 # Which Ray metric a metric of a run becomes: a bounded list of names, so that no run can flood a metrics agent.
 #
-# A metric with a fixed name has a Ray metric of its own (`reward/mean` → `rl_vlm_reward_mean`). Others, whose last part an
-# environment, a reason or a variant names, share the Ray metric of their first part and differ in the tag `name`
+# A metric with a fixed name has a Ray metric of its own (`reward/mean` → `rl_vlm_reward_mean`). Others, whose last part
+# an environment, a reason or a variant names, share the Ray metric of their first part and differ in the tag `name`
 # (`dropped/too_old` → `rl_vlm_dropped{name="too_old"}`). Prometheus sees all of them with `ray_` in front.
 
 PREFIX = "rl_vlm_"
@@ -51,7 +52,7 @@ _OWN: Mapping[str, str] = {
     "reward_model": "accuracy loss examples gradient_steps",
     "replay": "rows mib",
 }
-# The other first parts, whose last part an environment, a reason or a variant names; `metric` is for unknown first parts.
+# First parts whose other last parts share one Ray metric; `metric` is for unknown first parts.
 FAMILIES = (*_OWN, "accuracy", "env", "evaluation", "items", "mixture", "time", "dropped", "restarts", "metric")
 EVAL = "eval"  # the part of what an evaluation found
 _PARTS = {

@@ -269,9 +269,9 @@ class RunRecorder:
     `folder` exists. The run continues after `resumed_iteration`, and later rows of an earlier process are removed; with
     None all rows of an earlier run in the folder are removed. `draw(folder)` is called at the end.
 
-    No method but the constructor raises an OSError: a full disk must not end a run. Failures are counted in `write_errors`
-    and logged once per kind; metrics that could not be written are kept and written with the next ones. Files are written
-    whole or not at all. With WANDB_API_KEY set, metrics also go to Weights & Biases.
+    No method but the constructor raises an OSError: a full disk must not end a run. Failures are counted in
+    `write_errors` and logged once per kind; metrics that could not be written are kept and written with the next ones.
+    Files are written whole or not at all. With WANDB_API_KEY set, metrics also go to Weights & Biases.
     """
 
     def __init__(
@@ -311,7 +311,9 @@ class RunRecorder:
                 self.ray.add(iteration, metrics, self.write_errors)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's under `evaluation/`."""
+        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's
+        under `evaluation/`.
+        """
         with self._guard("eval.jsonl"):
             self._evaluations.add({"iteration": iteration, "time": time.time(), **results})
         numbers = {
@@ -325,7 +327,9 @@ class RunRecorder:
                 self.ray.add_evaluation(numbers)
 
     def log_spans(self, iteration: int, spans: Sequence[tracing.Span]) -> None:
-        """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there is one."""
+        """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there
+        is one.
+        """
         if not spans:
             return
         with self._guard("traces"):
@@ -366,7 +370,10 @@ class RunRecorder:
             )
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, draw the figure, close everything. `result` holds a `status`; its extra keys are kept."""
+        """Write `result.json`, draw the figure, close everything.
+
+        `result` holds a `status`; its extra keys are kept.
+        """
         if result.get("status") not in STATUSES:
             raise ValueError(f"status is {result.get('status')!r}; it must be one of {', '.join(STATUSES)}.")
         for name, sink in (("progress.csv", self._progress), ("eval.jsonl", self._evaluations)):
@@ -385,7 +392,10 @@ class RunRecorder:
         self.close()
 
     def close(self) -> None:
-        """End the run on Weights & Biases and send the last spans; all files are closed already. A second call does nothing."""
+        """End the run on Weights & Biases and send the last spans; all files are closed already.
+
+        A second call does nothing.
+        """
         wandb, self._wandb = self._wandb, None
         if wandb is not None:
             with self._guard("Weights & Biases", Exception):

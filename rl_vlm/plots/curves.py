@@ -444,7 +444,7 @@ def draw_learning_curve(
 
 
 def draw_band(panel: Axes, band: Band, color: str, label: str) -> None:
-    """The mean, named with the number of runs, and the interval behind it; an empty label: a thin line without either."""
+    """The mean, labelled with the number of runs, over its interval; without a label a thin line alone."""
     if label and band.low is not None and band.high is not None:
         panel.fill_between(band.steps, band.low, band.high, color=color, alpha=0.18, linewidth=0)
     runs = f" ({band.runs} runs)" if band.runs > 1 else ""

@@ -30,7 +30,10 @@ class Labelled:
 
     @property
     def category(self) -> str:
-        """Of `CATEGORIES`. Where the returns are equal, no preference is the right answer, and any other a wrong one."""
+        """Of `CATEGORIES`.
+
+        Where the returns are equal, no preference is the right answer, and any other a wrong one.
+        """
         if self.first == self.second:
             return "correct" if self.label == -1 else "incorrect"
         if self.label == -1:
@@ -93,7 +96,7 @@ def summarise(labels: Sequence[Labelled]) -> dict[str, float | int]:
 def draw_label_accuracy(
     logs: Sequence[str | Path], outputs: Sequence[Path], *, bins: int = DEFAULT_BINS, title: str = ""
 ) -> dict[str, float | int]:
-    """Draw the stacked histogram of all logs together, with 95 % intervals of the correct share; returns `summarise`."""
+    """Draw one stacked histogram of all logs, with 95 % intervals of the correct share; returns `summarise`."""
     if bins < 1:
         raise UserInputError(f"The number of bins ({bins}) must be at least 1.")
     check_outputs(outputs)

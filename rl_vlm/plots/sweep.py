@@ -37,7 +37,10 @@ class Setting:
 
 
 def draw_settings(settings: Sequence[Setting], metric: str, path: Path) -> None:
-    """Draw the settings, best first: the first few in colour with their names, the others grey. The band is a 95 % interval."""
+    """Draw the settings, best first: the first few in colour with their names, the others grey.
+
+    The band is a 95 % interval.
+    """
     figure = new_figure()
     panel = figure.subplots()
     style_panel(panel)
