@@ -1,4 +1,4 @@
-"""Questions, answers and who gives them: the served model, or an engine in this process. HTTP is in http_endpoints.py. No Ray.
+"""Questions to the served model or to an engine in this process, without Ray; `http_endpoints.py` asks over HTTP.
 
 An endpoint answers many questions at once. A failure is an `EndpointError`, never an answer.
 """
@@ -29,8 +29,9 @@ _HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
 class EndpointError(RLVLMError):
     """A question got no answer.
 
-    retryable: asking again may help, after `retry_after_s` at the earliest. status: of the HTTP reply, 0 without one. busy: the
-    endpoint has no room, or has just gone away; this says nothing about the question, which is asked until its deadline.
+    retryable: asking again may help, after `retry_after_s` at the earliest. status: of the HTTP reply, 0 without one.
+    busy: the endpoint has no room, or has just gone away; this says nothing about the question, which is asked until
+    its deadline.
     """
 
     def __init__(
@@ -172,8 +173,9 @@ async def ask_again(
 ) -> Answer:
     """One answer within `deadline_s` and after at most `attempts`; `question(n)` makes the question of attempt n.
 
-    Attempts at which the endpoint is busy do not count: only the deadline ends them. `on_retry` gets the error that the next
-    attempt follows. Raises EndpointError, which names `who` was asked; an error that is not retryable ends it at once.
+    Attempts at which the endpoint is busy do not count: only the deadline ends them. `on_retry` gets the error that the
+    next attempt follows. Raises EndpointError, which names `who` was asked; an error that is not retryable ends it at
+    once.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s

@@ -145,16 +145,6 @@ class HTTPSection(Section):
     headers_s: float = Field(10.0, gt=0, description="Until the headers of a request are complete, on any connection.")
     deadline_s: float = Field(300.0, gt=0, description="Of one request, from its first byte to its last token.")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
-    resize_min_pixels: int | None = Field(
-        None, ge=1, description="Images are enlarged to this; null: as the model does."
-    )
-    resize_max_pixels: int | None = Field(None, ge=1, description="Images are shrunk to this; null: as the model does.")
-
-    def problems(self) -> Iterator[str]:
-        """Images that would be enlarged beyond what they are shrunk to."""
-        low, high = self.resize_min_pixels, self.resize_max_pixels
-        if low and high and low > high:
-            yield f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"
 
 
 # vLLM silently raises lower temperatures than the first and refuses higher ones than the second.

@@ -26,7 +26,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithmConfig
-    from rl_vlm.monitoring.ray_metrics import RayFigures
+    from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
 # SIGINT and SIGTERM while a command starts something that does not run yet, or ends it: it says so, and leaves.
@@ -345,7 +345,7 @@ class BaseRun(ABC):
         self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
 
     def _result(self, status: str) -> dict[str, Any]:
-        rewards = self.recorder.rewards() or self.rewards
+        rewards = self.recorder.column("reward/mean") or self.rewards
         window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
@@ -364,7 +364,7 @@ class RunLifecycle(BaseRun):
 
     def __init__(self, config: TrainConfig, folder: Path, resume: bool) -> None:
         self.algorithm: Any = None
-        self._figures: RayFigures | None = None
+        self._figures: RayMetrics | None = None
         super().__init__(config, folder, resume)
 
     @staticmethod
@@ -424,9 +424,9 @@ class RunLifecycle(BaseRun):
         if not (joins_cluster() if wanted is None else wanted):
             yield
             return
-        from rl_vlm.monitoring.ray_metrics import RayFigures
+        from rl_vlm.monitoring.ray_metrics import RayMetrics
 
-        self._figures = self.recorder.ray = RayFigures(self.config, self.folder, self.display.total)
+        self._figures = self.recorder.ray = RayMetrics(self.config, self.folder, self.display.total)
         self._figures.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield

@@ -106,10 +106,6 @@ def test_a_wrong_value_is_named_with_its_key(data: dict[str, Any], words: tuple[
     ("data", "words"),
     [
         ({"algorithm": {"minibatches": 9}, "rollout": {"prompts_per_iteration": 8}}, "(9) exceeds"),
-        (
-            {"http": {"resize_min_pixels": 2000, "resize_max_pixels": 1000}},
-            "(2000) exceeds http.resize_max_pixels (1000)",
-        ),
         ({"learner": {"lr_final_fraction": 0.0}}, "has no effect with learner.lr_schedule constant"),
         (
             {"learner": {"optimizer": "adafactor", "betas": [0.9, 0.95]}},
