@@ -329,8 +329,8 @@ def _summary(
         **_mean("reward", rewards, config.seed),
         "turns": float(np.mean([outcome.turns for outcome in answered])) if answered else 0.0,
         "items": len(greedy),
-        **declared_metrics(metrics, answered),
-        **judge_metrics(answered),
+        **declared_metrics(metrics, [one.info for one in answered]),
+        **judge_metrics(one.info for one in answered),
     }
     sampled = [task for task in tasks if task.temperature > 0]
     if sampled:

@@ -286,8 +286,7 @@ def group_mean_over_whole_batch(experience: Experience, settings: AlgorithmSecti
 
 @register_estimator("gigpo")
 def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared
-    ."""
+    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared."""
     advantages: PerToken = []
     for group, rewards in zip(experience.groups, _rewards_per_turn(experience), strict=True):
         per_turn = gigpo_advantages(

@@ -465,7 +465,7 @@ def sight_logprobs(
 ) -> dict[str, list[np.ndarray]]:
     """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by counterfactual.
 
-    The names are those of evaluation/sight.py; one that changes nothing is left out. Raises UnfitImagesError.
+    The names are those of algorithms/sight.py; one that changes nothing is left out. Raises UnfitImagesError.
     """
     _check_tokens(trajectories, text)
     logprobs = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,26 +13,18 @@ from rl_vlm.types import Trajectory, TrajectoryGroup
 Metrics = Mapping[str, tuple[float, ...]]  # VisionEnv.metrics: name of an info key -> its quantiles
 
 
-class HasInfo(Protocol):
-    """An episode, whole or what was kept of it."""
-
-    @property
-    def info(self) -> dict[str, Any]: ...
-
-
 def group_metrics(declared: Mapping[str, Metrics], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """`declared_metrics` of each environment by name; those of a mixture end in `/<name>`."""
     metrics: dict[str, float] = {}
     for env, own in declared.items():
-        values = declared_metrics(own, [one for group in groups if group.env == env for one in group.trajectories])
+        values = declared_metrics(own, [one.info for group in groups if group.env == env for one in group.trajectories])
         metrics |= {f"{key}/{env}": value for key, value in values.items()} if env else values
     return metrics
 
 
-def declared_metrics(declared: Metrics, trajectories: Iterable[HasInfo]) -> dict[str, float]:
+def declared_metrics(declared: Metrics, infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """`env/<name>` for each of `VisionEnv.metrics`, its mean over the episodes that have it, and `env/<name>_p50` per
     quantile."""
-    infos = [trajectory.info for trajectory in trajectories]
     metrics: dict[str, float] = {}
     for name, quantiles in declared.items():
         values = [float(info[name]) for info in infos if isinstance(info.get(name), (bool, int, float))]
@@ -44,7 +36,7 @@ def declared_metrics(declared: Metrics, trajectories: Iterable[HasInfo]) -> dict
     return metrics
 
 
-def judge_metrics(episodes: Iterable[HasInfo]) -> dict[str, float]:
+def judge_metrics(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Empty without a judge.
 
     `judge/win_rate`: the mean of 1, 0.5 and 0 for answers that won, contradicted the judge's orders or lost.
@@ -54,7 +46,7 @@ def judge_metrics(episodes: Iterable[HasInfo]) -> dict[str, float]:
     neither; `judge/refused`: share of answers that lost without a question; `judge/requests` and `judge/tokens` in all;
     `judge/seconds`: how long a group waited, the mean.
     """
-    judged = [one.info for one in episodes if "judge_win" in one.info]
+    judged = [info for info in infos if "judge_win" in info]
     if not judged:
         return {}
     notes = {key: np.array([float(info[key]) for info in judged]) for key in judged[0] if key.startswith("judge_")}
@@ -110,7 +102,9 @@ def sampling_metrics(
         values = [t.info[key] for t in trajectories if isinstance(t.info.get(key), (bool, int, float))]
         if values:
             metrics[f"rollout/{key}"] = float(np.mean(values))
-    return metrics | part_metrics(trajectories) | metrics_by_env(groups) | judge_metrics(trajectories)
+    return (
+        metrics | part_metrics(trajectories) | metrics_by_env(groups) | judge_metrics(one.info for one in trajectories)
+    )
 
 
 def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

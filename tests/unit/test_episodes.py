@@ -327,7 +327,7 @@ def test_a_number_that_no_figure_can_hold_is_not_kept(speaker: Speaker) -> None:
     info = {"guess": 10**400, "inside": [1, -(10**400)], "large": 10**300}
     (trajectory,) = play(pool_of((Observation(), 1.0, True, False, info)), speaker, size=1).trajectories
     assert trajectory.info == {"opened": True, "large": 10**300}
-    assert declared_metrics({"guess": (0.5,), "large": ()}, [trajectory]) == {"env/large": 1e300}
+    assert declared_metrics({"guess": (0.5,), "large": ()}, [trajectory.info]) == {"env/large": 1e300}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
 from rl_vlm.rollout.metrics import declared_metrics
-from rl_vlm.types import EncodedImage, Trajectory, TrajectoryStatus
+from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.geospot.environment import BRIEF, GeoSpotEnv
 from rl_vlm.zoo.geospot.places import FARTHEST_KM, haversine_km
 
@@ -86,25 +86,9 @@ def test_the_brief_prompt_has_three_words() -> None:
     assert observation.messages[0].parts[1] == BRIEF
 
 
-def _episode(info: dict[str, Any]) -> Trajectory:
-    import numpy as np
-
-    empty = np.zeros(1)
-    return Trajectory(
-        "a",
-        empty.astype(np.int32),
-        empty.astype(bool),
-        empty.astype(np.float32),
-        (),
-        TrajectoryStatus.COMPLETED,
-        (),
-        info,
-    )
-
-
 def test_declared_metrics_become_figures() -> None:
     infos = [{"distance_km": float(k), "format_ok": k > 2, "other": 1.0, "stage_idx": None} for k in range(11)]
-    figures = declared_metrics(GeoSpotEnv.metrics, map(_episode, infos))
+    figures = declared_metrics(GeoSpotEnv.metrics, infos)
     assert figures == {
         "env/distance_km": 5.0, "env/distance_km_p50": 5.0, "env/distance_km_p90": 9.0, "env/format_ok": pytest.approx(8 / 11),
     }  # fmt: skip

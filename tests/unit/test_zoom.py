@@ -287,13 +287,9 @@ def test_without_a_call_a_policy_gets_six_tenths_at_most_and_a_constant_answer_a
 def test_calls_per_easy_and_hard_item_are_figures_of_a_run() -> None:
     env = rl_vlm.make("Zoom-v0", prompt="brief")
 
-    class Episode:
-        def __init__(self, info: dict[str, Any]) -> None:
-            self.info = info
-
     zooms = ("zoom top left", "zoom top right")
-    episodes = [Episode(played(env, index, *zooms[: 2 * (index % 2)], "rows")[-1]) for index in range(20)]
-    figures = declared_metrics(type(env).metrics, episodes)
+    infos = [played(env, index, *zooms[: 2 * (index % 2)], "rows")[-1] for index in range(20)]
+    figures = declared_metrics(type(env).metrics, infos)
     assert figures == {
         "env/calls": 1.0, "env/call_errors": 0.0, "env/calls_easy": 0.0, "env/calls_hard": 2.0, "env/correct_easy": 0.2,
         "env/correct_hard": 0.2,
