@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 import yaml
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from rl_vlm.config.loading import load_yaml
 from rl_vlm.files import replace_folder, resolved
 from rl_vlm.models.loading import from_folder, load_text_side, quiet_libraries, resolve_model, save_model
+from rl_vlm.models.lora import merge_into
 from rl_vlm.models.weights import (
     AdapterPayload,
     FullPayload,
-    WeightPayload,
     is_full,
     put_weights,
     read_payload,
@@ -52,7 +51,9 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     base = resolve_model(model or str(named))
     check_target(out, overwrite, keep=(base, adapter))
     payload = read_payload(adapter, 0)
-    merged = merge_adapter(base, payload) if isinstance(payload, AdapterPayload) else replace_weights(base, payload)
+    merged: PreTrainedModel = from_folder(AutoModelForImageTextToText, base, dtype="auto")
+    put = merge_into if isinstance(payload, AdapterPayload) else put_weights
+    put(merged, payload)
     digests = {name: _digest(tensor) for name, tensor in merged.state_dict().items()}
     with replace_model(out) as draft:
         save_model(merged, draft)
@@ -88,55 +89,6 @@ def _base_of(weights: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(found)
-
-
-def replace_weights(base: Path, payload: WeightPayload) -> PreTrainedModel:
-    """The base model, in the precision that it is stored in, with all weights replaced. Raises UserInputError for ones that do not fit."""
-    model: PreTrainedModel = from_folder(AutoModelForImageTextToText, base, dtype="auto")
-    put_weights(model, payload)
-    return model
-
-
-def merge_adapter(base: Path, payload: AdapterPayload) -> PreTrainedModel:
-    """The base model, in the precision that it is stored in, with the adapter merged into its weights."""
-    model = from_folder(AutoModelForImageTextToText, base, dtype="auto")
-    config = lora_config(payload)
-    adapted = _with_adapter(model, config, payload.state())
-    merged = adapted.merge_and_unload()
-    for name, parameter in merged.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise UserInputError(f"The adapter is broken: after merging, {name} has values that are not finite.")
-    return merged  # type: ignore[no-any-return]
-
-
-def lora_config(payload: AdapterPayload) -> LoraConfig:
-    """peft's configuration of an adapter. Raises UserInputError."""
-    try:
-        config = LoraConfig.from_peft_type(**json.loads(payload.config_json))
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserInputError(f"The adapter's adapter_config.json is not a LoRA configuration ({error}).") from error
-    if not isinstance(config, LoraConfig):
-        raise UserInputError(f"The adapter is {config.peft_type}, not LORA: only LoRA adapters can be merged.")
-    return config
-
-
-def _with_adapter(model: nn.Module, config: LoraConfig, state: dict[str, Tensor]) -> PeftModel:
-    # PeftModel.from_pretrained only warns of tensors that are missing, and the merge would silently lack them.
-    try:
-        adapted = get_peft_model(model, config)
-    except ValueError as error:  # no module has a name that the configuration targets
-        raise UserInputError(f"The adapter does not fit the model: {error}") from error
-    own = get_peft_model_state_dict(adapted)
-    if own.keys() != state.keys():
-        example = sorted(own.keys() ^ state.keys())[0]
-        raise UserInputError(f"The adapter does not fit the model: tensors differ, for example {example}.")
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            shapes = f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
-            raise UserInputError(f"The adapter does not fit the model: {shapes}.")
-    # float32, so that the sum with a low-precision weight is rounded once.
-    set_peft_model_state_dict(adapted, {name: tensor.float() for name, tensor in state.items()})
-    return adapted
 
 
 def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> None:

@@ -61,8 +61,8 @@ def _refuse_other_tensors(names: Iterable[str]) -> None:
     pairs = {end for name in known if name.endswith(DOWN) for end in (name, name.removesuffix(DOWN) + UP)}
     if other := sorted(known - pairs):
         raise UserInputError(
-            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as {other[0].removeprefix(PREFIX)}: they "
-            "cannot be served as an adapter; merge it into the model with peft, and give the merged model's folder."
+            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as {other[0].removeprefix(PREFIX)}: merge "
+            "it into the model with peft, and give the merged model's folder."
         )
 
 
@@ -77,7 +77,9 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
     except (ValueError, TypeError, KeyError) as error:
         raise UserInputError(f"Adapter version {payload.version} has no LoRA configuration ({error!r}).") from error
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise UserInputError("Adapters with DoRA or per-layer ranks cannot be merged by this engine: use engine vllm.")
+        raise UserInputError(
+            "Adapters with DoRA or per-layer ranks are merged by peft only: do that, or serve them with engine vllm."
+        )
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     state = payload.views()
     _refuse_other_tensors(state)
@@ -117,6 +119,13 @@ def merged_weights(
         total = torch.addmm(weight.float(), up.to(weight.device), down.to(weight.device), alpha=scale, out=out)
         merged[name] = total.to(weight.dtype)
     return merged
+
+
+def merge_into(model: nn.Module, payload: WeightPayload) -> None:
+    """Add an adapter to a model's weights, in place. Raises UserInputError for one that does not fit."""
+    linears = adaptable_linears(model)
+    for name, weight in merged_weights(payload, linear_weights(model)).items():
+        linears[name].weight.data = weight
 
 
 def language_linears(model: nn.Module) -> dict[str, nn.Linear]:

@@ -34,9 +34,7 @@ def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_mod
     queries, keys = text.heads * text.head_dim, text.kv_heads * text.head_dim
     norms = 2 * (text.hidden + 1) + text.head_norms * (queries + keys + text.heads + text.kv_heads)
     attention = 2 * queries + 2 * keys
-    mlp = 3 * text.token_width  # gate, its activation, up: their product and the frozen projections keep nothing
-    if text.experts:
-        mlp += text.experts_per_token * text.hidden  # the experts' outputs, before they are weighted
+    mlp = 3 * text.width  # gate, its activation, up: their product and the frozen projections keep nothing
     adapted = [linear for linear in shape.adapted(target_modules) if linear in list(text.linears()) and linear.copies]
     if lora != element:  # every LoRA layer keeps a copy of its input in its own precision
         inputs = lora * sum(linear.inputs for linear in adapted)
@@ -139,11 +137,11 @@ def _tokens(run: RunConfig) -> int:
 def _activations(run: RunConfig, shape: ModelShape, element: int) -> Part:
     text, lora, tokens = shape.text, run.model.lora, _tokens(run)
     if run.model.train == "full":
-        layer, working = full_layer_bytes_per_token(shape, element), 3 * text.token_width * element
+        layer, working = full_layer_bytes_per_token(shape, element), 3 * text.width * element
     else:
         layer = layer_bytes_per_token(shape, element, lora.rank, lora.target_modules)
         # At its widest a layer holds the product of a linear layer, its LoRA's in float32 twice, and their sum.
-        working = text.token_width * (element + 3 * _LORA)
+        working = text.width * (element + 3 * _LORA)
     inputs = element * text.hidden
     if run.learner.gradient_checkpointing:
         per_token = inputs * (text.layers + 2) + layer + working
@@ -312,16 +310,13 @@ def _vllm_fixed(run: CommonConfig, shape: ModelShape) -> list[Part]:
     serving, text_shape, element = run.serving, shape.text, ELEMENT[run.model.dtype]
     settings, parallel = serving.vllm, serving.vllm.tensor_parallel_size
     tokens = settings.max_num_batched_tokens
-    widest = (
-        3 * text_shape.token_width if not text_shape.experts else 3 * text_shape.token_width + 2 * text_shape.hidden
-    )
     logits = settings.max_num_seqs * text_shape.vocab * 4 * _LOGIT_COPIES["vllm"]
     parts = [
         _replica_weights(run, shape, parallel),
         *([] if run.trains_full else [_vllm_adapters(run, shape)]),
         Part(
             "activations",
-            tokens * (4 * text_shape.hidden + widest) * element + logits,
+            tokens * (4 * text_shape.hidden + 3 * text_shape.width) * element + logits,
             f"{tokens} tokens a step, {settings.max_num_seqs} samples' logits",
         ),
         # vLLM encodes at most a step's tokens of images, and keeps as many encoded ones.
@@ -362,7 +357,7 @@ def _transformers(run: CommonConfig, shape: ModelShape) -> list[Part]:
     serving, text_shape, element = run.serving, shape.text, ELEMENT[run.model.dtype]
     rows = min(serving.max_rows, max(1, run.samples_per_round // serving.num_replicas))
     per_token = shape.kv_bytes_per_token(element)
-    wide = PREFILL_TOKENS * (6 * text_shape.hidden + 3 * text_shape.token_width) * element
+    wide = PREFILL_TOKENS * (6 * text_shape.hidden + 3 * text_shape.width) * element
     parts = [_replica_weights(run, shape)]
     if run.trains_full:
         # On a CPU they lie in the object store, once for all replicas of a node.

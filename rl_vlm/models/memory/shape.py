@@ -1,4 +1,4 @@
-"""ModelShape: parameters, LoRA sizes and bytes per token of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE models.
+"""ModelShape: parameters, LoRA sizes and bytes per token of Qwen2.5-VL and Qwen3-VL models.
 
 Everything is counted from the content of config.json, and equals what transformers' classes allocate.
 """
@@ -103,7 +103,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """The language model. `experts` is 0 without a mixture; then `expert_width` and `experts_per_token` mean nothing."""
+    """The language model."""
 
     hidden: int
     layers: int
@@ -114,20 +114,6 @@ class TextShape:
     vocab: int
     attention_bias: bool
     head_norms: bool
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_width: int = 0
-    dense_layers: int = 0  # of a mixture: layers that have an ordinary MLP
-
-    @property
-    def mlp_layers(self) -> int:
-        """Layers with an ordinary MLP."""
-        return self.dense_layers if self.experts else self.layers
-
-    @property
-    def token_width(self) -> int:
-        """Units of the MLP that a token goes through, in the layers that most have."""
-        return self.experts_per_token * self.expert_width if self.experts else self.width
 
     def linears(self) -> Iterator[Linear]:
         """The linear layers that can be adapted."""
@@ -136,9 +122,9 @@ class TextShape:
         yield Linear("k_proj", self.hidden, keys, bias, self.layers)
         yield Linear("v_proj", self.hidden, keys, bias, self.layers)
         yield Linear("o_proj", queries, self.hidden, bias and self.head_norms, self.layers)
-        yield Linear("gate_proj", self.hidden, self.width, False, self.mlp_layers)
-        yield Linear("up_proj", self.hidden, self.width, False, self.mlp_layers)
-        yield Linear("down_proj", self.width, self.hidden, False, self.mlp_layers)
+        yield Linear("gate_proj", self.hidden, self.width, False, self.layers)
+        yield Linear("up_proj", self.hidden, self.width, False, self.layers)
+        yield Linear("down_proj", self.width, self.hidden, False, self.layers)
 
     @property
     def linear_parameters(self) -> int:
@@ -149,8 +135,7 @@ class TextShape:
     def parameters(self) -> int:
         """Of the layers and the last norm; embedding and output projection apart."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_norms * self.head_dim) + self.hidden
-        experts = (self.layers - self.mlp_layers) * self.experts * self.hidden * (3 * self.expert_width + 1)
-        return self.linear_parameters + norms + experts
+        return self.linear_parameters + norms
 
     @property
     def embedding(self) -> int:
@@ -211,19 +196,18 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """From the content of config.json. Raises UserInputError for families that are not known."""
         family = config.get("model_type")
-        if family not in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"):
+        if family not in ("qwen3_vl", "qwen2_5_vl"):
             raise UserInputError(f"No memory plan for model type {family!r}: it is known for Qwen2.5-VL and Qwen3-VL.")
         older = family == "qwen2_5_vl"
         text = config.get("text_config", config)  # older folders have the language model's settings at the top
         tower = config["vision_config"]
         heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-        layers, experts = int(text["num_hidden_layers"]), int(text.get("num_experts") or 0)
         patch, frames = int(tower["patch_size"]), int(tower.get("temporal_patch_size", 2))
         return cls(
             family=family,
             text=TextShape(
                 hidden=hidden,
-                layers=layers,
+                layers=int(text["num_hidden_layers"]),
                 heads=heads,
                 kv_heads=int(text.get("num_key_value_heads") or heads),
                 head_dim=int(text.get("head_dim") or hidden // heads),
@@ -231,10 +215,6 @@ class ModelShape:
                 vocab=int(text["vocab_size"]),
                 attention_bias=older or bool(text.get("attention_bias", False)),
                 head_norms=not older,
-                experts=experts,
-                experts_per_token=int(text.get("num_experts_per_tok") or 0),
-                expert_width=int(text.get("moe_intermediate_size") or 0),
-                dense_layers=_dense_layers(text, layers) if experts else 0,
             ),
             tower=TowerShape(
                 hidden=int(tower["hidden_size"]),
@@ -277,9 +257,3 @@ class ModelShape:
     def kv_bytes_per_token(self, element: int) -> int:
         """Keys and values of one token in all layers, with `element` bytes each."""
         return 2 * self.text.layers * self.text.kv_heads * self.text.head_dim * element
-
-
-def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
-    """Layers of a mixture that have an ordinary MLP, by transformers' rule."""
-    step, dense = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or ())
-    return sum(number in dense or (number + 1) % step > 0 for number in range(layers))
