@@ -137,8 +137,8 @@ def most_likely(distribution: Tensor, counts: list[int]) -> list[tuple[tuple[int
     values, ids = distribution.topk(min(max(counts), distribution.shape[1]), dim=-1)
     rows = zip(ids.tolist(), values.tolist(), counts, strict=True)
     return [
-        tuple((token, value) for token, value in zip(found[:count], scores[:count], strict=True) if value > -torch.inf)
-        for found, scores, count in rows
+        tuple((token, value) for token, value in zip(tokens[:count], scores[:count], strict=True) if value > -torch.inf)
+        for tokens, scores, count in rows
     ]
 
 
@@ -241,10 +241,10 @@ class RowCache:
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""
-        place = torch.arange(len(rows), device=rows.device)
-        moved = rows != place
+        index = torch.arange(len(rows), device=rows.device)
+        moved = rows != index
         if bool(moved.any()):
-            source, target = rows[moved], place[moved]
+            source, target = rows[moved], index[moved]
             for tensors in (self._keys, self._values):
                 for tensor in tensors:
                     tensor[target] = tensor[source]

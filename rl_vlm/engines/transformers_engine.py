@@ -31,7 +31,7 @@ from rl_vlm.engines.base import (
 )
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import EngineCall, PreparedRequest, end_call, reserved_tokens, resolve, whole_blocks
-from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
+from rl_vlm.engines.weights import AdapterWeights, Formed, FullWeights, Version, Weights
 from rl_vlm.models.devices import choose_precision, use_fast_products
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
@@ -110,13 +110,8 @@ class TransformersEngine:
         for block in self.backbone.model.model.visual.blocks:
             for part in (block.attn, block.mlp):
                 part.register_forward_hook(self._count_tower_part)
-        self._weights: Weights
-        if full:
-            self._weights = FullWeights(loaded)
-        elif quantization == "none" and dtype == "float32":
-            self._weights = MergedWeights(loaded, merged_bytes)
-        else:
-            self._weights = UnmergedWeights(loaded)
+        merges = quantization == "none" and dtype == "float32"
+        self._weights: Weights = FullWeights(loaded) if full else AdapterWeights(loaded, merged_bytes if merges else 0)
         use_fast_products(loaded, _SMALLEST_LAYER)
         self._max_rows, self._max_kv_tokens = max_rows, max_kv_tokens
         self._lockstep = lockstep
@@ -484,7 +479,7 @@ class TransformersEngine:
                 self._refuse(call, item)
         live: list[PreparedRequest] = []
         with self._wake:  # a call may be cancelled while its images are encoded
-            for (call, place, _), item in zip(batch, prepared, strict=True):
+            for (call, index, _), item in zip(batch, prepared, strict=True):
                 if isinstance(item, PreparedRequest) and not call.over:
                     call.prepared.append(item)
                     item.version = version
@@ -492,15 +487,15 @@ class TransformersEngine:
                         call.stream.policy_version = version
                         item.stream = call.stream
                         self._streams.add(call.stream)
-                    self._owners[id(item)] = (call, place)
+                    self._owners[id(item)] = (call, index)
                     live.append(item)
         if live:
             self._finish(decoder.admit(live))
 
     def _finish(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
-            call, place = self._owners.pop(id(item))
-            call.answers[place] = self._decoder.completion(item)
+            call, index = self._owners.pop(id(item))
+            call.answers[index] = self._decoder.completion(item)
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)

@@ -255,7 +255,7 @@ class VLLMEngine:
                 # vLLM raises errors of the engine core as plain Exceptions.
                 reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
                 raise EngineError(reason) from error
-            self._folders.add(adapter, payload.sha256)
+            self._folders.add(adapter)
 
     async def drop_policy(self, policy: str) -> None:
         """Forget a policy; its running requests finish."""

@@ -93,7 +93,9 @@ def read_piece(output: Any, top: int) -> Piece:
         for start, end in zip(starts, flat.end_indices, strict=True)
     ]
     return Piece(
-        list(output.token_ids), [flat.logprobs[start] for start in starts], [found[:top] for found in alternatives]
+        list(output.token_ids),
+        [flat.logprobs[start] for start in starts],
+        [likeliest[:top] for likeliest in alternatives],
     )
 
 
@@ -158,7 +160,7 @@ class VLLMSampler:
     async def sample(self, plan: Plan, number: int, lora: Any) -> Sample:
         """One sample, whole. Raises EngineError."""
         output = await self._ask(plan, number, lora, None)
-        piece = self._read(plan, output)
+        piece = read_piece(output, plan.request.sampling.top_logprobs)
         return Sample(
             np.array(piece.token_ids, dtype=np.int32),
             np.array(piece.logprobs, dtype=np.float32),
@@ -200,7 +202,7 @@ class VLLMSampler:
                     self._check_prompt(plan, result)
                 last = result.outputs[0]
                 if stream is not None and last.finish_reason != "error":
-                    piece = self._read(plan, last)
+                    piece = read_piece(last, plan.request.sampling.top_logprobs)
                     if self._names_versions(plan, lora):
                         # Versions change while vLLM is paused, long after the last token of the older one was read here.
                         stream.policy_version = self.counts.policy_version
@@ -221,9 +223,6 @@ class VLLMSampler:
             )
         self.counts.prefix_queries += len(plan.expanded)
         self.counts.prefix_hits += result.num_cached_tokens or 0
-
-    def _read(self, plan: Plan, output: Any) -> Piece:
-        return read_piece(output, plan.request.sampling.top_logprobs)
 
     def _stop_reason(self, plan: Plan, output: Any, piece: Piece) -> StopReason:
         tokens = piece.token_ids

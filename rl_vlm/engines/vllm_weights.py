@@ -52,28 +52,23 @@ class AdapterFolders:
         self._release = weakref.finalize(self, release_root, self._root, lock)  # also run when Python exits
         self._adapters: dict[str, list[Adapter]] = {}  # by policy, oldest first
         self._dropped: list[Adapter] = []  # of dropped policies, still in use
-        self._hashes: dict[tuple[str, int], str] = {}  # of every version that was added
         self._next_id = 1
 
     def newest(self, policy: str = POLICY) -> Adapter | None:
         """The version of a policy that was added last."""
-        found = self._adapters.get(policy)
-        return found[-1] if found else None
+        versions = self._adapters.get(policy)
+        return versions[-1] if versions else None
 
     @property
     def newest_version(self) -> int:
         """The highest version of any policy."""
-        return max((found[-1].version for found in list(self._adapters.values())), default=0)
+        return max((versions[-1].version for versions in list(self._adapters.values())), default=0)
 
     def write(self, payload: WeightPayload) -> Adapter:
         """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM cannot serve."""
         from vllm.lora.request import LoRARequest
 
         payload.verify()
-        if self._hashes.get((payload.policy, payload.version), payload.sha256) != payload.sha256:
-            raise EngineError(
-                f"Adapter version {payload.version} was loaded with other weights: publish these under a new version."
-            )
         unsupported = [name for name in payload.state() if ".language_model." not in name]
         if unsupported:
             # vLLM would silently ignore an adapted vision tower.
@@ -97,28 +92,26 @@ class AdapterFolders:
         known = adapter.request
         return LoRARequest(known.lora_name, known.lora_int_id, known.lora_path, load_inplace=True)
 
-    def add(self, adapter: Adapter, sha256: str) -> None:
+    def add(self, adapter: Adapter) -> None:
         """Make a written version the newest, and delete the folders of old versions that no request uses."""
-        self._hashes[adapter.policy, adapter.version] = sha256
         of_policy = self._adapters.setdefault(adapter.policy, [])
         of_policy.append(adapter)
-        for old in [one for one in of_policy[:-_KEPT] if not one.users]:
+        for old in [other for other in of_policy[:-_KEPT] if not other.users]:
             of_policy.remove(old)
             self.discard(old)
         self._discard_dropped()
 
     def drop(self, policy: str) -> list[Adapter]:
         """Forget a policy; its folders go once no request uses them. Returns its adapters that none uses."""
-        self._hashes = {key: sha256 for key, sha256 in self._hashes.items() if key[0] != policy}
         gone = self._adapters.pop(policy, [])
         self._dropped += gone
         self._discard_dropped()
-        return [one for one in gone if not one.users]
+        return [adapter for adapter in gone if not adapter.users]
 
     def _discard_dropped(self) -> None:
-        for one in [one for one in self._dropped if not one.users]:
-            self._dropped.remove(one)
-            self.discard(one)
+        for adapter in [adapter for adapter in self._dropped if not adapter.users]:
+            self._dropped.remove(adapter)
+            self.discard(adapter)
 
     def discard(self, adapter: Adapter) -> None:
         """Delete a version's folder."""
@@ -203,7 +196,6 @@ class FullVersions:
         self._release = weakref.finalize(self, release_root, self._root, lock)  # also run when Python exits
         self.version = 0
         self.broken = ""  # why the weights may be those of no version; only a new engine helps
-        self._hashes: dict[int, str] = {}
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
@@ -270,7 +262,6 @@ class FullVersions:
             self.broken = f"Version {payload.version} was not loaded as a whole ({error!r}): restart the replica."
             raise EngineError(self.broken) from error
         self.version = payload.version
-        self._hashes[payload.version] = payload.sha256
         await llm.resume_generation()
 
     def _write(self, payload: WeightPayload) -> Path:
@@ -279,10 +270,6 @@ class FullVersions:
                 f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
             )
         payload.verify()
-        if self._hashes.get(payload.version, payload.sha256) != payload.sha256:
-            raise EngineError(
-                f"Weight version {payload.version} was loaded with other weights: publish these under a new version."
-            )
         file = self._root / f"v{payload.version}.safetensors"
         try:
             with enough_room(self._root):

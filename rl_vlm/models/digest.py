@@ -20,7 +20,7 @@ def hash_model(folder: Path) -> str:
     4 MiB of each weight file count, its header among them: a merged adapter or a trained model is told from its base, an edit of single
     numbers is not. Takes milliseconds for gigabytes. Raises OSError.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     text_files = sorted(
         path
         for path in folder.iterdir()
@@ -30,17 +30,17 @@ def hash_model(folder: Path) -> str:
         and path.stat().st_size <= _LARGEST_TEXT
     )
     for file in text_files:
-        _add(found, file.name, file.read_bytes())
+        _add(digest, file.name, file.read_bytes())
     for file in sorted(folder.glob(f"*{_WEIGHTS}")) or sorted(folder.glob(f"*{_OTHER_WEIGHTS}")):
         size = file.stat().st_size
-        _add(found, file.name, str(size).encode())
+        _add(digest, file.name, str(size).encode())
         with file.open("rb", buffering=_PIECE_BYTES) as stream:
             for number in range(_PIECES):
                 stream.seek(max(size - _PIECE_BYTES, 0) * number // (_PIECES - 1))
-                _add(found, file.name, stream.read(_PIECE_BYTES))
-    return found.hexdigest()[:16]
+                _add(digest, file.name, stream.read(_PIECE_BYTES))
+    return digest.hexdigest()[:16]
 
 
-def _add(found: hashlib._Hash, name: str, content: bytes) -> None:
-    found.update(f"{name} {len(content)}\n".encode())
-    found.update(content)
+def _add(digest: hashlib._Hash, name: str, content: bytes) -> None:
+    digest.update(f"{name} {len(content)}\n".encode())
+    digest.update(content)

@@ -85,17 +85,17 @@ def find_adapter_and_model(source: Path) -> tuple[Path, str | None]:
 
 def _base_of(weights: Path) -> str | None:
     try:
-        found = json.loads((weights / FullPayload.CONFIG).read_text())["base_model"]
+        base = json.loads((weights / FullPayload.CONFIG).read_text())["base_model"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return str(found)
+    return str(base)
 
 
 def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> None:
     """Raise UserInputError unless a model folder may be written at `out` without harm to `keep` or to foreign files."""
-    place = resolved(out)
+    target = resolved(out)
     for folder in keep:
-        if place == folder.resolve() or place in folder.resolve().parents:
+        if target == folder.resolve() or target in folder.resolve().parents:
             raise UserInputError(f"{out} holds the input {folder}: choose another output folder.")
     if not out.exists():
         return
@@ -117,9 +117,7 @@ def replace_model(out: Path) -> Iterator[Path]:
 
     def foreign(old: Path) -> list[str]:
         names = sorted(set(files_in(old)) - model_files(old))
-        taken = [
-            name for name in names if any((draft / place).is_file() for place in (Path(name), *Path(name).parents))
-        ]
+        taken = [name for name in names if any((draft / path).is_file() for path in (Path(name), *Path(name).parents))]
         if taken:
             raise UserInputError(
                 f"{out / taken[0]} is not a file that rl-vlm wrote, and it is in the way: move it first."
@@ -141,9 +139,9 @@ def _check_export(folder: Path, digests: dict[str, str]) -> None:
     """Load the folder as a user would and compare every weight."""
     load_text_side(folder)
     model: Any = from_folder(AutoModelForImageTextToText, folder, dtype="auto")
-    found = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
-    if found != digests:
-        names = [name for name in digests.keys() | found.keys() if found.get(name) != digests.get(name)]
+    exported = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
+    if exported != digests:
+        names = [name for name in digests.keys() | exported.keys() if exported.get(name) != digests.get(name)]
         raise ExportError(
             f"The exported folder came back different in {len(names)} tensors, such as {sorted(names)[0]}."
         )

@@ -81,7 +81,7 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
             "Adapters with DoRA or per-layer ranks are merged by peft only: do that, or serve them with engine vllm."
         )
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    state = payload.views()
+    state = payload.state()
     _refuse_other_tensors(state)
     factors: dict[str, LoraFactors] = {}
     for name, down in state.items():

@@ -2,7 +2,8 @@
 
 Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
 and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
-an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time."""
+an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time.
+"""
 
 from __future__ import annotations
 
@@ -144,8 +145,8 @@ class SegmentLayout:
             first = 2 if prompt else 1
             for start, stop in list(zip(starts.tolist(), ends, strict=True))[first:]:
                 later.append(Continuation(number, prompt, start, stop))
-        longest = max((one.stop - one.start for one in later), default=0)
-        longest_prompt = max((one.prompt for one in later), default=0)
+        longest = max((continuation.stop - continuation.start for continuation in later), default=0)
+        longest_prompt = max((continuation.prompt for continuation in later), default=0)
         mask = torch.ones(longest, longest_prompt + longest, dtype=torch.bool, device=device)
         return cls(tuple(later), longest_prompt, mask.tril(longest_prompt))
 
@@ -156,14 +157,18 @@ class SegmentLayout:
         """
         saved = 0
         for members in _by_row(self.later).values():
-            spent = sum((one.stop - one.start) * (one.prompt + one.stop - one.start) for one in members)
+            spent = sum(
+                (continuation.stop - continuation.start)
+                * (continuation.prompt + continuation.stop - continuation.start)
+                for continuation in members
+            )
             saved += length**2 - members[0].start ** 2 - spent
         return saved >= call_cost * len(self.later)
 
-    def mask_of(self, one: Continuation) -> Tensor:
+    def mask_of(self, continuation: Continuation) -> Tensor:
         """bool [queries, prompt + queries]: a view."""
-        length = one.stop - one.start
-        return self.mask[:length, self.longest_prompt - one.prompt : self.longest_prompt + length]
+        length = continuation.stop - continuation.start
+        return self.mask[:length, self.longest_prompt - continuation.prompt : self.longest_prompt + length]
 
 
 def dense_mask(segments: Tensor) -> Tensor:
@@ -197,32 +202,32 @@ def segment_attention(
     packed = _by_row(segments.later)
     if not packed:
         return causal(query, key, value), None
-    found: dict[int, Tensor] = {}
+    by_number: dict[int, Tensor] = {}
     plain = [number for number in range(len(query)) if number not in packed]
     if plain:
-        found |= dict(zip(plain, causal(query[plain], key[plain], value[plain]), strict=True))
+        by_number |= dict(zip(plain, causal(query[plain], key[plain], value[plain]), strict=True))
     for number, members in packed.items():
         query_row, key_row, value_row = query[number, None], key[number, None], value[number, None]
         first = members[0].start
         pieces = [causal(query_row[:, :, :first], key_row[:, :, :first], value_row[:, :, :first])[0]]
-        for one in members:
-            own = slice(one.start, one.stop)
+        for continuation in members:
+            own = slice(continuation.start, continuation.stop)
             keys, values = (
-                torch.cat([side[:, :, : one.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
+                torch.cat([side[:, :, : continuation.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
             )
-            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(one), scaling)
+            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(continuation), scaling)
             pieces.append(attended[0].transpose(0, 1))
         padding = query.shape[2] - members[-1].stop
         pieces.append(pieces[0].new_zeros(padding, *pieces[0].shape[1:]))
-        found[number] = torch.cat(pieces)
-    return torch.stack([found[number] for number in range(len(query))]), None
+        by_number[number] = torch.cat(pieces)
+    return torch.stack([by_number[number] for number in range(len(query))]), None
 
 
 def _by_row(later: Sequence[Continuation]) -> dict[int, list[Continuation]]:
-    found: dict[int, list[Continuation]] = {}
-    for one in later:
-        found.setdefault(one.row, []).append(one)
-    return found
+    by_row: dict[int, list[Continuation]] = {}
+    for continuation in later:
+        by_row.setdefault(continuation.row, []).append(continuation)
+    return by_row
 
 
 def use_segments(model: Any) -> None:
@@ -272,13 +277,6 @@ def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
         for module in (embed, *attentions):
             del module.forward
 
-
-# One forward pass of a VLM, shared by the transformers engine and the learner.
-#
-# Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
-# and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as
-# it is: an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every
-# time.
 
 CACHE_BYTES = 256 << 20
 _VISION_PATCHES = {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
@@ -392,7 +390,7 @@ class Backbone:
         for batch in self._vision_batches(missing):
             fresh |= self._encode(batch)
             self.vision_passes += 1
-        found = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
+        by_hash = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
         for key, features in fresh.items():
             self._cache[key] = features
             self._cached_bytes += features.num_bytes
@@ -400,7 +398,7 @@ class Backbone:
             self._cache.move_to_end(key)
         while self._cached_bytes > self._cache_bytes and self._cache:
             self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
-        return [found[image.sha256] for image in images]
+        return [by_hash[image.sha256] for image in images]
 
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
         """The images in batches of bounded size: the memory of a forward pass grows with its patches."""

@@ -116,7 +116,7 @@ def _name(kind: dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
-# torch is imported only where tensors are needed, so that the registry, which only passes bytes on, starts fast.
+# torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts fast.
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safetensors' names
 
@@ -162,24 +162,14 @@ class WeightPayload:
         return self
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors by name. Raises UserInputError when the bytes are no safetensors file."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        try:
-            return load(bytes(self.tensors))  # no copy where they are bytes
-        except SafetensorError as error:
-            raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error}).") from error
-
-    def views(self) -> dict[str, Tensor]:
-        """The tensors by name as views of the bytes, not to be written to. Raises as `state` does."""
+        """The tensors by name as views of the bytes, not to be written to. Raises UserInputError for damaged bytes."""
         import torch
 
         try:
             size = 8 + int.from_bytes(self.tensors[:8], "little")
             header = json.loads(bytes(self.tensors[8:size]))
             header.pop("__metadata__", None)
-            found: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 for name, entry in header.items():
@@ -188,10 +178,10 @@ class WeightPayload:
                     flat = torch.frombuffer(
                         self.tensors, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=size + begin
                     )
-                    found[name] = flat.view(entry["shape"])
+                    tensors[name] = flat.view(entry["shape"])
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error!r}).") from error
-        return found
+        return tensors
 
     def rounded(self, dtype: str) -> Self:
         """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its own.
@@ -200,7 +190,7 @@ class WeightPayload:
         """
         import torch
 
-        kind, own = getattr(torch, dtype), self.views()
+        kind, own = getattr(torch, dtype), self.state()
         if all(tensor.dtype == kind for tensor in own.values()):
             return self
         content = pack(own, dtype)
@@ -220,14 +210,15 @@ class WeightPayload:
 def _unpickled(
     kind: type[WeightPayload], version: int, tensors: Any, config_json: str, sha256: str, policy: str
 ) -> WeightPayload:
-    held = tensors if isinstance(tensors, bytes) else memoryview(tensors)
-    return kind(version, held, config_json, sha256, policy)
+    content = tensors if isinstance(tensors, bytes) else memoryview(tensors)
+    return kind(version, content, config_json, sha256, policy)
 
 
-# Adapter versions as bytes and as folders in peft's own format.
-#
-# torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts
-# fast.
+def _names_in(tensors: bytes | memoryview) -> list[str]:
+    """Names of the tensors in a safetensors file; none where it is empty. Raises ValueError and TypeError for a damaged header."""
+    size = int.from_bytes(tensors[:8], "little")
+    return [] if size > len(tensors) - 8 else [*json.loads(bytes(tensors[8 : 8 + size]))]
+
 
 MAX_RANK, MAX_ALPHA = 8192, 1e6
 MAX_CONFIG = 4 * 2**20  # characters: some adapters list every module that they change
@@ -270,8 +261,7 @@ def check_adapter(where: Any, config_json: str, tensors: bytes | memoryview) -> 
         config = json.loads(config_json)
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
-        size = int.from_bytes(tensors[:8], "little")
-        names = [] if size > len(tensors) - 8 else [*json.loads(bytes(tensors[8 : 8 + size]))]
+        names = _names_in(tensors)
     except (ValueError, TypeError, RecursionError) as error:
         raise UserInputError(f"The adapter {where} cannot be read ({error}).") from error
     kind, rank, alpha = config.get("peft_type", "LORA"), config.get("r"), config.get("lora_alpha")
@@ -314,10 +304,6 @@ class FullPayload(WeightPayload):
         """See WeightPayload; of gigabytes, by several threads."""
         return tree_digest(content)
 
-    def state(self) -> dict[str, Tensor]:
-        """The tensors by name, not to be written to: gigabytes are not copied. Raises UserInputError for damaged bytes."""
-        return self.views()
-
     @classmethod
     def read(cls, folder: Path, version: int, policy: str = POLICY) -> FullPayload:
         """Read what `write` wrote. Raises UserInputError."""
@@ -325,9 +311,8 @@ class FullPayload(WeightPayload):
             tensors, config_json = (folder / cls.TENSORS).read_bytes(), (folder / cls.CONFIG).read_text()
         except OSError as error:
             raise UserInputError(f"{folder} holds no full weights of a run ({error}).") from error
-        size = int.from_bytes(tensors[:8], "little")
         try:
-            names = [] if size > len(tensors) - 8 else [*json.loads(tensors[8 : 8 + size])]
+            names = _names_in(tensors)
         except (ValueError, TypeError, RecursionError) as error:
             raise UserInputError(f"The weights {folder} cannot be read ({error}).") from error
         if not names:
@@ -386,8 +371,8 @@ def is_full(folder: Path) -> bool:
 
 def trained_folder(run_dir: Path) -> Path | None:
     """The folder inside a run (or a checkpoint) that holds what was trained; None where there is none."""
-    found = (run_dir / kind.FOLDER for kind in _KINDS if (run_dir / kind.FOLDER / kind.CONFIG).is_file())
-    return next(found, None)
+    folders = (run_dir / kind.FOLDER for kind in _KINDS if (run_dir / kind.FOLDER / kind.CONFIG).is_file())
+    return next(folders, None)
 
 
 def find_trained(adapter: Path | None, run_dir: Path | None) -> Path | None:
@@ -422,9 +407,9 @@ def initial_adapter_folder(model: TrainedModelSection) -> Path:
     """The folder of that adapter, which a run folder has inside. Raises UserInputError."""
     assert model.adapter is not None
     folder = Path(model.adapter)
-    for place in (folder, folder / "adapter"):
-        if (place / "adapter_config.json").is_file():
-            return place
+    for candidate in (folder, folder / "adapter"):
+        if (candidate / "adapter_config.json").is_file():
+            return candidate
     raise UserInputError(
         f"model.adapter: {folder} is neither a peft adapter folder nor a run folder with an adapter/: it holds no "
         "adapter_config.json."
@@ -458,12 +443,12 @@ def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
         name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight")
     ]
     wanted = model.lora
-    found = target_choice(modules, wanted.target_modules)
-    if (rank, alpha, found) != (wanted.rank, wanted.alpha, wanted.target_modules):
-        advice = f"model.lora='{{rank: {rank}, alpha: {alpha}, target_modules: {found}}}'"
-        what = f"rank {rank}, alpha {alpha} and target_modules {found or 'of its own'}"
+    target_modules = target_choice(modules, wanted.target_modules)
+    if (rank, alpha, target_modules) != (wanted.rank, wanted.alpha, wanted.target_modules):
+        advice = f"model.lora='{{rank: {rank}, alpha: {alpha}, target_modules: {target_modules}}}'"
+        what = f"rank {rank}, alpha {alpha} and target_modules {target_modules or 'of its own'}"
         raise UserInputError(
             f"model.adapter: {folder} has {what}, and model.lora says {wanted.rank}, {wanted.alpha} and "
-            f"{wanted.target_modules}: {f'set {advice}' if found else 'train an adapter with one of our choices'}."
+            f"{wanted.target_modules}: {f'set {advice}' if target_modules else 'train an adapter with one of our choices'}."
         )
     return {"adapter": str(folder)}

@@ -208,10 +208,10 @@ class StaleReplicaError(ReplicaUnavailableError):
     """The replica did not get the version that a request asks for in time."""
 
 
-def build_engine(model: Path, run: CommonConfig) -> Engine:
+def build_engine(model: Path, config: CommonConfig) -> Engine:
     """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
-    serving = run.serving
-    in_flight = run.rollout.in_flight_updates if isinstance(run, PolicyConfig) else None
+    serving = config.serving
+    in_flight = config.rollout.in_flight_updates if isinstance(config, PolicyConfig) else None
     import torch
 
     on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()
@@ -221,42 +221,42 @@ def build_engine(model: Path, run: CommonConfig) -> Engine:
 
         return VLLMEngine(
             model,
-            dtype=run.model.dtype,
-            head_dtype=run.model.head_dtype,
+            dtype=config.model.dtype,
+            head_dtype=config.model.head_dtype,
             serving=serving,
-            max_lora_rank=run.max_lora_rank,
-            max_loras=run.lora_slots,
-            pixels=run.model.pixels,
+            max_lora_rank=config.max_lora_rank,
+            max_loras=config.lora_slots,
+            pixels=config.model.pixels,
             in_flight=in_flight,
-            kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
-            full=run.trains_full,
+            kv_cache=partial(kv_cache_bytes, config, ModelShape.read(model)),
+            full=config.trains_full,
         )
-    settings: dict[str, Any] = {
-        "dtype": run.model.dtype,
-        "device": "cuda" if on_gpu else "cpu",
-        "max_context": serving.max_context,
-        "max_rows": serving.max_rows,
-        "max_kv_tokens": max_kv_tokens(
-            run,
+    from rl_vlm.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        model,
+        dtype=config.model.dtype,
+        device="cuda" if on_gpu else "cpu",
+        max_context=serving.max_context,
+        max_rows=serving.max_rows,
+        max_kv_tokens=max_kv_tokens(
+            config,
             ModelShape.read(model),
             card=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
             # All replicas are taken to be on this machine.
             free=psutil.virtual_memory().available // serving.num_replicas,
         ),
-        "lockstep": run.deterministic,
-        "num_threads": None if on_gpu else serving.num_threads,
-        "quantization": "nf4" if serving.quantization == "nf4" else "none",
-        "pixels": run.model.pixels,
-        "in_flight": in_flight,
-        "full": run.trains_full,
-        "head_dtype": run.model.head_dtype,
-        "image_cache_bytes": run.model.image_cache_bytes,
-        "image_by_image": run.deterministic,
-        "merged_bytes": serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
-    }
-    from rl_vlm.engines.transformers_engine import TransformersEngine
-
-    return TransformersEngine(model, **settings)
+        lockstep=config.deterministic,
+        num_threads=None if on_gpu else serving.num_threads,
+        quantization="nf4" if serving.quantization == "nf4" else "none",
+        pixels=config.model.pixels,
+        in_flight=in_flight,
+        full=config.trains_full,
+        head_dtype=config.model.head_dtype,
+        image_cache_bytes=config.model.image_cache_bytes,
+        image_by_image=config.deterministic,
+        merged_bytes=serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
+    )
 
 
 class VLMServer:
@@ -267,22 +267,22 @@ class VLMServer:
     checks. Where several runs share the replica, their requests enter the engine in fair turns.
     """
 
-    def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
+    def __init__(self, model: ModelReference, config: CommonConfig, run_id: str, namespace: str) -> None:
         keep_to_loopback()
         folder = model.on_this_node()
-        self._engine = build_engine(folder, run)
-        self._serving, self._run_id = run.serving, run_id
+        self._engine = build_engine(folder, config)
+        self._serving, self._run_id = config.serving, run_id
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
+        self._life = Lifecycle(config.serving.probe_after_s, load_patience_s=config.serving.publish_timeout_s)
         self._tally = ReplicaTally()
-        self._images = ImageCache.of(run.model)
-        self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
-        text = load_text_side(folder, run.model.pixels)
+        self._images = ImageCache.of(config.model)
+        self._metrics = RayMetrics(config.name, app_name(run_id), self.replica_id)
+        text = load_text_side(folder, config.model.pixels)
         self._count_image_tokens = text.images.count_tokens
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._gate = Gate(run.serving.sharing.queue_tokens, QUANTUM) if run.serving.shared else None
+        self._gate = Gate(config.serving.sharing.queue_tokens, QUANTUM) if config.serving.shared else None
         self._follower = Follower(
             self.replica_id,
             self._engine,
@@ -290,9 +290,9 @@ class VLMServer:
             self._tally,
             find_registry=lambda: ray.get_actor(registry_name(run_id), namespace=namespace),
             abandoned=self._end_application,
-            load_timeout_s=run.serving.publish_timeout_s,
+            load_timeout_s=config.serving.publish_timeout_s,
             changed=self._changed,
-            eager=not run.serving.shared,
+            eager=not config.serving.shared,
             forget=self._forget,
         )
 

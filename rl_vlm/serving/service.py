@@ -69,12 +69,12 @@ class PolicyService:
     Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has started.
     """
 
-    def __init__(self, run: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
-        self.model, self._run, self._serving = model, run, run.serving
-        self._shared, self._keeper = run.serving.shared, keeper
+    def __init__(self, config: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
+        self.model, self._config, self._serving = model, config, config.serving
+        self._shared, self._keeper = config.serving.shared, keeper
         self.run_id = shared_id(self._shared) if self._shared else name
         self.key = PolicyKey(name) if self._shared else OWN
-        self._requirements = Requirements.of(run, model.digest)
+        self._requirements = Requirements.of(config, model.digest)
         self._newest: Published | None = None
         self._ready = False
         self._stopped = threading.Event()
@@ -97,7 +97,7 @@ class PolicyService:
 
     def _deploy(self) -> None:
         """Start the application of a run's own service, without waiting for its replicas."""
-        app = build_app(self.model, self._run, self.run_id, ray.get_runtime_context().namespace)
+        app = build_app(self.model, self._config, self.run_id, ray.get_runtime_context().namespace)
         timeout_s = self._serving.startup_timeout_s
         if get_current_placement_group() is None:
             start_serve(timeout_s)
@@ -127,7 +127,7 @@ class PolicyService:
 
     def _ask_to_join(self) -> Any:
         if self._shared:
-            self._registry = find_or_start(self._shared, self._run, self.model)
+            self._registry = find_or_start(self._shared, self._config, self.model)
             asked = self._registry.join.remote(self.key.policy, self._newest, self._keeper, self._requirements)
         else:
             asked = self._registry.join.remote(self.key.policy, self._newest)
@@ -263,31 +263,31 @@ class PolicyService:
 
 
 @contextmanager
-def kept_up(run: CommonConfig) -> Iterator[None]:
+def kept_up(config: CommonConfig) -> Iterator[None]:
     """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's trials."""
-    if not run.serving.shared:
+    if not config.serving.shared:
         yield
         return
     name = f"keeper-{uuid.uuid4().hex[:8]}"
-    service = PolicyService(run, name, ModelReference.of(run.model.path), keeper=True)
+    service = PolicyService(config, name, ModelReference.of(config.model.path), keeper=True)
     try:
         yield
     finally:
         service.stop()
 
 
-def start_service(run: CommonConfig) -> PolicyService:
+def start_service(config: CommonConfig) -> PolicyService:
     """Start or join the service of a run."""
-    return PolicyService(run, f"{run.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(run.model.path))
+    return PolicyService(config, f"{config.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(config.model.path))
 
 
 @contextmanager
-def started_service(run: CommonConfig) -> Iterator[PolicyService]:
+def started_service(config: CommonConfig) -> Iterator[PolicyService]:
     """A service that ends with the context.
 
     A run enters it before it imports RLlib, which takes ten seconds, in which the replicas load.
     """
-    service = start_service(run)
+    service = start_service(config)
     try:
         yield service
     finally:
