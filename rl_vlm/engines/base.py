@@ -232,13 +232,13 @@ class TokenStream:
         while self._unfinished:
             await self._arrived.wait()
             self._arrived.clear()
-            for chunk in self._take():
+            for chunk in self._read_pending():
                 self._unfinished -= chunk.stop_reason is not None
                 yield chunk
             if self._error is not None and not self._pending:
                 raise self._error
 
-    def _take(self) -> list[SampleChunk]:
+    def _read_pending(self) -> list[SampleChunk]:
         growth: dict[tuple[int, int], _NewTokens] = {}
         while self._pending:
             number, version, token_ids, logprobs, top_logprobs, stop_reason = self._pending.popleft()

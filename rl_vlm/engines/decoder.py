@@ -161,8 +161,6 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 
 T = TypeVar("T")
 
-_PREFILL_TOKENS = PREFILL_TOKENS
-
 
 @dataclass(slots=True)
 class DecoderCounts:
@@ -485,10 +483,10 @@ class Decoder:
 
 
 def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items, sorted by length, in batches of at most `_PREFILL_TOKENS` padded tokens; a longer item comes alone."""
+    """The items, sorted by length, in batches of at most `PREFILL_TOKENS` padded tokens; a longer item comes alone."""
     waiting = sorted(items, key=length)
     while waiting:
-        most = max(_PREFILL_TOKENS, length(waiting[0]))
+        most = max(PREFILL_TOKENS, length(waiting[0]))
         size = 0
         while size < len(waiting) and (size + 1) * length(waiting[size]) <= most:
             size += 1

@@ -161,7 +161,7 @@ class FullWeights:
                 f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
             )
         state = payload.state()
-        check_fits(state, self._base, payload.version)
+        check_fits(state, self._base, f"Weight version {payload.version}")
         return {name: tensor.to(self._base[name]) for name, tensor in state.items()}
 
     def use(self, formed: Formed | None) -> None:

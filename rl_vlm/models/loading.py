@@ -194,7 +194,7 @@ def load_model(
         raise UserInputError(f"Device {device} was asked for and torch sees no GPU here: set the device to cpu.")
     from transformers import AutoModelForImageTextToText
 
-    choose_attention(device)
+    disable_cudnn_attention(device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if quantization == "nf4":
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
@@ -210,7 +210,7 @@ def load_model(
     return model.eval()  # type: ignore[no-any-return]
 
 
-def choose_attention(device: str) -> None:
+def disable_cudnn_attention(device: str) -> None:
     """On a GPU keep torch from cuDNN's attention, which it prefers on Hopper and later.
 
     That plans anew for each shape: tens of milliseconds, where nearly every micro-batch and decoding step has a shape of its own.

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.models.memory.shape import ADAPTED
-from rl_vlm.models.weights import PREFIX, WeightPayload
+from rl_vlm.models.memory.shape import TARGET_MODULES
+from rl_vlm.models.weights import PREFIX, WeightPayload, check_fits
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # takes eight seconds to import, which engines need not wait for
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # at the end of a tensor's name
-TARGET_MODULES = ADAPTED
 # The linear layers of the towers of Qwen2.5-VL and Qwen3-VL; the patch embedding is a convolution and is not adapted.
 TOWER_PATTERN = (
     r".*visual\.(blocks|merger|deepstack_merger_list)\.(.*\.)?"
@@ -257,23 +256,8 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_lora_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy an adapter into the injected LoRA layers; raises if a tensor is missing or has another shape."""
+    """Copy an adapter into the injected LoRA layers; raises UserInputError as `check_fits`."""
     from peft import set_peft_model_state_dict
 
-    own = lora_state(model)
-    if own.keys() != state.keys():
-        difference = sorted(own.keys() ^ state.keys())[:3]
-        raise UserInputError(
-            f"The adapter does not fit the model: tensors differ, for example {', '.join(difference)}."
-        )
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            raise UserInputError(
-                f"The adapter does not fit the model: {name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}."
-            )
+    check_fits(state, lora_state(model), "The adapter")
     set_peft_model_state_dict(model, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()})
-
-
-def seed_lora(seed: int) -> None:
-    """Seed torch before `inject_lora`, so that A is drawn the same in every learner."""
-    torch.manual_seed(seed)

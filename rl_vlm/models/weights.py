@@ -320,27 +320,25 @@ class FullPayload(WeightPayload):
         return cls(version, tensors, config_json, cls.digest(tensors), policy)
 
 
-def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], version: int) -> None:
-    """Raise UserInputError unless `state` holds a finite tensor of the same shape for each parameter of `own`, and no other."""
+def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
+    """Raise UserInputError, about `what`, unless `state` holds a finite tensor of the same shape for each of `own`, and no other."""
     import torch
 
     if state.keys() != own.keys():
         example = sorted(state.keys() ^ own.keys())[0]
-        raise UserInputError(f"Weight version {version} does not fit the model: tensors differ, for example {example}.")
+        raise UserInputError(f"{what} does not fit the model: tensors differ, for example {example}.")
     for name, tensor in state.items():
         if tensor.shape != own[name].shape:
-            raise UserInputError(
-                f"Weight version {version} does not fit the model: {name} is {tuple(tensor.shape)}, expected "
-                f"{tuple(own[name].shape)}."
-            )
+            shapes = f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+            raise UserInputError(f"{what} does not fit the model: {shapes}.")
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # finite where all values are, and one pass
-            raise UserInputError(f"Weight version {version} has values that are not finite, in {name}.")
+            raise UserInputError(f"{what} has values that are not finite, in {name}.")
 
 
 def put_weights(model: nn.Module, payload: WeightPayload) -> None:
     """Copy a version into a model, rounded to its precision. Raises UserInputError for one that does not fit."""
     own, state = dict(model.named_parameters()), payload.state()
-    check_fits(state, own, payload.version)
+    check_fits(state, own, f"Weight version {payload.version}")
     for name, parameter in own.items():
         parameter.data.copy_(state[name])
 

@@ -25,7 +25,6 @@ from rl_vlm.models.lora import (
     lora_config,
     lora_state,
     merged_weights,
-    seed_lora,
 )
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
@@ -95,7 +94,7 @@ def test_a_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(tiny_fold
     states = []
     for seed in (5, 5, 6):
         model = load_model(tiny_folder)
-        seed_lora(seed)
+        torch.manual_seed(seed)
         inject_lora(model, lora_config(4, 8, "all"))
         states.append(lora_state(model))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -72,7 +72,7 @@ def amount(parameters: int) -> str:
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Names of the linear layers in the language model, by the choice that users know. `vision` adds the tower's.
-ADAPTED: dict[str, tuple[str, ...]] = {
+TARGET_MODULES: dict[str, tuple[str, ...]] = {
     "none": (),
     "attn": _ATTENTION,
     "mlp": _MLP,
@@ -247,7 +247,7 @@ class ModelShape:
 
     def adapted(self, target_modules: str) -> list[Linear]:
         """The linear layers that `model.lora.target_modules` changes."""
-        language = [linear for linear in self.text.linears() if linear.name in ADAPTED[target_modules]]
+        language = [linear for linear in self.text.linears() if linear.name in TARGET_MODULES[target_modules]]
         return language + (list(self.tower.linears()) if target_modules == "vision" else [])
 
     def lora_parameters(self, rank: int, target_modules: str) -> int:
