@@ -3,9 +3,8 @@ for each."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -417,8 +416,7 @@ class EngineCall:
     """
 
     requests: list[GenerationRequest]
-    future: asyncio.Future[list[Completion]]
-    loop: asyncio.AbstractEventLoop
+    future: Future[list[Completion]] = field(default_factory=Future)
     answers: dict[int, Completion] = field(default_factory=dict)
     admitted: int = 0
     prepared: list[PreparedRequest] = field(default_factory=list)
@@ -433,30 +431,9 @@ class EngineCall:
     def base_model(self) -> bool:
         return self.requests[0].min_version == BASE_MODEL
 
-
-def end_call(call: EngineCall, error: Exception) -> None:
-    """Raise an error in the caller of a call."""
-    if call.stream is not None:
-        call.stream.fail(error)
-    else:
-        resolve(call.loop, call.future, error=error)
-
-
-def resolve(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future,  # type: ignore[type-arg]
-    result: object = None,
-    error: Exception | None = None,
-) -> None:
-    """Settle a future of another thread's event loop, unless it is settled or its loop is gone."""
-
-    def settle() -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-        loop.call_soon_threadsafe(settle)
+    def fail(self, error: Exception) -> None:
+        """Raise an error in the caller, unless the call has ended."""
+        if self.stream is not None:
+            self.stream.fail(error)
+        elif not self.future.done():
+            self.future.set_exception(error)

@@ -30,7 +30,7 @@ from rl_vlm.engines.base import (
     notify,
 )
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import EngineCall, PreparedRequest, end_call, reserved_tokens, resolve, whole_blocks
+from rl_vlm.engines.rows import EngineCall, PreparedRequest, reserved_tokens, whole_blocks
 from rl_vlm.engines.weights import AdapterWeights, Formed, FullWeights, Version, Weights
 from rl_vlm.models.devices import choose_precision, use_fast_products
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
@@ -161,7 +161,7 @@ class TransformersEngine:
             )
         call = self._enqueue(requests)
         try:
-            return await call.future
+            return await asyncio.wrap_future(call.future)
         except asyncio.CancelledError:
             self._drop(call)
             raise
@@ -193,8 +193,8 @@ class TransformersEngine:
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> EngineCall:
         for request in requests:
             self._check_size(request)
-        loop = asyncio.get_running_loop()
-        call = EngineCall(list(requests), loop.create_future(), loop, stream=stream)
+        call = EngineCall(list(requests), stream=stream)
+        call.future.set_running_or_notify_cancel()  # a caller that is cancelled calls `_drop`
         with self._wake:
             if self._closed:
                 raise EngineError("The engine is closed.")
@@ -499,13 +499,12 @@ class TransformersEngine:
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)
-                if call.stream is not None:
-                    continue  # the stream has delivered the tokens
-                resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
+                if call.stream is None and not call.future.done():  # a stream has delivered the tokens
+                    call.future.set_result([call.answers[k] for k in range(len(call.requests))])
 
     def _refuse(self, call: EngineCall, error: Exception) -> None:
         self._drop(call)
-        end_call(call, error)
+        call.fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Fail all running and waiting calls; the engine continues unless it is closed."""
@@ -520,4 +519,4 @@ class TransformersEngine:
             self._streams.clear()
         wrapped = error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}.")
         for call in calls:
-            end_call(call, wrapped)
+            call.fail(wrapped)

@@ -60,7 +60,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 HeadDType = Literal["model", "float32"]  # float32: logits are not rounded to the model's type
 Quantization = Literal["none", "nf4"]
 
-# Families whose multimodal positions and image placeholders `chat.py` and `backbone.py` know.
+# Families whose multimodal positions and image placeholders `chat.py` and `qwen_vl.py` know.
 SUPPORTED_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 

@@ -129,7 +129,7 @@ class Versions:
 class Tenant:
     """One user of the service.
 
-    `home`: the place of the replica that its calls go to first (see `router.homes_of`); -1 for a keeper, which has no policy and
+    `home`: the place of the replica that its calls go to first (see `client.homes_of`); -1 for a keeper, which has no policy and
     only keeps the service up. `deadline`: of its lease. `revision`: of its last change.
     """
 

@@ -204,10 +204,6 @@ class ReplicaUnavailableError(RLVLMError):
     """This replica cannot answer now; the client tries again, on any replica."""
 
 
-class StaleReplicaError(ReplicaUnavailableError):
-    """The replica did not get the version that a request asks for in time."""
-
-
 def build_engine(model: Path, config: CommonConfig) -> Engine:
     """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
     serving = config.serving
@@ -421,7 +417,7 @@ class VLMServer:
             async with asyncio.timeout(self._serving.publish_timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self._may_start(policy, wanted))
         except TimeoutError as error:
-            raise StaleReplicaError(
+            raise ReplicaUnavailableError(
                 f"Replica {self.replica_id} is {self._life.state} and did not get version {wanted} of policy {policy} within "
                 f"{self._serving.publish_timeout_s:g} s."
             ) from error

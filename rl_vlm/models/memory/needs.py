@@ -173,7 +173,7 @@ def _mask(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     if (
         config.learner.attention != "dense"
     ):  # a continuation sees at most a context; auto takes a dense mask where that is less
-        # Query heads that share a key head have a mask of their own each: see models/grouped_heads.py.
+        # Query heads that share a key head have a mask of their own each: see `masked_attention`.
         groups = shape.text.heads // shape.text.kv_heads
         size = longest**2 + groups * tokens * longest * element * layers
         return Part("attention mask", size, f"{tokens} tokens, each beside {longest} at most")
