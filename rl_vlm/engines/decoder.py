@@ -50,8 +50,8 @@ class TextModel:
     """The language model of a Qwen2.5-VL or Qwen3-VL. Its results carry no gradients.
 
     Args:
-        model: the model for conditional generation; a sampled token's rotary position has one value here, because sampled
-            text advances all three axes together.
+        model: the model for conditional generation; a sampled token's rotary position has one value here, because
+            sampled text advances all three axes together.
         max_positions: rotary positions of sampled tokens are below this.
     """
 
@@ -94,8 +94,8 @@ class TextModel:
     ) -> tuple[Tensor, KeysValues]:
         """Last hidden states [B, D] of each prompt's last token, and per layer keys and values [B, heads, L, head_dim].
 
-        input_ids int64 [B, L], padded on the right; positions int64 [3, B, L]; lengths int64 [B] without padding; features
-        of the images in the row-major order of their placeholders.
+        input_ids int64 [B, L], padded on the right; positions int64 [3, B, L]; lengths int64 [B] without padding;
+        features of the images in the row-major order of their placeholders.
         """
         text, (rows, longest) = self._text, input_ids.shape
         cos, sin = text.rotary_emb(text.norm.weight.new_zeros(1), positions)
@@ -272,7 +272,8 @@ class Decoder:
 
     @torch.inference_mode()
     def admit(self, prepared: Sequence[PreparedRequest]) -> list[PreparedRequest]:
-        """Prefill requests, sorted by length, and sample their first tokens; returns the requests that are finished already."""
+        """Prefill requests, sorted by length, and sample their first tokens; returns the requests that are finished
+        already."""
         finished: list[PreparedRequest] = []
         for batch in _batches(prepared, lambda item: len(item.prompt_ids)):
             finished.extend(self._prefill(batch))
@@ -301,7 +302,8 @@ class Decoder:
     def _forward(
         self, sequences: Sequence[tuple[np.ndarray, np.ndarray, list[ImageFeatures]]]
     ) -> tuple[Tensor, KeysValues]:
-        """Last hidden states [B, D] and keys and values of sequences: ids [L], positions int64 [3, L], features of the images."""
+        """Last hidden states [B, D] and keys and values of sequences: ids [L], positions int64 [3, L], features of
+        the images."""
         lengths = np.array([len(own) for own, _, _ in sequences])
         longest = int(lengths.max())
         ids = np.full((len(sequences), longest), self._codec.pad_token_id, dtype=np.int64)

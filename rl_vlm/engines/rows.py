@@ -1,5 +1,6 @@
-"""The running samples of the transformers engine: their state, one entry per row, their keys and values, and how a token is chosen
-for each."""
+"""The running samples of the transformers engine: their state, one entry per row, their keys and values, and how a
+token is chosen for each.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +59,9 @@ def penalise(
 ) -> None:
     """Change one row of logits [R, V] in place, in vLLM's order.
 
-    Repetition (CTRL, arXiv 1909.05858): logits of tokens in the prompt or the sample are divided by it where positive and
-    multiplied where negative. Frequency and presence (OpenAI): `frequency * count + presence` is subtracted from those of
-    the sample's tokens.
+    Repetition (CTRL, arXiv 1909.05858): logits of tokens in the prompt or the sample are divided by it where positive
+    and multiplied where negative. Frequency and presence (OpenAI): `frequency * count + presence` is subtracted from
+    those of the sample's tokens.
     """
     ids, counts = np.unique(np.asarray(sampled, dtype=np.int64), return_counts=True)
     if sampling.repetition_penalty != 1:
@@ -177,8 +178,9 @@ class RowCache:
     """One row of keys and values per running sample, each with its own length.
 
     Tensors are [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place
-    is taken by the last one. What is taken at a time is at most KV_ROWS_PER_USED rows for each that is in use, of the longest
-    length since there was no row; an empty cache takes what its first rows need, and holds nothing once it is empty again.
+    is taken by the last one. What is taken at a time is at most KV_ROWS_PER_USED rows for each that is in use, of the
+    longest length since there was no row; an empty cache takes what its first rows need, and holds nothing once it is
+    empty again.
     """
 
     def __init__(self) -> None:
@@ -208,7 +210,8 @@ class RowCache:
         self.num_rows = first + len(source)
 
     def replace(self, layers: list[tuple[Tensor, Tensor]], rows: Tensor) -> None:
-        """Overwrite the keys and values of rows int64 [B]: per layer [B, heads, L, head_dim], padded where a row holds fewer."""
+        """Overwrite the keys and values of rows int64 [B]: per layer [B, heads, L, head_dim], padded where a row
+        holds fewer."""
         length = layers[0][0].shape[2]
         for k, (keys, values) in enumerate(layers):
             self._keys[k][rows, :, :length] = keys
@@ -261,8 +264,8 @@ class RowCache:
         have_rows, have_length = self._keys[0].shape[0], self._keys[0].shape[2]
         if rows <= have_rows and length <= have_length:
             return
-        # Doubling the rows keeps the copying linear in the number of admissions. Where only the length grows, rows that a larger
-        # batch left behind are given up: they would become longer, too.
+        # Doubling the rows keeps the copying linear in the number of admissions. Where only the length grows, rows that
+        # a larger batch left behind are given up: they would become longer, too.
         if rows > have_rows:
             new_rows = max(rows, KV_ROWS_PER_USED * have_rows)
         else:
@@ -298,7 +301,8 @@ class PreparedRequest:
 
     @property
     def plain(self) -> bool:
-        """Whether a step has nothing to do for its rows beyond the next token: no rule that depends on earlier tokens, and no stream."""
+        """Whether a step has nothing to do for its rows beyond the next token: no rule that depends on earlier
+        tokens, and no stream."""
         sampling = self.request.sampling
         looks_back = (
             sampling.stop or sampling.choices or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
@@ -308,8 +312,9 @@ class PreparedRequest:
 
 @dataclass(slots=True, eq=False)
 class RowState:
-    """The part of a row that is not in arrays: its request and sample number, its place in the choice trie, its top log-probabilities,
-    and (tokens before, version) of each change of the weights under it."""
+    """The part of a row that is not in arrays: its request and sample number, its place in the choice trie, its top
+    log-probabilities, and (tokens before, version) of each change of the weights under it.
+    """
 
     prepared: PreparedRequest
     number: int
@@ -318,7 +323,8 @@ class RowState:
     changes: list[tuple[int, int]] = field(default_factory=list)
 
     def pieces(self, produced: int) -> tuple[tuple[int, int], ...]:
-        """(tokens, version) of each version that sampled some of the `produced` tokens; empty if it was one all the time."""
+        """(tokens, version) of each version that sampled some of the `produced` tokens; empty if it was one all the
+        time."""
         if not self.changes:
             return ()
         ends = [before for before, _ in self.changes] + [produced]
@@ -384,7 +390,8 @@ class RowTable:
         return Sample(tokens, logprobs, reason, tuple(state.top_logprobs), state.pieces(produced))
 
     def cached(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled last."""
+        """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled
+        last."""
         prepared, said = self.states[row].prepared, self.tokens[row, : self.produced[row] - 1]
         first = int(prepared.positions.max()) + 1
         later = np.broadcast_to(np.arange(first, first + len(said)), (3, len(said)))

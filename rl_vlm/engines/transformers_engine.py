@@ -1,8 +1,10 @@
-"""The transformers engine: continuous batching on a thread of its own, adapters merged into the weights, or whole ones exchanged.
+"""The transformers engine: continuous batching on a thread of its own, adapters merged into the weights, or whole ones
+exchanged.
 
-The running samples of one version of one policy form a batch, which is decoded together with the weights of that version in place.
-Batches take turns of a few decode steps, so a new version starts while samples of the older one finish, and a policy with long
-answers delays the others by its share. With in-flight updates running samples take the newer version, too.
+The running samples of one version of one policy form a batch, which is decoded together with the weights of that
+version in place. Batches take turns of a few decode steps, so a new version starts while samples of the older one
+finish, and a policy with long answers delays the others by its share. With in-flight updates running samples take the
+newer version, too.
 """
 
 from __future__ import annotations
@@ -61,11 +63,13 @@ class TransformersEngine:
 
     Args:
         model: the model folder.
-        dtype: of the weights. Adapters are merged into float32 weights and computed beside others, which would round small ones away.
+        dtype: of the weights. Adapters are merged into float32 weights and computed beside others, which would round
+            small ones away.
         device: "cpu" or "cuda".
         max_context: prompt plus new tokens of a sample.
         max_rows: samples of each policy that run at once.
-        max_kv_tokens: keys and values of so many tokens have memory, of all policies together; requests beyond it wait. None: no limit.
+        max_kv_tokens: keys and values of so many tokens have memory, of all policies together; requests beyond it wait.
+            None: no limit.
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
@@ -157,7 +161,8 @@ class TransformersEngine:
             return []
         if len({(request.policy, request.min_version == BASE_MODEL) for request in requests}) > 1:
             raise EngineError(
-                "Requests for the base model and for the policy, or for two policies, cannot share a call: send two calls."
+                "Requests for the base model and for the policy, or for two policies, cannot share a call: send two "
+                "calls."
             )
         call = self._enqueue(requests)
         try:
@@ -208,8 +213,9 @@ class TransformersEngine:
         samples, length, limit = request.sampling.n, self._decoder.longest(request), self._max_kv_tokens
         if limit is not None and samples * whole_blocks(length) > limit:
             raise RequestTooLargeError(
-                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} tokens "
-                "that this replica has memory for: ask for fewer samples or fewer tokens, or raise serving.max_kv_gib."
+                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} "
+                "tokens that this replica has memory for: ask for fewer samples or fewer tokens, or raise "
+                "serving.max_kv_gib."
             )
 
     @property
@@ -242,8 +248,8 @@ class TransformersEngine:
     async def load_adapter(self, payload: WeightPayload) -> None:
         """Prepare a version and serve it to every request that starts from now on.
 
-        An adapter is merged, and all weights are checked, while samples run, which finish with the version that they started with unless there are
-        in-flight updates. Switching to them only changes pointers.
+        An adapter is merged, and all weights are checked, while samples run, which finish with the version that they
+        started with unless there are in-flight updates. Switching to them only changes pointers.
         """
         started = time.monotonic()
         if self._closed:
@@ -406,7 +412,8 @@ class TransformersEngine:
     def _admit(self) -> None:
         """Start waiting requests, in the order of their policy's calls, while there is room for them.
 
-        The policy that has found no memory comes first the next time, and no other passes it, so that large requests get in.
+        The policy that has found no memory comes first the next time, and no other passes it, so that large requests
+        get in.
         """
         admitted: dict[RunningBatch, list[tuple[EngineCall, int, GenerationRequest]]] = defaultdict(list)
         refused: list[tuple[EngineCall, EngineError]] = []

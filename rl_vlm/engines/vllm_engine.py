@@ -42,8 +42,8 @@ class VLLMEngine:
         max_lora_rank: the highest rank of an adapter, rounded up to what vLLM knows (8, 16, 32, 64, ...).
         max_loras: versions that may sample at the same time; requests of a further one wait for the oldest to finish.
         pixels: limits of an image's size in place of the processor's own.
-        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values. Those
-            that began before the first adapter finish without one.
+        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
+            Those that began before the first adapter finish without one.
         kv_cache: see KVCache; None: vLLM measures.
         full: versions are all weights of the model, not adapters (see FullVersions).
         head_dtype: float32 does not round logits to the model's type.
@@ -130,14 +130,16 @@ class VLLMEngine:
             work.cancel()
 
     async def load_adapter(self, payload: WeightPayload) -> None:
-        """Serve a version to every request that starts from now on and, with in-flight updates, to those that are running."""
+        """Serve a version to every request that starts from now on and, with in-flight updates, to those that are
+        running."""
         started = time.monotonic()
         await self._call(self._load(payload))
         self._swaps += 1
         self._last_swap_s = time.monotonic() - started
 
     async def sleep(self) -> None:
-        """See Engine. Weights and adapters stay where they are; without a GPU the memory of keys and values does, too."""
+        """See Engine. Weights and adapters stay where they are; without a GPU the memory of keys and values does,
+        too."""
         await self._call(self._sleep())
 
     async def wake(self) -> None:

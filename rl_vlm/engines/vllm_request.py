@@ -100,7 +100,8 @@ def read_piece(output: Any, top: int) -> Piece:
 
 
 def read_versions(output: Any) -> tuple[tuple[int, int], ...]:
-    """(tokens, policy version) in order, of a finished CompletionOutput of a vLLM whose weight versions are policy versions."""
+    """(tokens, policy version) in order, of a finished CompletionOutput of a vLLM whose weight versions are policy
+    versions."""
     return tuple((span.end - span.start, int(span.version)) for span in output.weight_versions)
 
 
@@ -183,7 +184,8 @@ class VLLMSampler:
         try:
             output = await self._run(plan, number, params, lora, stream)
             if output.finish_reason == "error":
-                # The engine core had evicted an image that this process took for cached: the second attempt sends it again.
+                # The engine core had evicted an image that this process took for cached: the second attempt sends it
+                # again.
                 output = await self._run(plan, number, params, lora, stream)
         except (VLLMError, ValueError) as error:
             reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
@@ -204,7 +206,8 @@ class VLLMSampler:
                 if stream is not None and last.finish_reason != "error":
                     piece = read_piece(last, plan.request.sampling.top_logprobs)
                     if self._names_versions(plan, lora):
-                        # Versions change while vLLM is paused, long after the last token of the older one was read here.
+                        # Versions change while vLLM is paused, long after the last token of the older one was read
+                        # here.
                         stream.policy_version = self.counts.policy_version
                     stream.put(number, *piece, self._stop_reason(plan, last, piece) if last.finish_reason else None)
                     notify([stream])

@@ -26,7 +26,8 @@ _KEPT = 2  # the newest folders of a policy stay although no request uses them
 
 @dataclass(slots=True)
 class Adapter:
-    """One loaded version of a policy; `request` is vLLM's LoRARequest, `users` the requests that are running with it."""
+    """One loaded version of a policy; `request` is vLLM's LoRARequest, `users` the requests that are running with
+    it."""
 
     version: int
     folder: Path
@@ -39,11 +40,11 @@ class AdapterFolders:
     """The adapter folders that vLLM reads, in /dev/shm where there is room for some.
 
     Every version gets a new id, name and folder: vLLM keeps the old weights of an id that it knows, and its prefix
-    cache tells versions apart by their names and folders. vLLM reads a folder again when it has dropped an adapter that a running
-    request still needs, so a folder stays as long as a request uses it.
+    cache tells versions apart by their names and folders. vLLM reads a folder again when it has dropped an adapter that
+    a running request still needs, so a folder stays as long as a request uses it.
 
-    With `one_slot` (in-flight updates) all versions have one id and one name: a version that is loaded with `replacing` takes
-    its predecessor's place under the requests that are running.
+    With `one_slot` (in-flight updates) all versions have one id and one name: a version that is loaded with `replacing`
+    takes its predecessor's place under the requests that are running.
     """
 
     def __init__(self, one_slot: bool = False) -> None:
@@ -65,7 +66,8 @@ class AdapterFolders:
         return max((versions[-1].version for versions in list(self._adapters.values())), default=0)
 
     def write(self, payload: WeightPayload) -> Adapter:
-        """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM cannot serve."""
+        """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM
+        cannot serve."""
         from vllm.lora.request import LoRARequest
 
         payload.verify()
@@ -73,7 +75,8 @@ class AdapterFolders:
         if unsupported:
             # vLLM would silently ignore an adapted vision tower.
             raise EngineError(
-                f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers may be."
+                f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers "
+                "may be."
             )
         number, self._next_id = self._next_id, self._next_id + 1
         with enough_room(self._root):
@@ -165,8 +168,8 @@ def enough_room(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise EngineError(
-            f"A version cannot be written to {root} ({error.strerror or error}): free space there, or give the container a "
-            "larger /dev/shm."
+            f"A version cannot be written to {root} ({error.strerror or error}): free space there, or give the "
+            "container a larger /dev/shm."
         ) from error
 
 
@@ -180,10 +183,12 @@ def release_root(root: Path, lock: int) -> None:
 
 
 class FullVersions:
-    """The version of an AsyncLLM's weights, and its exchange. To be used on the event loop that the AsyncLLM was made on.
+    """The version of an AsyncLLM's weights, and its exchange. To be used on the event loop that the AsyncLLM was made
+    on.
 
-    A version waits until the requests that run are finished, and holds new ones back meanwhile. With in-flight updates running
-    samples take it between two tokens. Its bytes go through a file in /dev/shm, where the engine core maps them.
+    A version waits until the requests that run are finished, and holds new ones back meanwhile. With in-flight updates
+    running samples take it between two tokens. Its bytes go through a file in /dev/shm, where the engine core maps
+    them.
 
     Args:
         llm: the AsyncLLM.
@@ -225,8 +230,8 @@ class FullVersions:
             raise EngineError(self.broken)
         if request.min_version == BASE_MODEL and self.version:
             raise EngineError(
-                f"Request {request.request_id}: these replicas of vLLM hold version {self.version} of all weights and no longer the "
-                "base model: set serving.engine to transformers, which keeps both."
+                f"Request {request.request_id}: these replicas of vLLM hold version {self.version} of all weights and "
+                "no longer the base model: set serving.engine to transformers, which keeps both."
             )
         check_version(request, self.version)
 
@@ -267,7 +272,8 @@ class FullVersions:
     def _write(self, payload: WeightPayload) -> Path:
         if not isinstance(payload, FullPayload):
             raise UserInputError(
-                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
+                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to "
+                "lora."
             )
         payload.verify()
         file = self._root / f"v{payload.version}.safetensors"

@@ -63,14 +63,16 @@ class Factors(dict[str, LoraFactors]):
 
 
 class AdapterWeights:
-    """Adapters are added to the weights while the sums fit into `max_merged_bytes`, and computed beside the weights beyond.
+    """Adapters are added to the weights while the sums fit into `max_merged_bytes`, and computed beside the weights
+    beyond.
 
-    Decoding with a sum costs the same as without an adapter, and the weights are stored once more for each sum. A policy that found no
-    room is merged again with its next version, once there is some. Weights of few bits take no sums: added to four-bit numbers most of an
-    adapter would be rounded away, and of a young one, whose sum is less than 1/256 of a weight, all of it in bfloat16.
+    Decoding with a sum costs the same as without an adapter, and the weights are stored once more for each sum. A
+    policy that found no room is merged again with its next version, once there is some. Weights of few bits take no
+    sums: added to four-bit numbers most of an adapter would be rounded away, and of a young one, whose sum is less than
+    1/256 of a weight, all of it in bfloat16.
 
-    For float32 on a CPU the memory of a sum is reused, because allocating fresh pages takes a third of the time of the sum itself.
-    Thread-safe where `Weights` must be: one thread forms while another uses and releases.
+    For float32 on a CPU the memory of a sum is reused, because allocating fresh pages takes a third of the time of the
+    sum itself. Thread-safe where `Weights` must be: one thread forms while another uses and releases.
     """
 
     def __init__(self, model: nn.Module, max_merged_bytes: float = math.inf) -> None:
@@ -107,7 +109,8 @@ class AdapterWeights:
             raise
 
     def use(self, formed: Formed | None) -> None:
-        """Put the sums in place, or hook the layers that the adapter changes: a hook costs time even where it adds nothing."""
+        """Put the sums in place, or hook the layers that the adapter changes: a hook costs time even where it adds
+        nothing."""
         beside = formed if isinstance(formed, Factors) else Factors()
         merged = {} if beside or formed is None else formed
         for name in self._merged.keys() | merged.keys():
@@ -120,7 +123,8 @@ class AdapterWeights:
         ]
 
     def release(self, formed: Formed) -> None:
-        """Give its room to the next version of any policy, and keep its memory for that one if it may be overwritten."""
+        """Give its room to the next version of any policy, and keep its memory for that one if it may be
+        overwritten."""
         if isinstance(formed, Factors):
             return
         with self._lock:
@@ -146,8 +150,8 @@ class AdapterWeights:
 class FullWeights:
     """Every version brings all weights (`model.train: full`).
 
-    On a CPU the model computes with the payload's bytes where they lie: those that Ray holds in shared memory are then there once
-    for all replicas of a node, and nothing is copied.
+    On a CPU the model computes with the payload's bytes where they lie: those that Ray holds in shared memory are then
+    there once for all replicas of a node, and nothing is copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -158,7 +162,8 @@ class FullWeights:
         """All weights, in the model's precision and on its device."""
         if not isinstance(payload, FullPayload):
             raise UserInputError(
-                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
+                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to "
+                "lora."
             )
         state = payload.state()
         check_fits(state, self._base, f"Weight version {payload.version}")

@@ -17,8 +17,8 @@ from rl_vlm.models.memory.cards import driver_gpu, learner_fraction
 def choose_precision(dtype: str, device: str) -> None:
     """On a GPU let matrices in float32 be multiplied in TF32, unless the model itself is in float32 (`dtype`).
 
-    These are LoRA's, whose weights vLLM rounds to bfloat16, of fewer digits than TF32, and a critic's head. Learner and engine
-    call this, so that both round alike.
+    These are LoRA's, whose weights vLLM rounds to bfloat16, of fewer digits than TF32, and a critic's head. Learner and
+    engine call this, so that both round alike.
     """
     if device.startswith("cuda"):
         # Said in both cases: an earlier model of this process may have been of the other kind.
@@ -28,7 +28,8 @@ def choose_precision(dtype: str, device: str) -> None:
 def choose_order(device: str) -> None:
     """On a GPU let torch take kernels that add up in one order, for a learner whose bytes must repeat.
 
-    Others, such as attention's backward pass, add as their threads come to it. An operation that has no such kernel raises.
+    Others, such as attention's backward pass, add as their threads come to it. An operation that has no such kernel
+    raises.
     """
     if device.startswith("cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts

@@ -10,15 +10,16 @@ _OTHER_WEIGHTS = ".bin"  # read by transformers where there are no safetensors
 _TEXT = (".json", ".jinja", ".txt")
 _LARGEST_TEXT = 32 << 20  # bytes; what is larger is no configuration, tokenizer or template
 
-# Of a file of weights: pieces at places that are evenly spread. A merged adapter changes every matrix, but in 16 bits not every number.
+# Of a file of weights: pieces at places that are evenly spread. A merged adapter changes every matrix, but in 16 bits
+# not every number.
 _PIECE_BYTES, _PIECES = 4096, 1024
 
 
 def hash_model(folder: Path) -> str:
     """A hash of a model folder: of the contents of its text files, and of some of each weight file.
 
-    4 MiB of each weight file count, its header among them: a merged adapter or a trained model is told from its base, an edit of single
-    numbers is not. Takes milliseconds for gigabytes. Raises OSError.
+    4 MiB of each weight file count, its header among them: a merged adapter or a trained model is told from its base,
+    an edit of single numbers is not. Takes milliseconds for gigabytes. Raises OSError.
     """
     digest = hashlib.sha256()
     text_files = sorted(

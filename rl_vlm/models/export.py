@@ -1,4 +1,5 @@
-"""Exports what a run trained as a Hugging Face model folder: base weights and adapter merged, or the weights themselves."""
+"""Exports what a run trained as a Hugging Face model folder: base weights and adapter merged, or the weights
+themselves."""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ class ExportError(RLVLMError):
 
 
 def export_model(source: str | Path, out: str | Path, model: str | None = None, overwrite: bool = False) -> Path:
-    """Merge the adapter of `source` into its base model, or put the full weights in its place, and write the Hugging Face folder
-    `out`, whole or not at all.
+    """Merge the adapter of `source` into its base model, or put the full weights in its place, and write the Hugging
+    Face folder `out`, whole or not at all.
 
-    `source` is a run folder (its `adapter/` or `weights/`, and the model that its `config.yaml` names), a folder of full weights or
-    a peft adapter folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision,
-    processor and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`,
-    and even then unless it is empty or a model folder that was written by this function; other files in there stay.
+    `source` is a run folder (its `adapter/` or `weights/`, and the model that its `config.yaml` names), a folder of
+    full weights or a peft adapter folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in
+    the base model's own precision, processor and chat template; it is loaded once before it appears. An existing `out`
+    is refused without `overwrite`, and even then unless it is empty or a model folder that was written by this
+    function; other files in there stay.
     """
     source, out = Path(source).expanduser(), resolved(out)
     adapter, named = find_adapter_and_model(source)
@@ -110,7 +112,8 @@ def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> Non
 
 @contextmanager
 def replace_model(out: Path) -> Iterator[Path]:
-    """A draft that takes the place of the model folder `out`. Files of an earlier export go, all other files of `out` stay.
+    """A draft that takes the place of the model folder `out`. Files of an earlier export go, all other files of `out`
+    stay.
 
     Raises UserInputError, with nothing changed, if a file of the user has the name of a new one.
     """

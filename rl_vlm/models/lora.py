@@ -47,7 +47,8 @@ def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:
 
 
 class LoraFactors(NamedTuple):
-    """The update of one linear layer, `scale * up @ down`: down float32 [r, in], up float32 [out, r], scale alpha / r."""
+    """The update of one linear layer, `scale * up @ down`: down float32 [r, in], up float32 [out, r], scale alpha /
+    r."""
 
     down: Tensor
     up: Tensor
@@ -55,13 +56,14 @@ class LoraFactors(NamedTuple):
 
 
 def _refuse_other_tensors(names: Iterable[str]) -> None:
-    """Raise UserInputError for what would be left out: trained heads and embeddings, biases, a matrix without the other."""
+    """Raise UserInputError for what would be left out: trained heads and embeddings, biases, a matrix without the
+    other."""
     known = set(names)
     pairs = {end for name in known if name.endswith(DOWN) for end in (name, name.removesuffix(DOWN) + UP)}
     if other := sorted(known - pairs):
         raise UserInputError(
-            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as {other[0].removeprefix(PREFIX)}: merge "
-            "it into the model with peft, and give the merged model's folder."
+            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as "
+            f"{other[0].removeprefix(PREFIX)}: merge it into the model with peft, and give the merged model's folder."
         )
 
 

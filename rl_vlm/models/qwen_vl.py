@@ -1,7 +1,7 @@
 """One forward pass of a VLM, shared by the transformers engine and the learner.
 
-Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
-and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
+Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask and
+the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
 an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time.
 """
 
@@ -30,8 +30,9 @@ from rl_vlm.types import EncodedImage, UserInputError
 
 
 def rolled_sin(sin: Tensor) -> Tensor:
-    """The sine table [..., head_dim] for `rotate`: rotate_half maps (x1, x2) to (-x2, x1), a roll by half whose minus sign
-    stands in the table."""
+    """The sine table [..., head_dim] for `rotate`: rotate_half maps (x1, x2) to (-x2, x1), a roll by half whose minus
+    sign stands in the table.
+    """
     half = sin.shape[-1] // 2
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
@@ -47,14 +48,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def needs_own_keys(query: Tensor) -> bool:
     """Whether every query head must be given keys and values of its own.
 
-    Of a GPU's kernels only those for 16 bits know groups of heads. For float32 torch would take the one called math, whose scores
-    take gigabytes at a length of thousands.
+    Of a GPU's kernels only those for 16 bits know groups of heads. For float32 torch would take the one called math,
+    whose scores take gigabytes at a length of thousands.
     """
     return query.device.type == "cuda" and query.dtype == torch.float32
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """[B, heads, L, head_dim] of query [B, heads, L, head_dim], key and value [B, key heads, L, head_dim]; with a gradient."""
+    """[B, heads, L, head_dim] of query [B, heads, L, head_dim], key and value [B, key heads, L, head_dim]; with a
+    gradient."""
     if needs_own_keys(query):
         groups = query.shape[1] // key.shape[1]
         key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
@@ -64,10 +66,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """As `causal_attention`, for key and value [B, key heads, K, head_dim] of which a mask bool [L, K] says what is seen.
+    """As `causal_attention`, for key and value [B, key heads, K, head_dim] of which a mask bool [L, K] says what is
+    seen.
 
-    Query heads that share a key head are passed as further queries. Keys repeated for each of them would be kept for the backward
-    pass: those of a prompt as often as it has continuations. Of a long sequence the repeated mask would be larger than they are.
+    Query heads that share a key head are passed as further queries. Keys repeated for each of them would be kept for
+    the backward pass: those of a prompt as often as it has continuations. Of a long sequence the repeated mask would be
+    larger than they are.
     """
     rows, heads, length, size = query.shape
     groups = heads // key.shape[1]
@@ -87,8 +91,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim].
 
-    mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are passed as the query
-    dimension: keys are not repeated, and kernels that take a mask know no groups.
+    mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are
+    passed as the query dimension: keys are not repeated, and kernels that take a mask know no groups.
     """
     rows, key_heads, _, size = key.shape
     mixed = functional.scaled_dot_product_attention(
@@ -131,7 +135,8 @@ class SegmentLayout:
 
     @classmethod
     def of(cls, segments: np.ndarray, device: torch.device | str = "cpu") -> SegmentLayout:
-        """From segments int [B, L]. Raises UserInputError where they are not in the order that the module's docstring gives."""
+        """From segments int [B, L]. Raises UserInputError where they are not in the order that the module's
+        docstring gives."""
         later: list[Continuation] = []
         for number, row in enumerate(segments):
             real = row[: int((row >= 0).sum())]
@@ -241,11 +246,12 @@ def use_segments(model: Any) -> None:
 
 @contextlib.contextmanager
 def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
-    """Within this context the model's vision tower computes the same faster; without `attention` its layers as they are.
+    """Within this context the model's vision tower computes the same faster; without `attention` its layers as they
+    are.
 
-    The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a still
-    image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention image by
-    image; for images of equal size one call computes all.
+    The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a
+    still image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention
+    image by image; for images of equal size one call computes all.
     """
     embed = model.model.visual.patch_embed
     attentions = [block.attn for block in model.model.visual.blocks] if attention else []
@@ -280,8 +286,8 @@ def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
 
 CACHE_BYTES = 256 << 20
 _VISION_PATCHES = {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
-# Query-key pairs that are computed in the time of one more call of attention, forward and backward. By arithmetic: 0.2 ms at
-# 100 GFLOP/s on a CPU, 0.05 ms at 200 TFLOP/s on a GPU.
+# Query-key pairs that are computed in the time of one more call of attention, forward and backward. By arithmetic: 0.2
+# ms at 100 GFLOP/s on a CPU, 0.05 ms at 200 TFLOP/s on a GPU.
 _CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 19}
 
 Attention: TypeAlias = Literal["auto", "segments", "dense"]
@@ -289,7 +295,8 @@ Attention: TypeAlias = Literal["auto", "segments", "dense"]
 
 @dataclass(slots=True)
 class ImageFeatures:
-    """Inputs of the language model for one image of N placeholder tokens: `merged` [N, D] and [N, D] per deep-stack layer."""
+    """Inputs of the language model for one image of N placeholder tokens: `merged` [N, D] and [N, D] per deep-stack
+    layer."""
 
     merged: Tensor
     deepstack: list[Tensor]
@@ -309,8 +316,8 @@ class Backbone:
         suppressed_ids: int64 token ids whose logits are always -inf.
         cache_bytes: how much memory image features may take before the least recently used are dropped.
         head_dtype: float32 does not round logits to the model's type.
-        image_by_image: no two images go through the vision tower together, so that features do not depend, in their last bits,
-            on what else was wanted or is cached.
+        image_by_image: no two images go through the vision tower together, so that features do not depend, in their
+            last bits, on what else was wanted or is cached.
     """
 
     def __init__(
@@ -452,8 +459,8 @@ class Backbone:
     ) -> Tensor:
         """Last hidden states [B, L, D].
 
-        input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention a mask bool [B, 1, L, K], or the segments of the rows
-        for a model that attends by them (`use_segments`); features of the images in the row-major order of their
+        input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention a mask bool [B, 1, L, K], or the segments of the
+        rows for a model that attends by them (`use_segments`); features of the images in the row-major order of their
         placeholders.
         """
         dense = isinstance(attention, Tensor)

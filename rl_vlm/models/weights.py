@@ -43,7 +43,8 @@ class _Span(NamedTuple):
 
 
 def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
-    """The bytes of a safetensors file, read-only, of tensors on any device, each rounded there to `dtype` where it is given.
+    """The bytes of a safetensors file, read-only, of tensors on any device, each rounded there to `dtype` where it is
+    given.
 
     Equal tensors give equal bytes. Raises ValueError for a type that is not in _TYPES.
     """
@@ -59,7 +60,8 @@ def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
 
 
 def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, tensor after tensor, to the disk itself: memory for one of them is enough. Raises OSError."""
+    """Write a safetensors file, tensor after tensor, to the disk itself: memory for one of them is enough. Raises
+    OSError."""
     import torch
 
     header, spans = _layout(state)
@@ -116,14 +118,16 @@ def _name(kind: dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
-# torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts fast.
+# torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts
+# fast.
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safetensors' names
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """One immutable version of a policy: safetensors bytes, what they are as JSON, and a SHA-256 of the bytes (see `digest`).
+    """One immutable version of a policy: safetensors bytes, what they are as JSON, and a SHA-256 of the bytes (see
+    `digest`).
 
     KIND begins messages; FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
     """
@@ -146,7 +150,8 @@ class WeightPayload:
 
     @classmethod
     def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str, dtype: str | None = None) -> Self:
-        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given, before they leave their device."""
+        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given, before they leave their
+        device."""
         content = pack(state, dtype)
         return cls(version, content, config_json, cls.digest(content))
 
@@ -184,7 +189,8 @@ class WeightPayload:
         return tensors
 
     def rounded(self, dtype: str) -> Self:
-        """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its own.
+        """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its
+        own.
 
         Raises as `state` does.
         """
@@ -197,7 +203,8 @@ class WeightPayload:
         return replace(self, tensors=content, sha256=self.digest(content))
 
     def write(self, folder: Path) -> Path:
-        """Write the folder with both files, atomically: it appears complete or not at all. Other files in it stay, such as a model card."""
+        """Write the folder with both files, atomically: it appears complete or not at all. Other files in it stay,
+        such as a model card."""
         ours = (self.TENSORS, self.CONFIG)
         with replace_folder(
             folder, lambda old: (path.name for path in old.iterdir() if path.name not in ours)
@@ -215,7 +222,8 @@ def _unpickled(
 
 
 def _names_in(tensors: bytes | memoryview) -> list[str]:
-    """Names of the tensors in a safetensors file; none where it is empty. Raises ValueError and TypeError for a damaged header."""
+    """Names of the tensors in a safetensors file; none where it is empty. Raises ValueError and TypeError for a
+    damaged header."""
     size = int.from_bytes(tensors[:8], "little")
     return [] if size > len(tensors) - 8 else [*json.loads(bytes(tensors[8 : 8 + size]))]
 
@@ -254,7 +262,8 @@ class AdapterPayload(WeightPayload):
 
 
 def check_adapter(where: Any, config_json: str, tensors: bytes | memoryview) -> None:
-    """Raise UserInputError unless this is a LoRA adapter: its kind, its rank and scale, and that it has tensors at all."""
+    """Raise UserInputError unless this is a LoRA adapter: its kind, its rank and scale, and that it has tensors at
+    all."""
     if len(config_json) > MAX_CONFIG:
         raise UserInputError(f"The adapter {where}: adapter_config.json has more than {MAX_CONFIG} characters.")
     try:
@@ -286,7 +295,8 @@ def config_to_json(config: LoraConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FullPayload(WeightPayload):
-    """All parameters of a model by transformers' names, tied ones once; `config_json` names the model that they began as."""
+    """All parameters of a model by transformers' names, tied ones once; `config_json` names the model that they
+    began as."""
 
     KIND: ClassVar[str] = "Weight"
     FOLDER: ClassVar[str] = "weights"
@@ -321,7 +331,8 @@ class FullPayload(WeightPayload):
 
 
 def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
-    """Raise UserInputError, about `what`, unless `state` holds a finite tensor of the same shape for each of `own`, and no other."""
+    """Raise UserInputError, about `what`, unless `state` holds a finite tensor of the same shape for each of `own`,
+    and no other."""
     import torch
 
     if state.keys() != own.keys():
@@ -396,7 +407,8 @@ def _refuse(folder: Path) -> Path:
 
 
 def initial_adapter(model: TrainedModelSection, version: int = 1) -> AdapterPayload:
-    """The adapter that `model.adapter` names, as a version. Raises UserInputError where it is not what `model.lora` describes."""
+    """The adapter that `model.adapter` names, as a version. Raises UserInputError where it is not what `model.lora`
+    describes."""
     check_initial_adapter(model)
     return AdapterPayload.read(initial_adapter_folder(model), version)
 
@@ -447,6 +459,7 @@ def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
         what = f"rank {rank}, alpha {alpha} and target_modules {target_modules or 'of its own'}"
         raise UserInputError(
             f"model.adapter: {folder} has {what}, and model.lora says {wanted.rank}, {wanted.alpha} and "
-            f"{wanted.target_modules}: {f'set {advice}' if target_modules else 'train an adapter with one of our choices'}."
+            f"{wanted.target_modules}: "
+            f"{f'set {advice}' if target_modules else 'train an adapter with one of our choices'}."
         )
     return {"adapter": str(folder)}

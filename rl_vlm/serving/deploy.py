@@ -88,7 +88,8 @@ def build_app(
 
 
 def start_serve(timeout_s: float) -> None:
-    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come up.
+    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come
+    up.
 
     A training run opens no HTTP port of its own.
     """
@@ -107,18 +108,21 @@ def start_serve(timeout_s: float) -> None:
 
 
 def delete_application(name: str) -> None:
-    """Delete an application of Serve and wait for its end. Raises TimeoutError, also where Serve does not answer at all, as on a
-    node that is dying, and what Serve raises."""
+    """Delete an application of Serve and wait for its end. Raises TimeoutError, also where Serve does not answer at
+    all, as on a node that is dying, and what Serve raises.
+    """
     within(_DELETE_S, f"deleting {name}", lambda: serve.delete(name, _blocking=True))
 
 
 def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
-    """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing for so long."""
+    """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing
+    for so long."""
     return within(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
 
 
 def forget_serve() -> None:
-    """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds the current one.
+    """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds
+    the current one.
 
     A run that shares does not call `serve.start`, which would do this.
     """
@@ -128,8 +132,9 @@ def forget_serve() -> None:
 def wait_for_replicas(
     run_id: str, timeout_s: float, *, one: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait for all replicas of an application, or for `one` that runs. Raises ServingError with Serve's own message, and what
-    `check` raises."""
+    """Wait for all replicas of an application, or for `one` that runs. Raises ServingError with Serve's own message,
+    and what `check` raises.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         check()
@@ -156,8 +161,9 @@ def wait_for_replicas(
 def deploy_shared(
     model: ModelReference, config: CommonConfig, name: str, replicas: int, if_found: IfFound = "resize"
 ) -> None:
-    """Start the application of a shared service; of one that is there change the number of its replicas (those that run stay), keep it
-    as it is, or delete it first."""
+    """Start the application of a shared service; of one that is there change the number of its replicas (those that run
+    stay), keep it as it is, or delete it first.
+    """
     start_serve(config.serving.startup_timeout_s)
     known = app_name(shared_id(name))
     deadline = time.monotonic() + config.serving.startup_timeout_s
@@ -206,7 +212,8 @@ _FEWER_AFTER_S = 30.0  # how long fewer replicas must be wanted before one is st
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a run needs of a service. Computed where the run is, whose model folder other nodes need not have under the same path.
+    """What a run needs of a service. Computed where the run is, whose model folder other nodes need not have under the
+    same path.
 
     Attributes:
         equal: what all runs of a service must agree on, by configuration key.
@@ -249,14 +256,14 @@ class Requirements:
             differing.append(f"serving.max_context is {self.max_context} there and {wanted.max_context} here")
         if self.max_lora_rank is not None and wanted.lora_rank > self.max_lora_rank:
             differing.append(
-                f"adapters of rank {self.max_lora_rank} fit there and model.lora.rank is {wanted.lora_rank} here (the run that "
-                "starts the service sets serving.sharing.max_lora_rank)"
+                f"adapters of rank {self.max_lora_rank} fit there and model.lora.rank is {wanted.lora_rank} here (the "
+                "run that starts the service sets serving.sharing.max_lora_rank)"
             )
         if not differing:
             return ""
         return (
-            f"The run does not fit the shared service {name!r}, which runs already: {'; '.join(differing)}. Change that, or give "
-            "serving.shared another name."
+            f"The run does not fit the shared service {name!r}, which runs already: {'; '.join(differing)}. Change "
+            "that, or give serving.shared another name."
         )
 
 
@@ -340,7 +347,8 @@ class SharedRegistry(Registry):
     # What it does by itself.
 
     async def _work(self) -> None:
-        """Start the replicas, drop crashed tenants, adapt the number of replicas to that of policies, and end the service."""
+        """Start the replicas, drop crashed tenants, adapt the number of replicas to that of policies, and end the
+        service."""
         while not self._closing:
             try:
                 now = time.monotonic()
@@ -370,7 +378,8 @@ class SharedRegistry(Registry):
             await self._notify()
 
     async def _tick(self) -> None:
-        """Wait. If that took much longer than it should, this process was stopped and tenants could not renew their leases."""
+        """Wait. If that took much longer than it should, this process was stopped and tenants could not renew their
+        leases."""
         clock = asyncio.get_running_loop().time
         began = clock()
         await asyncio.sleep(_TICK_S)
@@ -398,7 +407,8 @@ class SharedRegistry(Registry):
         """What becomes of an application that is there."""
         if self._settled or self._replicas:
             return "keep" if self._kept and not self._settled else "resize"
-        # An earlier process of this actor started it, whose tenants join again; or another service left it, perhaps with another model.
+        # An earlier process of this actor started it, whose tenants join again; or another service left it, perhaps
+        # with another model.
         self._kept = True  # also where the cluster does not say
         self._kept = _was_restarted()
         return "keep" if self._kept else "replace"

@@ -27,9 +27,10 @@ def cost_of(request: GenerationRequest) -> int:
 class DeficitRoundRobin:
     """Deficit round robin (Shreedhar and Varghese 1996), paid afterwards, so that costs need not be known in advance.
 
-    Each turn brings `quantum`; a name goes on while its account is positive and may overdraw it once, which its next turns pay
-    back. So of two names that both have work all the time, neither gets more than `quantum` and one overdraft ahead of the other
-    per round, whatever the sizes of their pieces. Who has no work loses what it has saved, and keeps what it owes.
+    Each turn brings `quantum`; a name goes on while its account is positive and may overdraw it once, which its next
+    turns pay back. So of two names that both have work all the time, neither gets more than `quantum` and one overdraft
+    ahead of the other per round, whatever the sizes of their pieces. Who has no work loses what it has saved, and keeps
+    what it owes.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -72,10 +73,11 @@ class _Account:
 
 
 class FairQueue(Generic[T]):
-    """Items of policies, by deficit round robin over their costs (`DeficitRoundRobin`). No clock, no threads, no event loop.
+    """Items of policies, by deficit round robin over their costs (`DeficitRoundRobin`). No clock, no threads, no event
+    loop.
 
-    At most `capacity` is inside at a time, and half of it of one policy, so that another one always finds room soon; an item that
-    costs more enters when its policy (and, if need be, everybody) has nothing else inside.
+    At most `capacity` is inside at a time, and half of it of one policy, so that another one always finds room soon; an
+    item that costs more enters when its policy (and, if need be, everybody) has nothing else inside.
     """
 
     def __init__(self, capacity: int, quantum: int) -> None:

@@ -1,8 +1,8 @@
 """Follower: keeps one engine at the versions that the registry announces, and retries after any failure.
 
-A run's own replicas load each version as soon as it is published, and the first one before they take requests. Replicas that several
-runs share load a policy when a request asks for it; a policy that was asked for since its last load is loaded as soon as it is
-published, so that its next request need not wait.
+A run's own replicas load each version as soon as it is published, and the first one before they take requests. Replicas
+that several runs share load a policy when a request asks for it; a policy that was asked for since its last load is
+loaded as soon as it is published, so that its next request need not wait.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Lifecycle:
         self.load_error, self._failing_since = "", None
 
     def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after `load_patience_s`."""
+        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after
+        `load_patience_s`."""
         self.load_error = reason
         if not curable:
             return
@@ -112,7 +113,8 @@ class Lifecycle:
             self.failed_probes = 0
 
     def probe_due(self, now: float) -> bool:
-        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it sleeps."""
+        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it
+        sleeps."""
         return not (self.death or self.asleep) and (
             self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
         )
@@ -328,7 +330,8 @@ class FollowedPolicy:
         return self.newest is not None and self.newest.version > self.loaded
 
     def serves(self, min_version: int) -> bool:
-        """Whether a request for at least this version may start. A policy that has a version is never served without one."""
+        """Whether a request for at least this version may start. A policy that has a version is never served without
+        one."""
         return self.loaded >= min_version and not (self.loaded == 0 and self.behind)
 
 
@@ -493,7 +496,8 @@ class Follower:
         return task
 
     async def _load(self, policy: FollowedPolicy) -> None:
-        """Load the newest version of a policy. After a failure try again, or wait for the next request where loads are not eager."""
+        """Load the newest version of a policy. After a failure try again, or wait for the next request where loads
+        are not eager."""
         pause = _PAUSE_S
         try:
             while policy.behind and self.policies.get(policy.name) is policy:
@@ -515,8 +519,8 @@ class Follower:
         """Fetch and load the newest version."""
         published = policy.newest
         assert published is not None
-        # Before it is this load's turn: the bytes of a run whose node is cut off may never come, and others must not wait for
-        # them. It fails where the run that owns them has crashed, which is not this replica's fault.
+        # Before it is this load's turn: the bytes of a run whose node is cut off may never come, and others must not
+        # wait for them. It fails where the run that owns them has crashed, which is not this replica's fault.
         async with asyncio.timeout(self._load_timeout_s):
             payload = await published.ref
         async with self._one_load:

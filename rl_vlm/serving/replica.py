@@ -62,8 +62,9 @@ EVERY_INTERFACE, LOOPBACK = "[::]", "127.0.0.1"
 
 
 def keep_to_loopback() -> None:
-    """On a node whose address is loopback, as of a private cluster, let this process's replica listen there alone. Serve opens the
-    port after it has made the deployment's object, so call this from the constructor."""
+    """On a node whose address is loopback, as of a private cluster, let this process's replica listen there alone.
+    Serve opens the port after it has made the deployment's object, so call this from the constructor.
+    """
     if not (ray.is_initialized() and ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback):
         return
     listen = replica.add_port_to_grpc_server
@@ -145,7 +146,8 @@ class ImageCache:
 class SentImages:
     """What a client has sent to which replica.
 
-    A call is made to a target: a replica's id, or a home (`home_session`), which is taken for the replica that answered there last.
+    A call is made to a target: a replica's id, or a home (`home_session`), which is taken for the replica that answered
+    there last.
     """
 
     def __init__(self) -> None:
@@ -258,9 +260,10 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
 class VLMServer:
     """One replica: an engine that follows the registry of its service.
 
-    It starts when the registry has answered and what must be loaded is loaded (`Follower`), keeps a call to the registry open from
-    then on, and holds a request until it has the version that the request asks for. `Lifecycle` decides about requests and health
-    checks. Where several runs share the replica, their requests enter the engine in fair turns.
+    It starts when the registry has answered and what must be loaded is loaded (`Follower`), keeps a call to the
+    registry open from then on, and holds a request until it has the version that the request asks for. `Lifecycle`
+    decides about requests and health checks. Where several runs share the replica, their requests enter the engine in
+    fair turns.
     """
 
     def __init__(self, model: ModelReference, config: CommonConfig, run_id: str, namespace: str) -> None:
@@ -418,8 +421,8 @@ class VLMServer:
                 await self._changed.wait_for(lambda: self._may_start(policy, wanted))
         except TimeoutError as error:
             raise ReplicaUnavailableError(
-                f"Replica {self.replica_id} is {self._life.state} and did not get version {wanted} of policy {policy} within "
-                f"{self._serving.publish_timeout_s:g} s."
+                f"Replica {self.replica_id} is {self._life.state} and did not get version {wanted} of policy {policy} "
+                f"within {self._serving.publish_timeout_s:g} s."
             ) from error
         return policy
 

@@ -1,7 +1,8 @@
-"""PolicyService: a run's side of serving. It starts or joins a service, publishes versions, and leaves or ends the service.
+"""PolicyService: a run's side of serving. It starts or joins a service, publishes versions, and leaves or ends the
+service.
 
-A run of its own is a service with one tenant, whose registry ends with the run. With `serving.shared` the service belongs to all runs
-that name it (see `SharedRegistry`).
+A run of its own is a service with one tenant, whose registry ends with the run. With `serving.shared` the service
+belongs to all runs that name it (see `SharedRegistry`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class PolicyService:
         run_id: of the application.
         key: the policy, for clients.
 
-    Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has started.
+    Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has
+    started.
     """
 
     def __init__(self, config: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
@@ -92,7 +94,8 @@ class PolicyService:
         return self
 
     def __reduce__(self) -> Any:
-        """Other processes, which get the configuration too, get None: the service belongs to the process that started it."""
+        """Other processes, which get the configuration too, get None: the service belongs to the process that
+        started it."""
         return type(None), ()
 
     def _deploy(self) -> None:
@@ -102,7 +105,8 @@ class PolicyService:
         if get_current_placement_group() is None:
             start_serve(timeout_s)
         else:
-            # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
+            # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit
+            # in it.
             start = ray.remote(start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
             ray.get(start.remote(timeout_s), timeout=2 * timeout_s)
         target = serve.RunTarget(app, name=app_name(self.run_id), route_prefix=None)
@@ -161,8 +165,9 @@ class PolicyService:
             self._leave()
 
     def wait_until_ready(self) -> None:
-        """Wait for all replicas, or for the first one where they are shared. Raises ServingError with Serve's own message, or the
-        registry's."""
+        """Wait for all replicas, or for the first one where they are shared. Raises ServingError with Serve's own
+        message, or the registry's.
+        """
         check = self._raise_failure if self._shared else lambda: None
         wait_for_replicas(self.run_id, self._serving.startup_timeout_s, one=bool(self._shared), check=check)
         self._ready = True
@@ -178,11 +183,12 @@ class PolicyService:
             raise ServingError(status["failure"])
 
     def publish(self, payload: WeightPayload) -> PublishReport | None:
-        """Make a version known to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
+        """Make a version known to all replicas. A dying registry is waited for; raises ServingError when it does not
+        come back.
 
-        Returns once the registry has it. It does not wait for the replicas: requests carry the version that they need. The
-        result reports the newest version that was acknowledged before this one: who has loaded it, and after how long.
-        None before the first acknowledgement, also of a registry that died meanwhile.
+        Returns once the registry has it. It does not wait for the replicas: requests carry the version that they need.
+        The result reports the newest version that was acknowledged before this one: who has loaded it, and after how
+        long. None before the first acknowledgement, also of a registry that died meanwhile.
         """
         # Kept here, because a restarted registry has no versions.
         published = self._newest = self._into_object_store(replace(payload, policy=self.key.policy))
@@ -209,8 +215,8 @@ class PolicyService:
             except (ObjectStoreFullError, OutOfDiskError) as error:
                 if time.monotonic() > deadline:
                     raise ServingError(
-                        f"Version {payload.version} does not fit into the object store of this node, nor on its disk: start the "
-                        "node with a larger --object-store-memory, or free some space."
+                        f"Version {payload.version} does not fit into the object store of this node, nor on its disk: "
+                        "start the node with a larger --object-store-memory, or free some space."
                     ) from error
                 time.sleep(_PAUSE_S)
 
@@ -264,7 +270,8 @@ class PolicyService:
 
 @contextmanager
 def kept_up(config: CommonConfig) -> Iterator[None]:
-    """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's trials."""
+    """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's
+    trials."""
     if not config.serving.shared:
         yield
         return

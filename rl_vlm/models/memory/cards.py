@@ -39,8 +39,9 @@ class Process:
 
 @dataclass(slots=True)
 class Card:
-    """A GPU of a run; `count` of them hold the same. `size`: bytes that it reports, None where that is not known. `turns`: keys
-    and values of the replica and what the learner needs for an update are never there at the same time."""
+    """A GPU of a run; `count` of them hold the same. `size`: bytes that it reports, None where that is not known.
+    `turns`: keys and values of the replica and what the learner needs for an update are never there at the same time.
+    """
 
     processes: list[Process] = field(default_factory=list)
     size: int | None = None
@@ -171,9 +172,11 @@ def driver_gpu(config: CommonConfig) -> int:
 
 
 def learner_fraction(config: CommonConfig, card: int) -> float | None:
-    """The share of a GPU of `card` bytes that torch may allocate in a learner; None: no limit, it has the GPU to itself.
+    """The share of a GPU of `card` bytes that torch may allocate in a learner; None: no limit, it has the GPU to
+    itself.
 
-    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told. CUDA contexts come on top.
+    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told. CUDA contexts come on
+    top.
     """
     share = config.learner.gpus_per_learner
     here = next((kinds for kinds in place(config) if "learner" in kinds), ["learner"])

@@ -27,8 +27,9 @@ _PREFERENCE = 1 * GIB  # agent, critics and the reward ensemble with its batches
 def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_modules: str, lora: int = _LORA) -> int:
     """What one decoder layer keeps for its backward pass, per token, without the attention mask.
 
-    `element`: bytes of the model's precision; `lora`: of the precision that LoRA layers compute in. Attention keeps what
-    a flash kernel does: queries, keys, values and its output. Equals a count of what autograd saves on the meta device.
+    `element`: bytes of the model's precision; `lora`: of the precision that LoRA layers compute in. Attention keeps
+    what a flash kernel does: queries, keys, values and its output. Equals a count of what autograd saves on the meta
+    device.
     """
     text = shape.text
     queries, keys = text.heads * text.head_dim, text.kv_heads * text.head_dim
@@ -46,7 +47,8 @@ def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_mod
 
 
 def full_layer_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """As `layer_bytes_per_token` where all weights are trained: linear layers keep their inputs, norms what they scale."""
+    """As `layer_bytes_per_token` where all weights are trained: linear layers keep their inputs, norms what they
+    scale."""
     text = shape.text
     scaled = 2 * text.hidden + text.head_norms * (text.heads + text.kv_heads) * text.head_dim
     return layer_bytes_per_token(shape, element, 0, "all", lora=element) + element * scaled
@@ -74,7 +76,8 @@ def kept_between_updates(config: PolicyConfig, shape: ModelShape) -> int:
 def _trained_whole(config: PolicyConfig, shape: ModelShape, element: int) -> list[Part]:
     learner, count = config.learner, shape.parameters
     moments = 2 if learner.optimizer == "adamw" else 0.1
-    # Masters are the weights themselves where these are float32; else a parameter's own gradient is freed as soon as it is added.
+    # Masters are the weights themselves where these are float32; else a parameter's own gradient is freed as soon as it
+    # is added.
     masters = 0 if element == 4 else 1
     largest = shape.text.embedding * element if masters else 0
     averages = int(learner.ema_decay is not None)
@@ -125,7 +128,8 @@ def _learner_weights(config: PolicyConfig, shape: ModelShape, element: int) -> P
     return Part(
         "weights",
         (whole + gathered + shard) * element,
-        f"{amount(layers)} in {where}, {_GATHERED} layers of them gathered, and {amount(whole)} whole, in {config.model.dtype}",
+        f"{amount(layers)} in {where}, {_GATHERED} layers of them gathered, and {amount(whole)} whole, in "
+        f"{config.model.dtype}",
     )
 
 
@@ -188,7 +192,8 @@ def _images(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
         at_once = patches_at_once(config.learner.gpus_per_learner)
         detail = f"features up to {config.model.image_cache_mib} MiB, {at_once} patches at a time"
         return Part("images", config.model.image_cache_bytes + tower_pass_bytes(shape, element, at_once), detail)
-    # A tower that is trained keeps its layers' activations of all images of a micro-batch, whose tokens are at most all.
+    # A tower that is trained keeps its layers' activations of all images of a micro-batch, whose tokens are at most
+    # all.
     tower, patches = shape.tower, _tokens(config) * shape.tower.merge**2
     inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if whole else _LORA)
     kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
@@ -226,8 +231,9 @@ def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> 
 def kv_cache_bytes(config: CommonConfig, shape: ModelShape, card: int) -> int | None:
     """What vLLM is told to take for keys and values on a GPU of `card` bytes; None: it measures by itself.
 
-    It measures device-wide free memory, so what else loads on a shared card at that moment would count as its own. Below one
-    sample of `serving.max_context` the result is what is left all the same, and vLLM refuses it with a sentence of its own.
+    It measures device-wide free memory, so what else loads on a shared card at that moment would count as its own.
+    Below one sample of `serving.max_context` the result is what is left all the same, and vLLM refuses it with a
+    sentence of its own.
     """
     serving = config.serving
     if serving.vllm.gpu_kv_cache_gib is not None:
@@ -241,7 +247,8 @@ def kv_cache_bytes(config: CommonConfig, shape: ModelShape, card: int) -> int | 
 def max_kv_tokens(config: CommonConfig, shape: ModelShape, card: int, free: int) -> int:
     """Tokens whose keys and values a replica with the transformers engine has memory for: one full context at least.
 
-    card: bytes of its GPU, 0 without one; free: the replica's part of its machine's free memory, which counts without a GPU.
+    card: bytes of its GPU, 0 without one; free: the replica's part of its machine's free memory, which counts without a
+    GPU.
     """
     serving, per_token = config.serving, shape.kv_bytes_per_token(ELEMENT[config.model.dtype])
     if serving.max_kv_gib is not None:
@@ -255,7 +262,8 @@ def max_kv_tokens(config: CommonConfig, shape: ModelShape, card: int, free: int)
 
 
 def _share(config: CommonConfig, shape: ModelShape, card: int) -> int:
-    """What a replica may take of a GPU of `card` bytes: its share, or all that a learner leaves between updates, which takes turns with it."""
+    """What a replica may take of a GPU of `card` bytes: its share, or all that a learner leaves between updates,
+    which takes turns with it."""
     if isinstance(config, PolicyConfig) and config.serving.vllm.rest_while_learning:
         return int(card * _TAKEN) - kept_between_updates(config, shape)
     return int(config.serving.memory_utilization * card)
@@ -272,18 +280,19 @@ def starved_replica(config: CommonConfig, shape: ModelShape, card: int | None) -
         return ""
     if serving.vllm.rest_while_learning:
         return (
-            f"The weights of replica and learner leave {text(sizes[KV])} of the GPU for keys and values, and one sample of "
-            f"serving.max_context {serving.max_context} takes {text(sample)}: use a larger GPU."
+            f"The weights of replica and learner leave {text(sizes[KV])} of the GPU for keys and values, and one sample "
+            f"of serving.max_context {serving.max_context} takes {text(sample)}: use a larger GPU."
         )
     return (
-        f"A replica's share of the GPU, {text(int(serving.memory_utilization * card))}, leaves {text(sizes[KV])} for keys and values, "
-        f"and one sample of serving.max_context {serving.max_context} takes {text(sample)}: raise serving.vllm.gpu_memory_utilization "
-        f"({serving.memory_utilization:g}), or use a larger GPU."
+        f"A replica's share of the GPU, {text(int(serving.memory_utilization * card))}, leaves {text(sizes[KV])} for "
+        f"keys and values, and one sample of serving.max_context {serving.max_context} takes {text(sample)}: raise "
+        f"serving.vllm.gpu_memory_utilization ({serving.memory_utilization:g}), or use a larger GPU."
     )
 
 
 def vllm_lora_parameters(config: CommonConfig, shape: ModelShape) -> int:
-    """Parameters that vLLM sets aside for adapters: all linear layers of the language model, at a rank that it has kernels for."""
+    """Parameters that vLLM sets aside for adapters: all linear layers of the language model, at a rank that it has
+    kernels for."""
     rank = next((rank for rank in VLLM_RANKS if rank >= config.max_lora_rank), config.max_lora_rank)
     return config.lora_slots * shape.lora_parameters(rank, "all")
 
@@ -333,7 +342,8 @@ def _vllm_fixed(config: CommonConfig, shape: ModelShape) -> list[Part]:
 
 
 def _kv_bytes_per_token(config: CommonConfig, shape: ModelShape) -> int:
-    """Keys and values of one token on each of a replica's GPUs. A head is never cut: more GPUs than key heads hold some twice."""
+    """Keys and values of one token on each of a replica's GPUs. A head is never cut: more GPUs than key heads hold
+    some twice."""
     shares = min(config.serving.vllm.tensor_parallel_size, shape.text.kv_heads)
     return shape.kv_bytes_per_token(ELEMENT[config.model.dtype]) // shares
 

@@ -19,15 +19,17 @@ from rl_vlm.types import UserInputError
 
 GIB = 1 << 30
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-# A CUDA context with the kernels of torch and cuBLAS' workspaces, per process. An estimate: 0.4 to 0.6 GiB on cards since 2020.
+# A CUDA context with the kernels of torch and cuBLAS' workspaces, per process. An estimate: 0.4 to 0.6 GiB on cards
+# since 2020.
 CUDA_CONTEXT = int(0.6 * GIB)
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 PATCHES_AT_ONCE, PATCHES_ON_CPU = 32_768, 2_048
 PREFILL_TOKENS = 16_384  # padded prompt tokens per prefill forward pass of the transformers engine
-# Keys and values of the transformers engine: lengths are whole blocks, and there are at most so many rows for each that is in use
-# when memory is taken.
+# Keys and values of the transformers engine: lengths are whole blocks, and there are at most so many rows for each that
+# is in use when memory is taken.
 KV_BLOCK, KV_ROWS_PER_USED = 64, 2
-# Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough to fill the card.
+# Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough
+# to fill the card.
 HEAD_TILES = {"cpu": (512, 2048), "cuda": (4096, 16_384)}
 
 
@@ -42,8 +44,8 @@ class Part(NamedTuple):
 def tower_pass_bytes(shape: ModelShape, element: int, patches: int) -> int:
     """The peak of a pass of the vision tower without a gradient.
 
-    Pixels of one frame in float32, the residual stream and its norm, queries, keys and values with float32 copies of the
-    first two for the rotation, or the MLP with its activation, whichever is larger.
+    Pixels of one frame in float32, the residual stream and its norm, queries, keys and values with float32 copies of
+    the first two for the rotation, or the MLP with its activation, whichever is larger.
     """
     tower = shape.tower
     pixels = 4 * tower.patch_inputs // tower.frames
@@ -145,7 +147,8 @@ class TextShape:
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """The vision tower; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without bias, no position table, no deep stack."""
+    """The vision tower; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without bias, no position table, no deep
+    stack."""
 
     hidden: int
     depth: int
