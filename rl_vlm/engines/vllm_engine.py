@@ -283,7 +283,7 @@ class VLLMEngine:
                 raise EngineError(f"vLLM did not give back the memory of keys and values: {error}") from error
             finally:
                 if not self._asleep:  # also where the caller's deadline has passed: requests would wait for ever
-                    # What was asked for may happen all the same, and nobody may compute without the memory.
+                    # vLLM may still release the memory, and must not compute without it.
                     await (self._llm.wake_up(["kv_cache"]) if asked else self._llm.resume_generation())
 
     async def _wake(self) -> None:

@@ -20,7 +20,7 @@ from rl_vlm.models.weights import FullPayload, WeightPayload
 from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates, UserInputError
 
 _PREFIX = "rl-vlm-adapters-"
-_LEAST_MEMORY = 256 << 20  # bytes of /dev/shm: a container of Docker has 64 MiB where nobody asked for more
+_LEAST_MEMORY = 256 << 20  # bytes of /dev/shm: a Docker container has 64 MiB by default
 _KEPT = 2  # the newest folders of a policy stay although no request uses them
 
 

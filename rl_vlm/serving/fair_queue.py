@@ -1,4 +1,4 @@
-"""Who may enter the engine next, where several policies share it. Work in the engine is bounded, and turns are fair."""
+"""The order in which requests of several policies enter one engine: fair turns, and a bound on the work inside."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class DeficitRoundRobin:
 
     Each turn brings `quantum`; a name goes on while its account is positive and may overdraw it once, which its next
     turns pay back. So of two names that both have work all the time, neither gets more than `quantum` and one overdraft
-    ahead of the other per round, whatever the sizes of their pieces. Who has no work loses what it has saved, and keeps
-    what it owes.
+    ahead of the other per round, whatever the sizes of their pieces. A name without work loses what it has
+    saved, and keeps what it owes.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -38,7 +38,7 @@ class DeficitRoundRobin:
         self._accounts: dict[str, int] = {}  # in the order of the turns, the current one first
 
     def next(self, busy: Collection[str]) -> str | None:
-        """The name whose turn it is, of those that have work; None if nobody has."""
+        """The name whose turn it is, of those that have work; None if none has."""
         if not busy:
             return None
         for name, account in self._accounts.items():
@@ -66,7 +66,7 @@ class DeficitRoundRobin:
 
 @dataclass(slots=True)
 class _Account:
-    """Of one policy: what waits, with its cost, and the cost of what it has inside."""
+    """One policy's waiting items with their costs, and the cost of its items inside."""
 
     waiting: deque[tuple[int, Any]]
     inside: int = 0
@@ -91,7 +91,7 @@ class FairQueue(Generic[T]):
         self._accounts.setdefault(policy, _Account(deque())).waiting.append((cost, item))
 
     def pop(self) -> T | None:
-        """The item that enters now; None while there is no room, or nobody waits."""
+        """The item that enters now; None while there is no room or no item waits."""
         ready = [
             policy
             for policy, account in self._accounts.items()

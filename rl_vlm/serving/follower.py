@@ -77,7 +77,7 @@ class Lifecycle:
 
     @property
     def admission(self) -> Admission:
-        """What to do with a request. Whether its version is loaded is the follower's affair."""
+        """What to do with a request. The follower decides whether its version is loaded."""
         state = self.state
         if state in (ReplicaState.DEAD, ReplicaState.SUSPECT):
             return Admission.ELSEWHERE
@@ -341,7 +341,7 @@ class Follower:
     Args:
         replica_id: by which the registry knows this replica.
         engine: what versions are loaded into.
-        life: hears of the start, of sleep, and of loads that fail.
+        life: is told when the replica starts, sleeps, or fails to load a version.
         tally: its report goes to the registry; the seconds of the last publication come back into it.
         find_registry: returns the registry's actor handle; raises ValueError when there is none of its name.
         abandoned: called when there has been none for a minute: the service has ended without stopping its replicas.
@@ -449,7 +449,7 @@ class Follower:
         self._life.start()
 
     async def _sleep(self, asleep: bool) -> None:
-        """Sleep, or wake. The registry hears of it with the next question."""
+        """Sleep, or wake. The next call of `watch` tells the registry."""
         async with self._one_load:
             if asleep == self._life.asleep:
                 return  # a version that came meanwhile has woken it

@@ -75,7 +75,7 @@ class Published:
 
 @dataclass(slots=True)
 class _Acknowledgements:
-    """Of one version: replica id -> seconds from publication to its acknowledgement."""
+    """The acknowledgements of one version: replica id -> seconds since its publication."""
 
     sha256: str
     published_at: float
@@ -200,7 +200,7 @@ class Tenants:
         return True
 
     def excuse(self, seconds: float) -> None:
-        """Prolong all leases by a time in which the service could hear nobody."""
+        """Prolong all leases by a time in which the service could not receive renewals."""
         for tenant in self._tenants.values():
             tenant.deadline += seconds
 

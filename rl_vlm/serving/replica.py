@@ -99,7 +99,7 @@ class ImageCache:
 
     @classmethod
     def of(cls, model: ServedModelSection) -> ImageCache:
-        """That of a replica: a quarter of what it may keep of the images' features."""
+        """A replica's cache: a quarter of the memory that it may use for image features."""
         return cls(max(model.image_cache_bytes // 4, _LEAST))
 
     def whole(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
@@ -161,7 +161,7 @@ class SentImages:
         return tuple(replace(image, png=b"") if image.sha256 in known else image for image in images)
 
     def lean_requests(self, requests: Sequence[GenerationRequest], target: str) -> list[GenerationRequest]:
-        """The same of requests' images, in a new list."""
+        """The requests with their images so reduced, in a new list."""
         return [
             replace(request, images=self.lean(request.images, target)) if request.images else request
             for request in requests

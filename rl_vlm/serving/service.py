@@ -153,7 +153,7 @@ class PolicyService:
                 logger.warning("The lease of policy %s is not renewed: %r", self.key.policy, error)
 
     def _try_rejoin(self) -> None:
-        # Ray is being shut down, or the registry has ended for good, as it does when nobody could renew for long.
+        # Ray is being shut down, or the registry has ended for good, as it does when no tenant could renew for long.
         with suppress(ServingError, UserInputError, RayError):
             if self._ready and not self._stopped.is_set():
                 self._rejoin()
@@ -161,7 +161,7 @@ class PolicyService:
     def _rejoin(self) -> None:
         """Join again, with the newest version."""
         self._join(self._serving.sharing.lease_s)
-        if self._stopped.is_set():  # while it joined: nobody else would leave, and replicas would be kept for a lease
+        if self._stopped.is_set():  # while it joined: without this the replicas would stay up for a whole lease
             self._leave()
 
     def wait_until_ready(self) -> None:

@@ -29,7 +29,7 @@ class Process:
 
     @property
     def bytes(self) -> int:
-        """All parts."""
+        """The sum of all parts."""
         return sum(part.bytes for part in self.parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Card:
 
     @property
     def left(self) -> int | None:
-        """What is free beside them and the allocator's loss; negative: it does not fit."""
+        """Bytes that are free beside the processes and the allocator's loss; negative where they do not fit."""
         return None if self.size is None else int(self.size * (1 - _NEVER_LEFT)) - self.used
 
 
@@ -132,7 +132,7 @@ def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> Me
 
 
 def published_bytes(config: CommonConfig, shape: ModelShape) -> int:
-    """Of one version in the object store; 0 for a run that publishes none."""
+    """Bytes of one version in the object store; 0 for a run that publishes none."""
     if not isinstance(config, PolicyConfig):
         return 0
     if config.trains_full:

@@ -95,7 +95,7 @@ def _trained_whole(config: PolicyConfig, shape: ModelShape, element: int) -> lis
 
 
 def _head_parameters(config: PolicyConfig, shape: ModelShape) -> int:
-    """Of the critic's head."""
+    """The number of parameters of the critic's head."""
     if config.critic is None:
         return 0
     width = config.critic.hidden
@@ -232,7 +232,7 @@ def kv_cache_bytes(config: CommonConfig, shape: ModelShape, card: int) -> int | 
     """What vLLM is told to take for keys and values on a GPU of `card` bytes; None: it measures by itself.
 
     It measures device-wide free memory, so what else loads on a shared card at that moment would count as its own.
-    Below one sample of `serving.max_context` the result is what is left all the same, and vLLM refuses it with a
+    Below one sample of `serving.max_context` the result is what is left, and vLLM rejects it with a
     sentence of its own.
     """
     serving = config.serving

@@ -95,7 +95,7 @@ class Linear(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of all copies."""
+        """Parameters of all copies."""
         return self.copies * (self.inputs * self.outputs + self.bias * self.outputs)
 
     def lora(self, rank: int) -> int:
@@ -135,7 +135,7 @@ class TextShape:
 
     @property
     def parameters(self) -> int:
-        """Of the layers and the last norm; embedding and output projection apart."""
+        """Parameters of the layers and the last norm, without embedding and output projection."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_norms * self.head_dim) + self.hidden
         return self.linear_parameters + norms
 
@@ -237,7 +237,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """Of a model folder. Raises UserInputError."""
+        """The shape of the model in a folder. Raises UserInputError."""
         try:
             return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
