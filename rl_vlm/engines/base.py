@@ -122,7 +122,7 @@ class Engine(Protocol):
         ...
 
     async def drop_policy(self, policy: str) -> None:
-        """Forget a policy that no request will name again, and free its memory once its running samples are finished."""
+        """Forget a policy that no request will name again. Its memory is free once its running samples are finished."""
         ...
 
     async def sleep(self) -> None:

@@ -105,8 +105,8 @@ def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> Non
         raise UserInputError(f"{out} exists already: choose another folder, or replace it with --overwrite.")
     if not out.is_dir() or (any(out.iterdir()) and not model_files(out)):
         raise UserInputError(
-            f"{out} exists and is not a model folder that rl-vlm wrote (it has no {MODEL_MARKER}): --overwrite replaces "
-            "nothing else."
+            f"{out} exists and is not a model folder that rl-vlm wrote (it has no {MODEL_MARKER}): --overwrite "
+            "replaces nothing else."
         )
 
 

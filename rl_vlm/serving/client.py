@@ -244,8 +244,8 @@ class PolicyClient:
             except TimeoutError as error:
                 response.cancel()
                 raise GenerationFailedError(
-                    f"No answer within {self._deadline_s:g} s for {len(requests)} requests: the replicas are overloaded "
-                    "or stuck; raise serving.request_timeout_s or add replicas."
+                    f"No answer within {self._deadline_s:g} s for {len(requests)} requests: the replicas are "
+                    "overloaded or stuck; raise serving.request_timeout_s or add replicas."
                 ) from error
             except asyncio.CancelledError:
                 response.cancel()

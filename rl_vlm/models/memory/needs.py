@@ -280,8 +280,8 @@ def starved_replica(config: CommonConfig, shape: ModelShape, card: int | None) -
         return ""
     if serving.vllm.rest_while_learning:
         return (
-            f"The weights of replica and learner leave {text(sizes[KV])} of the GPU for keys and values, and one sample "
-            f"of serving.max_context {serving.max_context} takes {text(sample)}: use a larger GPU."
+            f"The weights of replica and learner leave {text(sizes[KV])} of the GPU for keys and values, and one "
+            f"sample of serving.max_context {serving.max_context} takes {text(sample)}: use a larger GPU."
         )
     return (
         f"A replica's share of the GPU, {text(int(serving.memory_utilization * card))}, leaves {text(sizes[KV])} for "
