@@ -91,15 +91,16 @@ class ChatCodec:
     def encode_prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> EncodedSpan:
         """Encode a conversation that the policy is to answer, generation prompt included.
 
-        `thinking` switches the template's `enable_thinking`; None leaves the template's own choice. Raises UserInputError
-        for what the template cannot do.
+        `thinking` switches the template's `enable_thinking`; None leaves the template's own choice. Raises
+        UserInputError for what the template cannot do.
         """
         if not messages:
             raise UserInputError("A conversation needs at least one message: the environment's reset returned none.")
         if thinking is not None and "enable_thinking" not in self._template:
             if thinking != self.opens_thought:
                 raise UserInputError(
-                    f"The model's chat template {'always' if self.opens_thought else 'never'} opens a thought: leave enable_thinking out."
+                    f"The model's chat template {'always' if self.opens_thought else 'never'} opens a thought: leave "
+                    "enable_thinking out."
                 )
             thinking = None
         return self._encode(self._render(_shape(messages), thinking), messages)
@@ -195,8 +196,8 @@ class ChatCodec:
         if sorted(written) != list(range(len(texts))):
             lost = next(text for number, text in enumerate(texts) if written.count(number) != 1)
             raise UserInputError(
-                f"The chat template drops or repeats the text {lost[:60]!r}: send it in a message whose role and place the "
-                "template knows (a system message comes first)."
+                f"The chat template drops or repeats the text {lost[:60]!r}: send it in a message whose role and place "
+                "the template knows (a system message comes first)."
             )
         token_ids = np.array(ids, dtype=np.int32)
         placeholders = int((token_ids == self.image_token_id).sum())

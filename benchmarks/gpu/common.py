@@ -31,7 +31,7 @@ from rl_vlm.config import RunConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.loading import TextSide, choose_attention, quiet_libraries
+from rl_vlm.models.loading import TextSide, disable_cudnn_attention, quiet_libraries
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
 from rl_vlm.zoo.tiny import model as tiny
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -167,7 +167,7 @@ def random_weights(seed: int = 0) -> Iterator[None]:
         layers_on_host: bool = False,
     ) -> Any:
         assert quantization == "none" and not layers_on_host
-        choose_attention(device)
+        disable_cudnn_attention(device)
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForImageTextToText.from_config(

@@ -58,7 +58,7 @@ class Update:
     def flops(self, shape: ModelShape) -> float:
         """Of one step, as the module's docstring counts them."""
         text, total = shape.text, 0.0
-        active = text.linear_parameters + (text.layers - text.mlp_layers) * 3 * text.token_width * text.hidden
+        active = text.linear_parameters
         for micro in self.packed:
             lengths = (micro.segments >= 0).sum(1).astype(float)
             total += 4 * active * lengths.sum() + 4 * text.embedding * len(micro.target)

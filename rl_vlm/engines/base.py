@@ -40,15 +40,16 @@ def check_version(request: GenerationRequest, version: int) -> None:
     """Raise EngineError where `version`, which would answer, is older than the request allows."""
     if request.min_version > version:
         raise EngineError(
-            f"Request {request.request_id}: policy {request.policy} has no version {request.min_version} here, the newest is "
-            f"{version}."
+            f"Request {request.request_id}: policy {request.policy} has no version {request.min_version} here, the "
+            f"newest is {version}."
         )
 
 
 def expand_prompt(
     request: GenerationRequest, count_tokens: Callable[[int, int], int], image_token_id: int, max_context: int
 ) -> np.ndarray:
-    """The request's prompt int32 [P] with as many placeholders per image as `count_tokens` says of its width and height.
+    """The request's prompt int32 [P] with as many placeholders per image as `count_tokens` says of its width and
+    height.
 
     Raises EngineError where it does not fit its images or, with all new tokens, the context.
     """
@@ -60,8 +61,8 @@ def expand_prompt(
         raise EngineError(f"Request {name}: {error}") from error
     if len(ids) + new_tokens > max_context:
         raise EngineError(
-            f"Request {name}: {len(ids)} prompt tokens and {new_tokens} new ones exceed the context of {max_context}: raise "
-            "serving.max_context or send less."
+            f"Request {name}: {len(ids)} prompt tokens and {new_tokens} new ones exceed the context of {max_context}: "
+            "raise serving.max_context or send less."
         )
     return ids
 
@@ -110,21 +111,24 @@ class Engine(Protocol):
         ...
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """A hint that later requests will contain these images. Returns at once; an engine may encode them or do nothing."""
+        """A hint that later requests will contain these images. Returns at once; an engine may encode them or do
+        nothing."""
         ...
 
     async def load_adapter(self, payload: WeightPayload) -> None:
-        """Make a version of its policy available. Samples that are running finish with the version that they started with or, in an engine with
-        in-flight updates, go on with this one."""
+        """Make a version of its policy available. Samples that are running finish with the version that they started
+        with or, in an engine with in-flight updates, go on with this one.
+        """
         ...
 
     async def drop_policy(self, policy: str) -> None:
-        """Forget a policy that nobody will ask for again, and free its memory once its running samples are finished."""
+        """Forget a policy that no request will name again. Its memory is free once its running samples are finished."""
         ...
 
     async def sleep(self) -> None:
-        """Finish what is running and give back the memory that sampling alone needs, until `wake`; requests that come wait. A second
-        call does nothing. Raises EngineError."""
+        """Finish what is running and give back the memory that sampling alone needs, until `wake`; requests that come
+        wait. A second call does nothing. Raises EngineError.
+        """
         ...
 
     async def wake(self) -> None:
@@ -151,7 +155,8 @@ Decode = Callable[[np.ndarray], str]
 def choice_tokens(sampling: SamplingParams, encode: Encode, decode: Decode) -> tuple[TokenSequence, ...]:
     """The choices as token ids, each in the tokenizer's own tokenisation. Raises UserInputError.
 
-    Only that tokenisation may be sampled: it is the one that the model has learned, and every text has one log-probability.
+    Only that tokenisation may be sampled: it is the one that the model has learned, and every text has one
+    log-probability.
     """
     sequences = []
     for choice in sampling.choices:
@@ -232,13 +237,13 @@ class TokenStream:
         while self._unfinished:
             await self._arrived.wait()
             self._arrived.clear()
-            for chunk in self._take():
+            for chunk in self._read_pending():
                 self._unfinished -= chunk.stop_reason is not None
                 yield chunk
             if self._error is not None and not self._pending:
                 raise self._error
 
-    def _take(self) -> list[SampleChunk]:
+    def _read_pending(self) -> list[SampleChunk]:
         growth: dict[tuple[int, int], _NewTokens] = {}
         while self._pending:
             number, version, token_ids, logprobs, top_logprobs, stop_reason = self._pending.popleft()

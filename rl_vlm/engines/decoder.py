@@ -36,7 +36,7 @@ from rl_vlm.models.qwen_vl import Backbone, ImageFeatures, causal_attention, las
 from rl_vlm.numerics import uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
 
-# Qwen's language model written out for generation: prefill of prompts, and one decode step for all rows.
+# Qwen's language model is written out here for generation: prefill of prompts, and one decode step for all rows.
 #
 # transformers' modules spend much time outside arithmetic: masks, positions in three axes, keys and values repeated
 # for every query head, cache objects, and a last layer computed for prompt tokens whose output is not used. Weights
@@ -50,8 +50,8 @@ class TextModel:
     """The language model of a Qwen2.5-VL or Qwen3-VL. Its results carry no gradients.
 
     Args:
-        model: the model for conditional generation; a sampled token's rotary position has one value here, because sampled
-            text advances all three axes together.
+        model: the model for conditional generation; a sampled token's rotary position has one value here, because
+            sampled text advances all three axes together.
         max_positions: rotary positions of sampled tokens are below this.
     """
 
@@ -94,8 +94,8 @@ class TextModel:
     ) -> tuple[Tensor, KeysValues]:
         """Last hidden states [B, D] of each prompt's last token, and per layer keys and values [B, heads, L, head_dim].
 
-        input_ids int64 [B, L], padded on the right; positions int64 [3, B, L]; lengths int64 [B] without padding; features
-        of the images in the row-major order of their placeholders.
+        input_ids int64 [B, L], padded on the right; positions int64 [3, B, L]; lengths int64 [B] without padding;
+        features of the images in the row-major order of their placeholders.
         """
         text, (rows, longest) = self._text, input_ids.shape
         cos, sin = text.rotary_emb(text.norm.weight.new_zeros(1), positions)
@@ -160,8 +160,6 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 
 
 T = TypeVar("T")
-
-_PREFILL_TOKENS = PREFILL_TOKENS
 
 
 @dataclass(slots=True)
@@ -246,12 +244,12 @@ class Decoder:
             self._encode_images([item for item in prepared if isinstance(item, PreparedRequest)])
         except UserInputError:
             # One of the images is damaged: encode them request by request to find the request that holds it.
-            for place, item in enumerate(prepared):
+            for index, item in enumerate(prepared):
                 if isinstance(item, PreparedRequest):
                     try:
                         self._encode_images([item])
                     except UserInputError as error:
-                        prepared[place] = EngineError(f"Request {item.request.request_id}: {error}")
+                        prepared[index] = EngineError(f"Request {item.request.request_id}: {error}")
         return prepared
 
     def _expanded(self, request: GenerationRequest) -> PreparedRequest:
@@ -274,7 +272,8 @@ class Decoder:
 
     @torch.inference_mode()
     def admit(self, prepared: Sequence[PreparedRequest]) -> list[PreparedRequest]:
-        """Prefill requests, sorted by length, and sample their first tokens; returns the requests that are finished already."""
+        """Prefill requests, sorted by length, and sample their first tokens; returns the requests that are finished
+        already."""
         finished: list[PreparedRequest] = []
         for batch in _batches(prepared, lambda item: len(item.prompt_ids)):
             finished.extend(self._prefill(batch))
@@ -303,14 +302,15 @@ class Decoder:
     def _forward(
         self, sequences: Sequence[tuple[np.ndarray, np.ndarray, list[ImageFeatures]]]
     ) -> tuple[Tensor, KeysValues]:
-        """Last hidden states [B, D] and keys and values of sequences: ids [L], positions int64 [3, L], features of the images."""
+        """Last hidden states [B, D] and keys and values of sequences: ids [L], positions int64 [3, L], features of
+        the images."""
         lengths = np.array([len(own) for own, _, _ in sequences])
         longest = int(lengths.max())
         ids = np.full((len(sequences), longest), self._codec.pad_token_id, dtype=np.int64)
         positions = np.zeros((3, len(sequences), longest), dtype=np.int64)
-        for row, (own, places, _) in enumerate(sequences):
+        for row, (own, row_positions, _) in enumerate(sequences):
             ids[row, : lengths[row]] = own
-            positions[:, row, : lengths[row]] = places
+            positions[:, row, : lengths[row]] = row_positions
         return self._text.prefill(
             torch.from_numpy(ids).to(self._device),
             torch.from_numpy(positions).to(self._device),
@@ -431,35 +431,33 @@ class Decoder:
         asked = [row for row in special if states[row].prepared.request.sampling.top_logprobs]
         if asked:
             counts = [states[row].prepared.request.sampling.top_logprobs for row in asked]
-            found = most_likely(chosen.distribution[[row - first for row in asked]], counts)
-            for row, alternatives in zip(asked, found, strict=True):
+            likeliest = most_likely(chosen.distribution[[row - first for row in asked]], counts)
+            for row, alternatives in zip(asked, likeliest, strict=True):
                 states[row].top_logprobs.append(alternatives)
 
     def _advance(self, special: list[int], stops: dict[int, StopReason]) -> None:
         """Search for stop strings (added to `stops`), move in the choice tries, and feed the streams."""
         rows = self._rows
         for row in special:
-            state, place = rows.states[row], rows.produced[row] - 1
+            state, last = rows.states[row], rows.produced[row] - 1
             sampling = state.prepared.request.sampling
             stop = sampling.stop
-            if stop and place >= sampling.min_tokens and stops.get(row) is not StopReason.END_OF_TURN:
+            if stop and last >= sampling.min_tokens and stops.get(row) is not StopReason.END_OF_TURN:
                 # Every token has at least one byte, so a stop string that ends here lies within this window. Three more
                 # tokens keep a character whole whose bytes are separate tokens.
                 window = max(len(string.encode()) for string in stop) + 3
-                ids = rows.tokens[row, max(place + 1 - window, 0) : place + 1]
+                ids = rows.tokens[row, max(last + 1 - window, 0) : last + 1]
                 text = self._codec.decode(ids)
                 # One that was complete before `min_tokens` does not count: it must end within the last token.
                 before = self._codec.decode(ids[:-1]).rstrip("\ufffd") if sampling.min_tokens else ""
                 if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
-            token = int(rows.tokens[row, place])
+            token = int(rows.tokens[row, last])
             if state.node is not None:
                 state.node = state.node.following.get(token)
             if state.prepared.stream is not None:
                 top = state.top_logprobs[-1:]
-                state.prepared.stream.put(
-                    state.number, [token], [float(rows.logprobs[row, place])], top, stops.get(row)
-                )
+                state.prepared.stream.put(state.number, [token], [float(rows.logprobs[row, last])], top, stops.get(row))
 
     def _retire(self, stops: dict[int, StopReason]) -> list[PreparedRequest]:
         finished: list[PreparedRequest] = []
@@ -487,10 +485,10 @@ class Decoder:
 
 
 def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items, sorted by length, in batches of at most `_PREFILL_TOKENS` padded tokens; a longer item comes alone."""
+    """The items, sorted by length, in batches of at most `PREFILL_TOKENS` padded tokens; a longer item comes alone."""
     waiting = sorted(items, key=length)
     while waiting:
-        most = max(_PREFILL_TOKENS, length(waiting[0]))
+        most = max(PREFILL_TOKENS, length(waiting[0]))
         size = 0
         while size < len(waiting) and (size + 1) * length(waiting[size]) <= most:
             size += 1

@@ -1,11 +1,11 @@
-"""The running samples of the transformers engine: their state, one entry per row, their keys and values, and how a token is chosen
-for each."""
+"""The running samples of the transformers engine: their state, one entry per row, their keys and values, and how a
+token is chosen for each.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,9 +59,9 @@ def penalise(
 ) -> None:
     """Change one row of logits [R, V] in place, in vLLM's order.
 
-    Repetition (CTRL, arXiv 1909.05858): logits of tokens in the prompt or the sample are divided by it where positive and
-    multiplied where negative. Frequency and presence (OpenAI): `frequency * count + presence` is subtracted from those of
-    the sample's tokens.
+    Repetition (CTRL, arXiv 1909.05858): logits of tokens in the prompt or the sample are divided by it where positive
+    and multiplied where negative. Frequency and presence (OpenAI): `frequency * count + presence` is subtracted from
+    those of the sample's tokens.
     """
     ids, counts = np.unique(np.asarray(sampled, dtype=np.int64), return_counts=True)
     if sampling.repetition_penalty != 1:
@@ -137,8 +137,8 @@ def most_likely(distribution: Tensor, counts: list[int]) -> list[tuple[tuple[int
     values, ids = distribution.topk(min(max(counts), distribution.shape[1]), dim=-1)
     rows = zip(ids.tolist(), values.tolist(), counts, strict=True)
     return [
-        tuple((token, value) for token, value in zip(found[:count], scores[:count], strict=True) if value > -torch.inf)
-        for found, scores, count in rows
+        tuple((token, value) for token, value in zip(tokens[:count], scores[:count], strict=True) if value > -torch.inf)
+        for tokens, scores, count in rows
     ]
 
 
@@ -178,8 +178,9 @@ class RowCache:
     """One row of keys and values per running sample, each with its own length.
 
     Tensors are [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place
-    is taken by the last one. What is taken at a time is at most KV_ROWS_PER_USED rows for each that is in use, of the longest
-    length since there was no row; an empty cache takes what its first rows need, and holds nothing once it is empty again.
+    is taken by the last one. What is taken at a time is at most KV_ROWS_PER_USED rows for each that is in use, of the
+    longest length since there was no row; an empty cache takes what its first rows need, and holds nothing once it is
+    empty again.
     """
 
     def __init__(self) -> None:
@@ -209,7 +210,8 @@ class RowCache:
         self.num_rows = first + len(source)
 
     def replace(self, layers: list[tuple[Tensor, Tensor]], rows: Tensor) -> None:
-        """Overwrite the keys and values of rows int64 [B]: per layer [B, heads, L, head_dim], padded where a row holds fewer."""
+        """Overwrite the keys and values of rows int64 [B]: per layer [B, heads, L, head_dim], padded where a row
+        holds fewer."""
         length = layers[0][0].shape[2]
         for k, (keys, values) in enumerate(layers):
             self._keys[k][rows, :, :length] = keys
@@ -241,10 +243,10 @@ class RowCache:
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""
-        place = torch.arange(len(rows), device=rows.device)
-        moved = rows != place
+        index = torch.arange(len(rows), device=rows.device)
+        moved = rows != index
         if bool(moved.any()):
-            source, target = rows[moved], place[moved]
+            source, target = rows[moved], index[moved]
             for tensors in (self._keys, self._values):
                 for tensor in tensors:
                     tensor[target] = tensor[source]
@@ -262,8 +264,8 @@ class RowCache:
         have_rows, have_length = self._keys[0].shape[0], self._keys[0].shape[2]
         if rows <= have_rows and length <= have_length:
             return
-        # Doubling the rows keeps the copying linear in the number of admissions. Where only the length grows, rows that a larger
-        # batch left behind are given up: they would become longer, too.
+        # Doubling the rows keeps the copying linear in the number of admissions. Where only the length grows, rows that
+        # a larger batch left behind are given up: they would become longer, too.
         if rows > have_rows:
             new_rows = max(rows, KV_ROWS_PER_USED * have_rows)
         else:
@@ -299,7 +301,8 @@ class PreparedRequest:
 
     @property
     def plain(self) -> bool:
-        """Whether a step has nothing to do for its rows beyond the next token: no rule that depends on earlier tokens, and no stream."""
+        """Whether a step has nothing to do for its rows beyond the next token: no rule that depends on earlier
+        tokens, and no stream."""
         sampling = self.request.sampling
         looks_back = (
             sampling.stop or sampling.choices or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
@@ -309,8 +312,9 @@ class PreparedRequest:
 
 @dataclass(slots=True, eq=False)
 class RowState:
-    """The part of a row that is not in arrays: its request and sample number, its place in the choice trie, its top log-probabilities,
-    and (tokens before, version) of each change of the weights under it."""
+    """The part of a row that is not in arrays: its request and sample number, its place in the choice trie, its top
+    log-probabilities, and (tokens before, version) of each change of the weights under it.
+    """
 
     prepared: PreparedRequest
     number: int
@@ -319,7 +323,8 @@ class RowState:
     changes: list[tuple[int, int]] = field(default_factory=list)
 
     def pieces(self, produced: int) -> tuple[tuple[int, int], ...]:
-        """(tokens, version) of each version that sampled some of the `produced` tokens; empty if it was one all the time."""
+        """(tokens, version) of each version that sampled some of the `produced` tokens; empty if it was one all the
+        time."""
         if not self.changes:
             return ()
         ends = [before for before, _ in self.changes] + [produced]
@@ -385,7 +390,8 @@ class RowTable:
         return Sample(tokens, logprobs, reason, tuple(state.top_logprobs), state.pieces(produced))
 
     def cached(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled last."""
+        """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled
+        last."""
         prepared, said = self.states[row].prepared, self.tokens[row, : self.produced[row] - 1]
         first = int(prepared.positions.max()) + 1
         later = np.broadcast_to(np.arange(first, first + len(said)), (3, len(said)))
@@ -417,8 +423,7 @@ class EngineCall:
     """
 
     requests: list[GenerationRequest]
-    future: asyncio.Future[list[Completion]]
-    loop: asyncio.AbstractEventLoop
+    future: Future[list[Completion]] = field(default_factory=Future)
     answers: dict[int, Completion] = field(default_factory=dict)
     admitted: int = 0
     prepared: list[PreparedRequest] = field(default_factory=list)
@@ -433,30 +438,9 @@ class EngineCall:
     def base_model(self) -> bool:
         return self.requests[0].min_version == BASE_MODEL
 
-
-def end_call(call: EngineCall, error: Exception) -> None:
-    """Raise an error in the caller of a call."""
-    if call.stream is not None:
-        call.stream.fail(error)
-    else:
-        resolve(call.loop, call.future, error=error)
-
-
-def resolve(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future,  # type: ignore[type-arg]
-    result: object = None,
-    error: Exception | None = None,
-) -> None:
-    """Settle a future of another thread's event loop, unless it is settled or its loop is gone."""
-
-    def settle() -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-        loop.call_soon_threadsafe(settle)
+    def fail(self, error: Exception) -> None:
+        """Raise an error in the caller, unless the call has ended."""
+        if self.stream is not None:
+            self.stream.fail(error)
+        elif not self.future.done():
+            self.future.set_exception(error)

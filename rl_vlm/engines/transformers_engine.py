@@ -1,8 +1,10 @@
-"""The transformers engine: continuous batching on a thread of its own, adapters merged into the weights, or whole ones exchanged.
+"""The transformers engine: continuous batching on a thread of its own, adapters merged into the weights, or whole ones
+exchanged.
 
-The running samples of one version of one policy form a batch, which is decoded together with the weights of that version in place.
-Batches take turns of a few decode steps, so a new version starts while samples of the older one finish, and a policy with long
-answers delays the others by its share. With in-flight updates running samples take the newer version, too.
+The running samples of one version of one policy form a batch, which is decoded together with the weights of that
+version in place. Batches take turns of a few decode steps, so a new version starts while samples of the older one
+finish, and a policy with long answers delays the others by its share. With in-flight updates running samples take the
+newer version, too.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from rl_vlm.engines.base import (
     notify,
 )
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import EngineCall, PreparedRequest, end_call, reserved_tokens, resolve, whole_blocks
-from rl_vlm.engines.weights import Formed, FullWeights, MergedWeights, UnmergedWeights, Version, Weights
+from rl_vlm.engines.rows import EngineCall, PreparedRequest, reserved_tokens, whole_blocks
+from rl_vlm.engines.weights import AdapterWeights, Formed, FullWeights, Version, Weights
 from rl_vlm.models.devices import choose_precision, use_fast_products
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
@@ -61,11 +63,13 @@ class TransformersEngine:
 
     Args:
         model: the model folder.
-        dtype: of the weights. Adapters are merged into float32 weights and computed beside others, which would round small ones away.
+        dtype: of the weights. Adapters are merged into float32 weights and computed beside others, which would round
+            small ones away.
         device: "cpu" or "cuda".
         max_context: prompt plus new tokens of a sample.
         max_rows: samples of each policy that run at once.
-        max_kv_tokens: keys and values of so many tokens have memory, of all policies together; requests beyond it wait. None: no limit.
+        max_kv_tokens: keys and values of so many tokens have memory, of all policies together; requests beyond it wait.
+            None: no limit.
         lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
@@ -110,13 +114,8 @@ class TransformersEngine:
         for block in self.backbone.model.model.visual.blocks:
             for part in (block.attn, block.mlp):
                 part.register_forward_hook(self._count_tower_part)
-        self._weights: Weights
-        if full:
-            self._weights = FullWeights(loaded)
-        elif quantization == "none" and dtype == "float32":
-            self._weights = MergedWeights(loaded, merged_bytes)
-        else:
-            self._weights = UnmergedWeights(loaded)
+        merges = quantization == "none" and dtype == "float32"
+        self._weights: Weights = FullWeights(loaded) if full else AdapterWeights(loaded, merged_bytes if merges else 0)
         use_fast_products(loaded, _SMALLEST_LAYER)
         self._max_rows, self._max_kv_tokens = max_rows, max_kv_tokens
         self._lockstep = lockstep
@@ -162,11 +161,12 @@ class TransformersEngine:
             return []
         if len({(request.policy, request.min_version == BASE_MODEL) for request in requests}) > 1:
             raise EngineError(
-                "Requests for the base model and for the policy, or for two policies, cannot share a call: send two calls."
+                "Requests for the base model and for the policy, or for two policies, cannot share a call: send two "
+                "calls."
             )
         call = self._enqueue(requests)
         try:
-            return await call.future
+            return await asyncio.wrap_future(call.future)
         except asyncio.CancelledError:
             self._drop(call)
             raise
@@ -198,8 +198,8 @@ class TransformersEngine:
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> EngineCall:
         for request in requests:
             self._check_size(request)
-        loop = asyncio.get_running_loop()
-        call = EngineCall(list(requests), loop.create_future(), loop, stream=stream)
+        call = EngineCall(list(requests), stream=stream)
+        call.future.set_running_or_notify_cancel()  # a caller that is cancelled calls `_drop`
         with self._wake:
             if self._closed:
                 raise EngineError("The engine is closed.")
@@ -213,8 +213,9 @@ class TransformersEngine:
         samples, length, limit = request.sampling.n, self._decoder.longest(request), self._max_kv_tokens
         if limit is not None and samples * whole_blocks(length) > limit:
             raise RequestTooLargeError(
-                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} tokens "
-                "that this replica has memory for: ask for fewer samples or fewer tokens, or raise serving.max_kv_gib."
+                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} "
+                "tokens that this replica has memory for: ask for fewer samples or fewer tokens, or raise "
+                "serving.max_kv_gib."
             )
 
     @property
@@ -247,8 +248,8 @@ class TransformersEngine:
     async def load_adapter(self, payload: WeightPayload) -> None:
         """Prepare a version and serve it to every request that starts from now on.
 
-        An adapter is merged, and all weights are checked, while samples run, which finish with the version that they started with unless there are
-        in-flight updates. Switching to them only changes pointers.
+        An adapter is merged, and all weights are checked, while samples run, which finish with the version that they
+        started with unless there are in-flight updates. Switching to them only changes pointers.
         """
         started = time.monotonic()
         if self._closed:
@@ -411,7 +412,8 @@ class TransformersEngine:
     def _admit(self) -> None:
         """Start waiting requests, in the order of their policy's calls, while there is room for them.
 
-        The policy that has found no memory comes first the next time, and no other passes it, so that large requests get in.
+        The policy that has found no memory comes first the next time, and no other passes it, so that large requests
+        get in.
         """
         admitted: dict[RunningBatch, list[tuple[EngineCall, int, GenerationRequest]]] = defaultdict(list)
         refused: list[tuple[EngineCall, EngineError]] = []
@@ -484,7 +486,7 @@ class TransformersEngine:
                 self._refuse(call, item)
         live: list[PreparedRequest] = []
         with self._wake:  # a call may be cancelled while its images are encoded
-            for (call, place, _), item in zip(batch, prepared, strict=True):
+            for (call, index, _), item in zip(batch, prepared, strict=True):
                 if isinstance(item, PreparedRequest) and not call.over:
                     call.prepared.append(item)
                     item.version = version
@@ -492,25 +494,24 @@ class TransformersEngine:
                         call.stream.policy_version = version
                         item.stream = call.stream
                         self._streams.add(call.stream)
-                    self._owners[id(item)] = (call, place)
+                    self._owners[id(item)] = (call, index)
                     live.append(item)
         if live:
             self._finish(decoder.admit(live))
 
     def _finish(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
-            call, place = self._owners.pop(id(item))
-            call.answers[place] = self._decoder.completion(item)
+            call, index = self._owners.pop(id(item))
+            call.answers[index] = self._decoder.completion(item)
             if len(call.answers) == len(call.requests):
                 with self._wake:
                     self._open.discard(call)
-                if call.stream is not None:
-                    continue  # the stream has delivered the tokens
-                resolve(call.loop, call.future, [call.answers[k] for k in range(len(call.requests))])
+                if call.stream is None and not call.future.done():  # a stream has delivered the tokens
+                    call.future.set_result([call.answers[k] for k in range(len(call.requests))])
 
     def _refuse(self, call: EngineCall, error: Exception) -> None:
         self._drop(call)
-        end_call(call, error)
+        call.fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Fail all running and waiting calls; the engine continues unless it is closed."""
@@ -525,4 +526,4 @@ class TransformersEngine:
             self._streams.clear()
         wrapped = error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}.")
         for call in calls:
-            end_call(call, wrapped)
+            call.fail(wrapped)

@@ -42,8 +42,8 @@ class VLLMEngine:
         max_lora_rank: the highest rank of an adapter, rounded up to what vLLM knows (8, 16, 32, 64, ...).
         max_loras: versions that may sample at the same time; requests of a further one wait for the oldest to finish.
         pixels: limits of an image's size in place of the processor's own.
-        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values. Those
-            that began before the first adapter finish without one.
+        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
+            Those that began before the first adapter finish without one.
         kv_cache: see KVCache; None: vLLM measures.
         full: versions are all weights of the model, not adapters (see FullVersions).
         head_dtype: float32 does not round logits to the model's type.
@@ -130,14 +130,16 @@ class VLLMEngine:
             work.cancel()
 
     async def load_adapter(self, payload: WeightPayload) -> None:
-        """Serve a version to every request that starts from now on and, with in-flight updates, to those that are running."""
+        """Serve a version to every request that starts from now on and, with in-flight updates, to those that are
+        running."""
         started = time.monotonic()
         await self._call(self._load(payload))
         self._swaps += 1
         self._last_swap_s = time.monotonic() - started
 
     async def sleep(self) -> None:
-        """See Engine. Weights and adapters stay where they are; without a GPU the memory of keys and values does, too."""
+        """See Engine. Weights and adapters stay where they are; without a GPU the memory of keys and values does,
+        too."""
         await self._call(self._sleep())
 
     async def wake(self) -> None:
@@ -255,7 +257,7 @@ class VLLMEngine:
                 # vLLM raises errors of the engine core as plain Exceptions.
                 reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
                 raise EngineError(reason) from error
-            self._folders.add(adapter, payload.sha256)
+            self._folders.add(adapter)
 
     async def drop_policy(self, policy: str) -> None:
         """Forget a policy; its running requests finish."""
@@ -281,7 +283,7 @@ class VLLMEngine:
                 raise EngineError(f"vLLM did not give back the memory of keys and values: {error}") from error
             finally:
                 if not self._asleep:  # also where the caller's deadline has passed: requests would wait for ever
-                    # What was asked for may happen all the same, and nobody may compute without the memory.
+                    # vLLM may still release the memory, and must not compute without it.
                     await (self._llm.wake_up(["kv_cache"]) if asked else self._llm.resume_generation())
 
     async def _wake(self) -> None:

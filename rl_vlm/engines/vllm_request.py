@@ -93,12 +93,15 @@ def read_piece(output: Any, top: int) -> Piece:
         for start, end in zip(starts, flat.end_indices, strict=True)
     ]
     return Piece(
-        list(output.token_ids), [flat.logprobs[start] for start in starts], [found[:top] for found in alternatives]
+        list(output.token_ids),
+        [flat.logprobs[start] for start in starts],
+        [likeliest[:top] for likeliest in alternatives],
     )
 
 
 def read_versions(output: Any) -> tuple[tuple[int, int], ...]:
-    """(tokens, policy version) in order, of a finished CompletionOutput of a vLLM whose weight versions are policy versions."""
+    """(tokens, policy version) in order, of a finished CompletionOutput of a vLLM whose weight versions are policy
+    versions."""
     return tuple((span.end - span.start, int(span.version)) for span in output.weight_versions)
 
 
@@ -158,7 +161,7 @@ class VLLMSampler:
     async def sample(self, plan: Plan, number: int, lora: Any) -> Sample:
         """One sample, whole. Raises EngineError."""
         output = await self._ask(plan, number, lora, None)
-        piece = self._read(plan, output)
+        piece = read_piece(output, plan.request.sampling.top_logprobs)
         return Sample(
             np.array(piece.token_ids, dtype=np.int32),
             np.array(piece.logprobs, dtype=np.float32),
@@ -181,7 +184,8 @@ class VLLMSampler:
         try:
             output = await self._run(plan, number, params, lora, stream)
             if output.finish_reason == "error":
-                # The engine core had evicted an image that this process took for cached: the second attempt sends it again.
+                # The engine core had evicted an image that this process took for cached: the second attempt sends it
+                # again.
                 output = await self._run(plan, number, params, lora, stream)
         except (VLLMError, ValueError) as error:
             reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
@@ -200,9 +204,10 @@ class VLLMSampler:
                     self._check_prompt(plan, result)
                 last = result.outputs[0]
                 if stream is not None and last.finish_reason != "error":
-                    piece = self._read(plan, last)
+                    piece = read_piece(last, plan.request.sampling.top_logprobs)
                     if self._names_versions(plan, lora):
-                        # Versions change while vLLM is paused, long after the last token of the older one was read here.
+                        # Versions change while vLLM is paused, long after the last token of the older one was read
+                        # here.
                         stream.policy_version = self.counts.policy_version
                     stream.put(number, *piece, self._stop_reason(plan, last, piece) if last.finish_reason else None)
                     notify([stream])
@@ -216,14 +221,11 @@ class VLLMSampler:
     def _check_prompt(self, plan: Plan, result: Any) -> None:
         if not np.array_equal(np.asarray(result.prompt_token_ids), plan.expanded):
             raise EngineError(
-                f"Request {plan.request.request_id}: vLLM expanded the prompt to {len(result.prompt_token_ids)} tokens, "
-                f"the image processor's grids to {len(plan.expanded)}: is the model folder's processor config its own?"
+                f"Request {plan.request.request_id}: vLLM expanded the prompt to {len(result.prompt_token_ids)} "
+                f"tokens, the image processor's grids to {len(plan.expanded)}: is the model folder's processor config its own?"
             )
         self.counts.prefix_queries += len(plan.expanded)
         self.counts.prefix_hits += result.num_cached_tokens or 0
-
-    def _read(self, plan: Plan, output: Any) -> Piece:
-        return read_piece(output, plan.request.sampling.top_logprobs)
 
     def _stop_reason(self, plan: Plan, output: Any, piece: Piece) -> StopReason:
         tokens = piece.token_ids

@@ -20,13 +20,14 @@ from rl_vlm.models.weights import FullPayload, WeightPayload
 from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates, UserInputError
 
 _PREFIX = "rl-vlm-adapters-"
-_LEAST_MEMORY = 256 << 20  # bytes of /dev/shm: a container of Docker has 64 MiB where nobody asked for more
+_LEAST_MEMORY = 256 << 20  # bytes of /dev/shm: a Docker container has 64 MiB by default
 _KEPT = 2  # the newest folders of a policy stay although no request uses them
 
 
 @dataclass(slots=True)
 class Adapter:
-    """One loaded version of a policy; `request` is vLLM's LoRARequest, `users` the requests that are running with it."""
+    """One loaded version of a policy; `request` is vLLM's LoRARequest, `users` the requests that are running with
+    it."""
 
     version: int
     folder: Path
@@ -39,11 +40,11 @@ class AdapterFolders:
     """The adapter folders that vLLM reads, in /dev/shm where there is room for some.
 
     Every version gets a new id, name and folder: vLLM keeps the old weights of an id that it knows, and its prefix
-    cache tells versions apart by their names and folders. vLLM reads a folder again when it has dropped an adapter that a running
-    request still needs, so a folder stays as long as a request uses it.
+    cache tells versions apart by their names and folders. vLLM reads a folder again when it has dropped an adapter that
+    a running request still needs, so a folder stays as long as a request uses it.
 
-    With `one_slot` (in-flight updates) all versions have one id and one name: a version that is loaded with `replacing` takes
-    its predecessor's place under the requests that are running.
+    With `one_slot` (in-flight updates) all versions have one id and one name: a version that is loaded with `replacing`
+    takes its predecessor's place under the requests that are running.
     """
 
     def __init__(self, one_slot: bool = False) -> None:
@@ -52,33 +53,30 @@ class AdapterFolders:
         self._release = weakref.finalize(self, release_root, self._root, lock)  # also run when Python exits
         self._adapters: dict[str, list[Adapter]] = {}  # by policy, oldest first
         self._dropped: list[Adapter] = []  # of dropped policies, still in use
-        self._hashes: dict[tuple[str, int], str] = {}  # of every version that was added
         self._next_id = 1
 
     def newest(self, policy: str = POLICY) -> Adapter | None:
         """The version of a policy that was added last."""
-        found = self._adapters.get(policy)
-        return found[-1] if found else None
+        versions = self._adapters.get(policy)
+        return versions[-1] if versions else None
 
     @property
     def newest_version(self) -> int:
         """The highest version of any policy."""
-        return max((found[-1].version for found in list(self._adapters.values())), default=0)
+        return max((versions[-1].version for versions in list(self._adapters.values())), default=0)
 
     def write(self, payload: WeightPayload) -> Adapter:
-        """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM cannot serve."""
+        """Write a version's folder; the version is not in use before `add`. Raises EngineError for one that vLLM
+        cannot serve."""
         from vllm.lora.request import LoRARequest
 
         payload.verify()
-        if self._hashes.get((payload.policy, payload.version), payload.sha256) != payload.sha256:
-            raise EngineError(
-                f"Adapter version {payload.version} was loaded with other weights: publish these under a new version."
-            )
         unsupported = [name for name in payload.state() if ".language_model." not in name]
         if unsupported:
             # vLLM would silently ignore an adapted vision tower.
             raise EngineError(
-                f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers may be."
+                f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers "
+                "may be."
             )
         number, self._next_id = self._next_id, self._next_id + 1
         with enough_room(self._root):
@@ -97,28 +95,26 @@ class AdapterFolders:
         known = adapter.request
         return LoRARequest(known.lora_name, known.lora_int_id, known.lora_path, load_inplace=True)
 
-    def add(self, adapter: Adapter, sha256: str) -> None:
+    def add(self, adapter: Adapter) -> None:
         """Make a written version the newest, and delete the folders of old versions that no request uses."""
-        self._hashes[adapter.policy, adapter.version] = sha256
         of_policy = self._adapters.setdefault(adapter.policy, [])
         of_policy.append(adapter)
-        for old in [one for one in of_policy[:-_KEPT] if not one.users]:
+        for old in [other for other in of_policy[:-_KEPT] if not other.users]:
             of_policy.remove(old)
             self.discard(old)
         self._discard_dropped()
 
     def drop(self, policy: str) -> list[Adapter]:
         """Forget a policy; its folders go once no request uses them. Returns its adapters that none uses."""
-        self._hashes = {key: sha256 for key, sha256 in self._hashes.items() if key[0] != policy}
         gone = self._adapters.pop(policy, [])
         self._dropped += gone
         self._discard_dropped()
-        return [one for one in gone if not one.users]
+        return [adapter for adapter in gone if not adapter.users]
 
     def _discard_dropped(self) -> None:
-        for one in [one for one in self._dropped if not one.users]:
-            self._dropped.remove(one)
-            self.discard(one)
+        for adapter in [adapter for adapter in self._dropped if not adapter.users]:
+            self._dropped.remove(adapter)
+            self.discard(adapter)
 
     def discard(self, adapter: Adapter) -> None:
         """Delete a version's folder."""
@@ -172,8 +168,8 @@ def enough_room(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise EngineError(
-            f"A version cannot be written to {root} ({error.strerror or error}): free space there, or give the container a "
-            "larger /dev/shm."
+            f"A version cannot be written to {root} ({error.strerror or error}): free space there, or give the "
+            "container a larger /dev/shm."
         ) from error
 
 
@@ -187,10 +183,12 @@ def release_root(root: Path, lock: int) -> None:
 
 
 class FullVersions:
-    """The version of an AsyncLLM's weights, and its exchange. To be used on the event loop that the AsyncLLM was made on.
+    """The version of an AsyncLLM's weights, and its exchange. To be used on the event loop that the AsyncLLM was made
+    on.
 
-    A version waits until the requests that run are finished, and holds new ones back meanwhile. With in-flight updates running
-    samples take it between two tokens. Its bytes go through a file in /dev/shm, where the engine core maps them.
+    A version waits until the requests that run are finished, and holds new ones back meanwhile. With in-flight updates
+    running samples take it between two tokens. Its bytes go through a file in /dev/shm, where the engine core maps
+    them.
 
     Args:
         llm: the AsyncLLM.
@@ -203,7 +201,6 @@ class FullVersions:
         self._release = weakref.finalize(self, release_root, self._root, lock)  # also run when Python exits
         self.version = 0
         self.broken = ""  # why the weights may be those of no version; only a new engine helps
-        self._hashes: dict[int, str] = {}
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
@@ -233,8 +230,8 @@ class FullVersions:
             raise EngineError(self.broken)
         if request.min_version == BASE_MODEL and self.version:
             raise EngineError(
-                f"Request {request.request_id}: these replicas of vLLM hold version {self.version} of all weights and no longer the "
-                "base model: set serving.engine to transformers, which keeps both."
+                f"Request {request.request_id}: these replicas of vLLM hold version {self.version} of all weights and "
+                "no longer the base model: set serving.engine to transformers, which keeps both."
             )
         check_version(request, self.version)
 
@@ -270,19 +267,15 @@ class FullVersions:
             self.broken = f"Version {payload.version} was not loaded as a whole ({error!r}): restart the replica."
             raise EngineError(self.broken) from error
         self.version = payload.version
-        self._hashes[payload.version] = payload.sha256
         await llm.resume_generation()
 
     def _write(self, payload: WeightPayload) -> Path:
         if not isinstance(payload, FullPayload):
             raise UserInputError(
-                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
+                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to "
+                "lora."
             )
         payload.verify()
-        if self._hashes.get(payload.version, payload.sha256) != payload.sha256:
-            raise EngineError(
-                f"Weight version {payload.version} was loaded with other weights: publish these under a new version."
-            )
         file = self._root / f"v{payload.version}.safetensors"
         try:
             with enough_room(self._root):

@@ -1,4 +1,5 @@
-"""Code that runs inside vLLM's own processes: the token mask, new weights, and their end together with the process that owns the engine.
+"""Code that runs inside vLLM's own processes: the token mask, new weights, and their end together with the process that
+owns the engine.
 
 vLLM imports this module by name in its engine core and worker processes.
 """
@@ -62,8 +63,9 @@ class FullWeightsWorker:
     def load_full_weights(self, path: str) -> None:
         """Replace all weights by those of a safetensors file, which is mapped, not read.
 
-        The steps are those of vLLM's own weight transfer (`start_weight_update`, `receive_weights`, `finish_weight_update` in
-        vllm/distributed/weight_transfer/ipc_engine.py). Raises ValueError where the file lacks a parameter.
+        The steps are those of vLLM's own weight transfer (`start_weight_update`, `receive_weights`,
+        `finish_weight_update` in vllm/distributed/weight_transfer/ipc_engine.py). Raises ValueError where the file
+        lacks a parameter.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -81,8 +83,9 @@ class FullWeightsWorker:
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:
-    """On a CPU vLLM 0.32 packs a layer's weights when it is loaded. A head that is tied to the embedding is not loaded by itself,
-    and would go on with what it had packed of the older weights."""
+    """On a CPU vLLM 0.32 packs a layer's weights when it is loaded. A head that is tied to the embedding is not loaded
+    by itself, and would go on with what it had packed of the older weights.
+    """
     for module in model.modules():
         if "cpu_linear" in vars(module) and getattr(module, "weight", torch.empty(0)).numel():
             module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]

@@ -58,34 +58,48 @@ class Weights(Protocol):
         ...
 
 
-class MergedWeights:
-    """Adapters are added to the weights while the sums fit into `max_bytes`, and computed beside the weights beyond.
+class Factors(dict[str, LoraFactors]):
+    """A prepared adapter that is not merged: LoRA factors by module name, on the model's device."""
 
-    Decoding with a sum costs the same as without an adapter, and the weights are stored once more for each sum. A policy that found no
-    room is merged again with its next version, once there is some. For float32 on a CPU the memory of a sum is reused, because
-    allocating fresh pages takes a third of the time of the sum itself. Thread-safe where `Weights` must be: one thread forms
-    while another uses and releases.
+
+class AdapterWeights:
+    """Adapters are added to the weights while the sums fit into `max_merged_bytes`, and computed beside the weights
+    beyond.
+
+    Decoding with a sum costs the same as without an adapter, and the weights are stored once more for each sum. A
+    policy that found no room is merged again with its next version, once there is some. Weights of few bits take no
+    sums: added to four-bit numbers most of an adapter would be rounded away, and of a young one, whose sum is less than
+    1/256 of a weight, all of it in bfloat16.
+
+    For float32 on a CPU the memory of a sum is reused, because allocating fresh pages takes a third of the time of the
+    sum itself. Thread-safe where `Weights` must be: one thread forms while another uses and releases.
     """
 
-    def __init__(self, model: nn.Module, max_bytes: float = math.inf) -> None:
+    def __init__(self, model: nn.Module, max_merged_bytes: float = math.inf) -> None:
         self._linears = adaptable_linears(model)
         self._base = linear_weights(model)
-        self._beside = UnmergedWeights(model)
+        self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
+        self._device = next(model.parameters()).device
         self._reuses = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in self._base.values())
         self._spare: Formed | None = None
-        self._left = max_bytes
+        self._left = max_merged_bytes
         self._lock = threading.Lock()
+        self._merged: Formed = {}  # the sums that are in place
+        self._hooks: list[RemovableHandle] = []
 
     def form(self, payload: WeightPayload) -> Formed:
         """The sums in float32, rounded to the model's precision; `Factors` where there is no room."""
-        names = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in payload.views() if name.endswith(DOWN)]
+        names = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in payload.state() if name.endswith(DOWN)]
         needed = sum(self._base[name].nbytes for name in names if name in self._base)
         with self._lock:
             fits = needed <= self._left
             if fits:
                 self._left -= needed
         if not fits:
-            return Factors(self._beside.form(payload))
+            return Factors(
+                (name, LoraFactors(down.to(self._device), up.to(self._device), scale))
+                for name, (down, up, scale) in lora_factors(payload, self._shapes).items()
+            )
         spare, self._spare = self._spare, None
         try:
             return merged_weights(payload, self._base, spare)
@@ -95,58 +109,28 @@ class MergedWeights:
             raise
 
     def use(self, formed: Formed | None) -> None:
-        """Put the sums in place, or hook the layers."""
-        beside = isinstance(formed, Factors)
-        weights = {**self._base, **({} if beside or formed is None else formed)}
-        for name, linear in self._linears.items():
-            linear.weight.data = weights[name]
-        self._beside.use(formed if beside else None)
+        """Put the sums in place, or hook the layers that the adapter changes: a hook costs time even where it adds
+        nothing."""
+        beside = formed if isinstance(formed, Factors) else Factors()
+        merged = {} if beside or formed is None else formed
+        for name in self._merged.keys() | merged.keys():
+            self._linears[name].weight.data = merged.get(name, self._base[name])
+        self._merged = merged
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            self._linears[name].register_forward_hook(self._hook(factors)) for name, factors in beside.items()
+        ]
 
     def release(self, formed: Formed) -> None:
-        """Give its room to the next version of any policy, and keep its memory for that one if it may be overwritten."""
+        """Give its room to the next version of any policy, and keep its memory for that one if it may be
+        overwritten."""
         if isinstance(formed, Factors):
             return
         with self._lock:
             self._left += sum(self._base[name].nbytes for name in formed)
         if self._reuses:
             self._spare = formed
-
-    def changes_tower(self, formed: Formed | None) -> bool:
-        """See Weights."""
-        return changes_tower(formed or ())
-
-
-class UnmergedWeights:
-    """The adapter is computed beside the weights, y = W·x + (alpha / r) · B·A·x.
-
-    For weights of few bits: added to four-bit numbers most of an adapter would be rounded away, and of a young one, whose sum is
-    less than 1/256 of a weight, all of it in bfloat16.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._linears = adaptable_linears(model)
-        self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
-        self._device = next(model.parameters()).device
-        self._hooks: list[RemovableHandle] = []
-
-    def form(self, payload: WeightPayload) -> Formed:
-        """Its factors on the device."""
-        factors = lora_factors(payload, self._shapes)
-        return {
-            name: LoraFactors(down.to(self._device), up.to(self._device), scale)
-            for name, (down, up, scale) in factors.items()
-        }
-
-    def use(self, formed: Formed | None) -> None:
-        """Hook the adapted layers, and no others: a hook costs time even where it adds nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            self._linears[name].register_forward_hook(self._hook(factors)) for name, factors in (formed or {}).items()
-        ]
-
-    def release(self, formed: Formed) -> None:
-        """Does nothing: factors are too small to reuse their memory."""
 
     def changes_tower(self, formed: Formed | None) -> bool:
         """See Weights."""
@@ -163,15 +147,11 @@ class UnmergedWeights:
         return add
 
 
-class Factors(dict[str, Any]):
-    """A prepared adapter that is not merged: LoRA factors by module name."""
-
-
 class FullWeights:
     """Every version brings all weights (`model.train: full`).
 
-    On a CPU the model computes with the payload's bytes where they lie: those that Ray holds in shared memory are then there once
-    for all replicas of a node, and nothing is copied.
+    On a CPU the model computes with the payload's bytes where they lie: those that Ray holds in shared memory are then
+    there once for all replicas of a node, and nothing is copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,11 +162,12 @@ class FullWeights:
         """All weights, in the model's precision and on its device."""
         if not isinstance(payload, FullPayload):
             raise UserInputError(
-                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
+                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to "
+                "lora."
             )
-        found = payload.views()
-        check_fits(found, self._base, payload.version)
-        return {name: tensor.to(self._base[name]) for name, tensor in found.items()}
+        state = payload.state()
+        check_fits(state, self._base, f"Weight version {payload.version}")
+        return {name: tensor.to(self._base[name]) for name, tensor in state.items()}
 
     def use(self, formed: Formed | None) -> None:
         """Put the tensors in place."""

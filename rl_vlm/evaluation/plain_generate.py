@@ -21,6 +21,7 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig, of_policy, parse_config
 from rl_vlm.evaluation.heldout import ItemPrompts
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.lora import merge_into
 from rl_vlm.models.weights import is_full, put_weights, read_payload
 from rl_vlm.types import Message
 
@@ -39,16 +40,9 @@ class PlainGenerate:
         self._device, self._new_tokens = "cuda" if on_gpu else "cpu", new_tokens
         self._text = load_text_side(folder, config.model.pixels)
         self._model: Any = load_model(folder, config.model.dtype, self._device)
-        if adapter is not None and is_full(Path(adapter)):
-            put_weights(self._model, read_payload(Path(adapter), 0))
-        elif adapter is not None:
-            from peft import PeftModel
-
-            from rl_vlm.models.export import lora_config
-            from rl_vlm.models.weights import AdapterPayload
-
-            lora = lora_config(AdapterPayload.read(Path(adapter), 0))
-            self._model = PeftModel.from_pretrained(self._model, adapter, config=lora).merge_and_unload()
+        if adapter is not None:
+            put = put_weights if is_full(Path(adapter)) else merge_into
+            put(self._model, read_payload(Path(adapter), 0))
         self._model.generation_config.eos_token_id = None  # every answer has its full length
         self._processor: Any = from_folder(AutoProcessor, folder).image_processor
         # Their names for the numbers of pixels between which an image is scaled.

@@ -17,7 +17,7 @@ from rl_vlm.config import CriticSection, RunConfig, SFTConfig
 from rl_vlm.learning.estimators import Rescaling
 from rl_vlm.models.devices import choose_order, choose_precision, use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
-from rl_vlm.models.lora import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state, seed_lora
+from rl_vlm.models.lora import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state
 from rl_vlm.models.qwen_vl import CACHE_BYTES, Backbone
 from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
 from rl_vlm.numerics import derive_seed
@@ -205,7 +205,7 @@ class FullTraining:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        check_fits(state, self._own, 0)
+        check_fits(state, self._own, "The checkpoint")
         for name, master in self._masters.items():
             master.copy_(state[name])
         self.stepped()
@@ -315,7 +315,7 @@ class PolicyModel:
         lora = run.model.lora
         self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
         self.lora.base_model_name_or_path = str(folder)
-        seed_lora(run.seed)
+        torch.manual_seed(run.seed)  # so that A is drawn the same in every learner
         return LoraTraining(self.model, self.lora)
 
     def _checkpointed(self, run: RunConfig | SFTConfig) -> list[Any]:
@@ -332,7 +332,7 @@ class PolicyModel:
 
     def _make_critic(self, section: CriticSection, seed: int) -> Critic:
         # Another A than the policy's, and the head's hidden layer; both are the same in every learner.
-        seed_lora(derive_seed(seed, 5) % 2**31)
+        torch.manual_seed(derive_seed(seed, 5) % 2**31)  # so that A is drawn the same in every learner
         own = None
         if section.kind == "adapter":
             assert self.lora is not None  # see PolicyConfig

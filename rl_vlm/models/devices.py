@@ -17,8 +17,8 @@ from rl_vlm.models.memory.cards import driver_gpu, learner_fraction
 def choose_precision(dtype: str, device: str) -> None:
     """On a GPU let matrices in float32 be multiplied in TF32, unless the model itself is in float32 (`dtype`).
 
-    These are LoRA's, whose weights vLLM rounds to bfloat16, of fewer digits than TF32, and a critic's head. Learner and engine
-    call this, so that both round alike.
+    These are LoRA's, whose weights vLLM rounds to bfloat16, of fewer digits than TF32, and a critic's head. Learner and
+    engine call this, so that both round alike.
     """
     if device.startswith("cuda"):
         # Said in both cases: an earlier model of this process may have been of the other kind.
@@ -28,7 +28,8 @@ def choose_precision(dtype: str, device: str) -> None:
 def choose_order(device: str) -> None:
     """On a GPU let torch take kernels that add up in one order, for a learner whose bytes must repeat.
 
-    Others, such as attention's backward pass, add as their threads come to it. An operation that has no such kernel raises.
+    Others, such as attention's backward pass, add as their threads come to it. An operation that has no such kernel
+    raises.
     """
     if device.startswith("cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
@@ -127,30 +128,30 @@ class _WideProduct(torch.autograd.Function):
 # Where a learner computes, and how much of a GPU that others use too it may take.
 
 
-def learner_device(run: CommonConfig) -> str:
+def learner_device(config: CommonConfig) -> str:
     """The device of a learner in this process: Ray shows an actor its own GPU alone, and a driver all of them.
 
     In the driver it is one that no replica has been given, unless there is room for both on one.
     """
-    if run.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
+    if config.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
         return "cpu"
-    return "cuda" if run.learner.num_learners else driver_device(run)
+    return "cuda" if config.learner.num_learners else driver_device(config)
 
 
-def driver_device(run: CommonConfig) -> str:
+def driver_device(config: CommonConfig) -> str:
     """The device of what computes in the driver beside its learners: their GPU, where they have one."""
-    if run.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
+    if config.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
         return "cpu"
-    return f"cuda:{min(driver_gpu(run), torch.cuda.device_count() - 1)}"
+    return f"cuda:{min(driver_gpu(config), torch.cuda.device_count() - 1)}"
 
 
-def give_back(run: CommonConfig) -> None:
+def give_back(config: CommonConfig) -> None:
     """Free what torch keeps for later updates, where a replica takes turns with this learner on a GPU."""
-    if run.serving.vllm.rest_while_learning and learner_device(run) != "cpu":
+    if config.serving.vllm.rest_while_learning and learner_device(config) != "cpu":
         torch.cuda.empty_cache()
 
 
-def limit_memory(run: CommonConfig, device: str) -> None:
+def limit_memory(config: CommonConfig, device: str) -> None:
     """Keep torch in this process to the learner's share of a GPU that a replica uses too.
 
     Beyond it an allocation fails here, with a sentence, instead of in the replica.
@@ -159,6 +160,6 @@ def limit_memory(run: CommonConfig, device: str) -> None:
         return
     index = torch.device(device).index
     number = torch.cuda.current_device() if index is None else index  # torch wants one here
-    fraction = learner_fraction(run, torch.cuda.get_device_properties(number).total_memory)
+    fraction = learner_fraction(config, torch.cuda.get_device_properties(number).total_memory)
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, number)

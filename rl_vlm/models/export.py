@@ -1,4 +1,5 @@
-"""Exports what a run trained as a Hugging Face model folder: base weights and adapter merged, or the weights themselves."""
+"""Exports what a run trained as a Hugging Face model folder: base weights and adapter merged, or the weights
+themselves."""
 
 from __future__ import annotations
 
@@ -11,17 +12,16 @@ from typing import Any
 
 import torch
 import yaml
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from rl_vlm.config.loading import load_yaml
 from rl_vlm.files import replace_folder, resolved
 from rl_vlm.models.loading import from_folder, load_text_side, quiet_libraries, resolve_model, save_model
+from rl_vlm.models.lora import merge_into
 from rl_vlm.models.weights import (
     AdapterPayload,
     FullPayload,
-    WeightPayload,
     is_full,
     put_weights,
     read_payload,
@@ -36,13 +36,14 @@ class ExportError(RLVLMError):
 
 
 def export_model(source: str | Path, out: str | Path, model: str | None = None, overwrite: bool = False) -> Path:
-    """Merge the adapter of `source` into its base model, or put the full weights in its place, and write the Hugging Face folder
-    `out`, whole or not at all.
+    """Merge the adapter of `source` into its base model, or put the full weights in its place, and write the Hugging
+    Face folder `out`, whole or not at all.
 
-    `source` is a run folder (its `adapter/` or `weights/`, and the model that its `config.yaml` names), a folder of full weights or
-    a peft adapter folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in the base model's own precision,
-    processor and chat template; it is loaded once before it appears. An existing `out` is refused without `overwrite`,
-    and even then unless it is empty or a model folder that was written by this function; other files in there stay.
+    `source` is a run folder (its `adapter/` or `weights/`, and the model that its `config.yaml` names), a folder of
+    full weights or a peft adapter folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in
+    the base model's own precision, processor and chat template; it is loaded once before it appears. An existing `out`
+    is refused without `overwrite`, and even then unless it is empty or a model folder that was written by this
+    function; other files in there stay.
     """
     source, out = Path(source).expanduser(), resolved(out)
     adapter, named = find_adapter_and_model(source)
@@ -52,7 +53,9 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     base = resolve_model(model or str(named))
     check_target(out, overwrite, keep=(base, adapter))
     payload = read_payload(adapter, 0)
-    merged = merge_adapter(base, payload) if isinstance(payload, AdapterPayload) else replace_weights(base, payload)
+    merged: PreTrainedModel = from_folder(AutoModelForImageTextToText, base, dtype="auto")
+    put = merge_into if isinstance(payload, AdapterPayload) else put_weights
+    put(merged, payload)
     digests = {name: _digest(tensor) for name, tensor in merged.state_dict().items()}
     with replace_model(out) as draft:
         save_model(merged, draft)
@@ -84,66 +87,17 @@ def find_adapter_and_model(source: Path) -> tuple[Path, str | None]:
 
 def _base_of(weights: Path) -> str | None:
     try:
-        found = json.loads((weights / FullPayload.CONFIG).read_text())["base_model"]
+        base = json.loads((weights / FullPayload.CONFIG).read_text())["base_model"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return str(found)
-
-
-def replace_weights(base: Path, payload: WeightPayload) -> PreTrainedModel:
-    """The base model, in the precision that it is stored in, with all weights replaced. Raises UserInputError for ones that do not fit."""
-    model: PreTrainedModel = from_folder(AutoModelForImageTextToText, base, dtype="auto")
-    put_weights(model, payload)
-    return model
-
-
-def merge_adapter(base: Path, payload: AdapterPayload) -> PreTrainedModel:
-    """The base model, in the precision that it is stored in, with the adapter merged into its weights."""
-    model = from_folder(AutoModelForImageTextToText, base, dtype="auto")
-    config = lora_config(payload)
-    adapted = _with_adapter(model, config, payload.state())
-    merged = adapted.merge_and_unload()
-    for name, parameter in merged.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise UserInputError(f"The adapter is broken: after merging, {name} has values that are not finite.")
-    return merged  # type: ignore[no-any-return]
-
-
-def lora_config(payload: AdapterPayload) -> LoraConfig:
-    """peft's configuration of an adapter. Raises UserInputError."""
-    try:
-        config = LoraConfig.from_peft_type(**json.loads(payload.config_json))
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserInputError(f"The adapter's adapter_config.json is not a LoRA configuration ({error}).") from error
-    if not isinstance(config, LoraConfig):
-        raise UserInputError(f"The adapter is {config.peft_type}, not LORA: only LoRA adapters can be merged.")
-    return config
-
-
-def _with_adapter(model: nn.Module, config: LoraConfig, state: dict[str, Tensor]) -> PeftModel:
-    # PeftModel.from_pretrained only warns of tensors that are missing, and the merge would silently lack them.
-    try:
-        adapted = get_peft_model(model, config)
-    except ValueError as error:  # no module has a name that the configuration targets
-        raise UserInputError(f"The adapter does not fit the model: {error}") from error
-    own = get_peft_model_state_dict(adapted)
-    if own.keys() != state.keys():
-        example = sorted(own.keys() ^ state.keys())[0]
-        raise UserInputError(f"The adapter does not fit the model: tensors differ, for example {example}.")
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            shapes = f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
-            raise UserInputError(f"The adapter does not fit the model: {shapes}.")
-    # float32, so that the sum with a low-precision weight is rounded once.
-    set_peft_model_state_dict(adapted, {name: tensor.float() for name, tensor in state.items()})
-    return adapted
+    return str(base)
 
 
 def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> None:
     """Raise UserInputError unless a model folder may be written at `out` without harm to `keep` or to foreign files."""
-    place = resolved(out)
+    target = resolved(out)
     for folder in keep:
-        if place == folder.resolve() or place in folder.resolve().parents:
+        if target == folder.resolve() or target in folder.resolve().parents:
             raise UserInputError(f"{out} holds the input {folder}: choose another output folder.")
     if not out.exists():
         return
@@ -151,23 +105,22 @@ def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> Non
         raise UserInputError(f"{out} exists already: choose another folder, or replace it with --overwrite.")
     if not out.is_dir() or (any(out.iterdir()) and not model_files(out)):
         raise UserInputError(
-            f"{out} exists and is not a model folder that rl-vlm wrote (it has no {MODEL_MARKER}): --overwrite replaces "
-            "nothing else."
+            f"{out} exists and is not a model folder that rl-vlm wrote (it has no {MODEL_MARKER}): --overwrite "
+            "replaces nothing else."
         )
 
 
 @contextmanager
 def replace_model(out: Path) -> Iterator[Path]:
-    """A draft that takes the place of the model folder `out`. Files of an earlier export go, all other files of `out` stay.
+    """A draft that takes the place of the model folder `out`. Files of an earlier export go, all other files of `out`
+    stay.
 
     Raises UserInputError, with nothing changed, if a file of the user has the name of a new one.
     """
 
     def foreign(old: Path) -> list[str]:
         names = sorted(set(files_in(old)) - model_files(old))
-        taken = [
-            name for name in names if any((draft / place).is_file() for place in (Path(name), *Path(name).parents))
-        ]
+        taken = [name for name in names if any((draft / path).is_file() for path in (Path(name), *Path(name).parents))]
         if taken:
             raise UserInputError(
                 f"{out / taken[0]} is not a file that rl-vlm wrote, and it is in the way: move it first."
@@ -189,9 +142,9 @@ def _check_export(folder: Path, digests: dict[str, str]) -> None:
     """Load the folder as a user would and compare every weight."""
     load_text_side(folder)
     model: Any = from_folder(AutoModelForImageTextToText, folder, dtype="auto")
-    found = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
-    if found != digests:
-        names = [name for name in digests.keys() | found.keys() if found.get(name) != digests.get(name)]
+    exported = {name: _digest(tensor) for name, tensor in model.state_dict().items()}
+    if exported != digests:
+        names = [name for name in digests.keys() | exported.keys() if exported.get(name) != digests.get(name)]
         raise ExportError(
             f"The exported folder came back different in {len(names)} tensors, such as {sorted(names)[0]}."
         )

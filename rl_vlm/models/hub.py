@@ -51,7 +51,8 @@ def hub_errors(name: str, data: bool = False) -> Iterator[None]:
     from huggingface_hub import errors
 
     kind = "data set" if data else "model"
-    # The client's transport is another package from version to version; the base of its errors is one of the client's own error.
+    # The client's transport is another package from version to version; the base of its errors is one of the client's
+    # own error.
     transport = cast("tuple[type[Exception], ...]", errors.HfHubHTTPError.__bases__)
     broken: tuple[type[Exception], ...] = (*transport, zipfile.BadZipFile)
     try:

@@ -140,7 +140,8 @@ class ImageProcessorSpec:
             raise ImageError(f"Image {label} is empty ({width}x{height} pixels): remove it from the data.")
         if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
             raise ImageError(
-                f"Image {label} ({width}x{height} pixels) is more than {MAX_ASPECT_RATIO} times longer than wide: crop it."
+                f"Image {label} ({width}x{height} pixels) is more than {MAX_ASPECT_RATIO} times longer than wide: "
+                "crop it."
             )
         if not self.do_resize:
             if width % self.factor or height % self.factor:

@@ -60,7 +60,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 HeadDType = Literal["model", "float32"]  # float32: logits are not rounded to the model's type
 Quantization = Literal["none", "nf4"]
 
-# Families whose multimodal positions and image placeholders `chat.py` and `backbone.py` know.
+# Families whose multimodal positions and image placeholders `chat.py` and `qwen_vl.py` know.
 SUPPORTED_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
@@ -101,7 +101,8 @@ def resolve_model(name: str, seed: int = 0) -> Path:
 
 
 def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
-    """`auto.from_pretrained(folder)` of one of transformers' Auto classes, which never runs code that the folder brings.
+    """`auto.from_pretrained(folder)` of one of transformers' Auto classes, which never runs code that the folder
+    brings.
 
     Raises UserInputError for a model that needs such code.
     """
@@ -111,8 +112,8 @@ def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
         if "trust_remote_code" not in str(error):
             raise
         raise UserInputError(
-            f"The model {folder} brings code of its own, which rl-vlm does not run: choose a model whose family transformers "
-            "knows."
+            f"The model {folder} brings code of its own, which rl-vlm does not run: choose a model whose family "
+            "transformers knows."
         ) from error
 
 
@@ -125,7 +126,8 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
         return _text_side(folder, pixels)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
         raise UserInputError(
-            f"The text files of the model in {folder} cannot be read ({type(error).__name__}: {error}): fetch or copy it again."
+            f"The text files of the model in {folder} cannot be read ({type(error).__name__}: {error}): fetch or copy "
+            "it again."
         ) from error
 
 
@@ -181,12 +183,13 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with its weights, in evaluation mode and frozen.
 
-    In host memory, weights of the type that the files have are the mapped files themselves, which processes of a machine share.
+    In host memory, weights of the type that the files have are the mapped files themselves, which processes of a
+    machine share.
 
     nf4: the language model's linear weights as NF4 (QLoRA, arXiv 2305.14314), computed with in `dtype`; the vision
-    tower, embeddings and output projection stay as they are.
-    layers_on_host: the language model's layers stay there, for a strategy that takes its shards from them layer by layer;
-    a device would have to hold the whole model otherwise.
+    tower, embeddings and output projection stay as they are. layers_on_host: the language model's layers stay there,
+    for a strategy that takes its shards from them layer by layer; a device would have to hold the whole model
+    otherwise.
     """
     import torch
 
@@ -194,7 +197,7 @@ def load_model(
         raise UserInputError(f"Device {device} was asked for and torch sees no GPU here: set the device to cpu.")
     from transformers import AutoModelForImageTextToText
 
-    choose_attention(device)
+    disable_cudnn_attention(device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if quantization == "nf4":
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
@@ -210,10 +213,11 @@ def load_model(
     return model.eval()  # type: ignore[no-any-return]
 
 
-def choose_attention(device: str) -> None:
+def disable_cudnn_attention(device: str) -> None:
     """On a GPU keep torch from cuDNN's attention, which it prefers on Hopper and later.
 
-    That plans anew for each shape: tens of milliseconds, where nearly every micro-batch and decoding step has a shape of its own.
+    That plans anew for each shape: tens of milliseconds, where nearly every micro-batch and decoding step has a shape
+    of its own.
     """
     import torch
 
@@ -250,7 +254,8 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' progress bars, tokenizers' fork warnings and bitsandbytes' notes on kernels out of the output."""
+    """Keep transformers' progress bars, tokenizers' fork warnings and bitsandbytes' notes on kernels out of the
+    output."""
     from transformers.utils import logging as transformers_logging
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -264,6 +269,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     from transformers import modeling_utils
 
     quiet_libraries()
-    # It asks accelerate whether the model is wrapped, which imports DeepSpeed where that is installed: seconds, and a warning.
+    # It asks accelerate whether the model is wrapped, which imports DeepSpeed where that is installed: seconds, and a
+    # warning.
     with replaced(modeling_utils, "unwrap_model", lambda plain, *_, **__: plain):
         model.save_pretrained(folder)

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.models.memory.shape import ADAPTED
-from rl_vlm.models.weights import PREFIX, WeightPayload
+from rl_vlm.models.memory.shape import TARGET_MODULES
+from rl_vlm.models.weights import PREFIX, WeightPayload, check_fits
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # takes eight seconds to import, which engines need not wait for
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # at the end of a tensor's name
-TARGET_MODULES = ADAPTED
 # The linear layers of the towers of Qwen2.5-VL and Qwen3-VL; the patch embedding is a convolution and is not adapted.
 TOWER_PATTERN = (
     r".*visual\.(blocks|merger|deepstack_merger_list)\.(.*\.)?"
@@ -48,7 +47,8 @@ def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:
 
 
 class LoraFactors(NamedTuple):
-    """The update of one linear layer, `scale * up @ down`: down float32 [r, in], up float32 [out, r], scale alpha / r."""
+    """The update of one linear layer, `scale * up @ down`: down float32 [r, in], up float32 [out, r], scale alpha /
+    r."""
 
     down: Tensor
     up: Tensor
@@ -56,13 +56,14 @@ class LoraFactors(NamedTuple):
 
 
 def _refuse_other_tensors(names: Iterable[str]) -> None:
-    """Raise UserInputError for what would be left out: trained heads and embeddings, biases, a matrix without the other."""
+    """Raise UserInputError for what would be left out: trained heads and embeddings, biases, a matrix without the
+    other."""
     known = set(names)
     pairs = {end for name in known if name.endswith(DOWN) for end in (name, name.removesuffix(DOWN) + UP)}
     if other := sorted(known - pairs):
         raise UserInputError(
-            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as {other[0].removeprefix(PREFIX)}: they "
-            "cannot be served as an adapter; merge it into the model with peft, and give the merged model's folder."
+            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as "
+            f"{other[0].removeprefix(PREFIX)}: merge it into the model with peft, and give the merged model's folder."
         )
 
 
@@ -77,9 +78,11 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
     except (ValueError, TypeError, KeyError) as error:
         raise UserInputError(f"Adapter version {payload.version} has no LoRA configuration ({error!r}).") from error
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise UserInputError("Adapters with DoRA or per-layer ranks cannot be merged by this engine: use engine vllm.")
+        raise UserInputError(
+            "Adapters with DoRA or per-layer ranks are merged by peft only: do that, or serve them with engine vllm."
+        )
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    state = payload.views()
+    state = payload.state()
     _refuse_other_tensors(state)
     factors: dict[str, LoraFactors] = {}
     for name, down in state.items():
@@ -117,6 +120,13 @@ def merged_weights(
         total = torch.addmm(weight.float(), up.to(weight.device), down.to(weight.device), alpha=scale, out=out)
         merged[name] = total.to(weight.dtype)
     return merged
+
+
+def merge_into(model: nn.Module, payload: WeightPayload) -> None:
+    """Add an adapter to a model's weights, in place. Raises UserInputError for one that does not fit."""
+    linears = adaptable_linears(model)
+    for name, weight in merged_weights(payload, linear_weights(model)).items():
+        linears[name].weight.data = weight
 
 
 def language_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -248,23 +258,8 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_lora_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy an adapter into the injected LoRA layers; raises if a tensor is missing or has another shape."""
+    """Copy an adapter into the injected LoRA layers; raises UserInputError as `check_fits`."""
     from peft import set_peft_model_state_dict
 
-    own = lora_state(model)
-    if own.keys() != state.keys():
-        difference = sorted(own.keys() ^ state.keys())[:3]
-        raise UserInputError(
-            f"The adapter does not fit the model: tensors differ, for example {', '.join(difference)}."
-        )
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            raise UserInputError(
-                f"The adapter does not fit the model: {name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}."
-            )
+    check_fits(state, lora_state(model), "The adapter")
     set_peft_model_state_dict(model, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()})
-
-
-def seed_lora(seed: int) -> None:
-    """Seed torch before `inject_lora`, so that A is drawn the same in every learner."""
-    torch.manual_seed(seed)

@@ -1,8 +1,9 @@
 """One forward pass of a VLM, shared by the transformers engine and the learner.
 
-Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
-and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
-an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time."""
+Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask and
+the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
+an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from rl_vlm.types import EncodedImage, UserInputError
 
 
 def rolled_sin(sin: Tensor) -> Tensor:
-    """The sine table [..., head_dim] for `rotate`: rotate_half maps (x1, x2) to (-x2, x1), a roll by half whose minus sign
-    stands in the table."""
+    """The sine table [..., head_dim] for `rotate`: rotate_half maps (x1, x2) to (-x2, x1), a roll by half whose minus
+    sign stands in the table.
+    """
     half = sin.shape[-1] // 2
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
@@ -46,14 +48,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def needs_own_keys(query: Tensor) -> bool:
     """Whether every query head must be given keys and values of its own.
 
-    Of a GPU's kernels only those for 16 bits know groups of heads. For float32 torch would take the one called math, whose scores
-    take gigabytes at a length of thousands.
+    Of a GPU's kernels only those for 16 bits know groups of heads. For float32 torch would take the one called math,
+    whose scores take gigabytes at a length of thousands.
     """
     return query.device.type == "cuda" and query.dtype == torch.float32
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """[B, heads, L, head_dim] of query [B, heads, L, head_dim], key and value [B, key heads, L, head_dim]; with a gradient."""
+    """[B, heads, L, head_dim] of query [B, heads, L, head_dim], key and value [B, key heads, L, head_dim]; with a
+    gradient."""
     if needs_own_keys(query):
         groups = query.shape[1] // key.shape[1]
         key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
@@ -63,10 +66,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """As `causal_attention`, for key and value [B, key heads, K, head_dim] of which a mask bool [L, K] says what is seen.
+    """As `causal_attention`, for key and value [B, key heads, K, head_dim] of which a mask bool [L, K] says what is
+    seen.
 
-    Query heads that share a key head are passed as further queries. Keys repeated for each of them would be kept for the backward
-    pass: those of a prompt as often as it has continuations. Of a long sequence the repeated mask would be larger than they are.
+    Query heads that share a key head are passed as further queries. Keys repeated for each of them would be kept for
+    the backward pass: those of a prompt as often as it has continuations. Of a long sequence the repeated mask would be
+    larger than they are.
     """
     rows, heads, length, size = query.shape
     groups = heads // key.shape[1]
@@ -86,8 +91,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim].
 
-    mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are passed as the query
-    dimension: keys are not repeated, and kernels that take a mask know no groups.
+    mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are
+    passed as the query dimension: keys are not repeated, and kernels that take a mask know no groups.
     """
     rows, key_heads, _, size = key.shape
     mixed = functional.scaled_dot_product_attention(
@@ -130,7 +135,8 @@ class SegmentLayout:
 
     @classmethod
     def of(cls, segments: np.ndarray, device: torch.device | str = "cpu") -> SegmentLayout:
-        """From segments int [B, L]. Raises UserInputError where they are not in the order that the module's docstring gives."""
+        """From segments int [B, L]. Raises UserInputError where they are not in the order that the module's
+        docstring gives."""
         later: list[Continuation] = []
         for number, row in enumerate(segments):
             real = row[: int((row >= 0).sum())]
@@ -144,8 +150,8 @@ class SegmentLayout:
             first = 2 if prompt else 1
             for start, stop in list(zip(starts.tolist(), ends, strict=True))[first:]:
                 later.append(Continuation(number, prompt, start, stop))
-        longest = max((one.stop - one.start for one in later), default=0)
-        longest_prompt = max((one.prompt for one in later), default=0)
+        longest = max((continuation.stop - continuation.start for continuation in later), default=0)
+        longest_prompt = max((continuation.prompt for continuation in later), default=0)
         mask = torch.ones(longest, longest_prompt + longest, dtype=torch.bool, device=device)
         return cls(tuple(later), longest_prompt, mask.tril(longest_prompt))
 
@@ -156,14 +162,18 @@ class SegmentLayout:
         """
         saved = 0
         for members in _by_row(self.later).values():
-            spent = sum((one.stop - one.start) * (one.prompt + one.stop - one.start) for one in members)
+            spent = sum(
+                (continuation.stop - continuation.start)
+                * (continuation.prompt + continuation.stop - continuation.start)
+                for continuation in members
+            )
             saved += length**2 - members[0].start ** 2 - spent
         return saved >= call_cost * len(self.later)
 
-    def mask_of(self, one: Continuation) -> Tensor:
+    def mask_of(self, continuation: Continuation) -> Tensor:
         """bool [queries, prompt + queries]: a view."""
-        length = one.stop - one.start
-        return self.mask[:length, self.longest_prompt - one.prompt : self.longest_prompt + length]
+        length = continuation.stop - continuation.start
+        return self.mask[:length, self.longest_prompt - continuation.prompt : self.longest_prompt + length]
 
 
 def dense_mask(segments: Tensor) -> Tensor:
@@ -197,32 +207,32 @@ def segment_attention(
     packed = _by_row(segments.later)
     if not packed:
         return causal(query, key, value), None
-    found: dict[int, Tensor] = {}
+    by_number: dict[int, Tensor] = {}
     plain = [number for number in range(len(query)) if number not in packed]
     if plain:
-        found |= dict(zip(plain, causal(query[plain], key[plain], value[plain]), strict=True))
+        by_number |= dict(zip(plain, causal(query[plain], key[plain], value[plain]), strict=True))
     for number, members in packed.items():
         query_row, key_row, value_row = query[number, None], key[number, None], value[number, None]
         first = members[0].start
         pieces = [causal(query_row[:, :, :first], key_row[:, :, :first], value_row[:, :, :first])[0]]
-        for one in members:
-            own = slice(one.start, one.stop)
+        for continuation in members:
+            own = slice(continuation.start, continuation.stop)
             keys, values = (
-                torch.cat([side[:, :, : one.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
+                torch.cat([side[:, :, : continuation.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
             )
-            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(one), scaling)
+            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(continuation), scaling)
             pieces.append(attended[0].transpose(0, 1))
         padding = query.shape[2] - members[-1].stop
         pieces.append(pieces[0].new_zeros(padding, *pieces[0].shape[1:]))
-        found[number] = torch.cat(pieces)
-    return torch.stack([found[number] for number in range(len(query))]), None
+        by_number[number] = torch.cat(pieces)
+    return torch.stack([by_number[number] for number in range(len(query))]), None
 
 
 def _by_row(later: Sequence[Continuation]) -> dict[int, list[Continuation]]:
-    found: dict[int, list[Continuation]] = {}
-    for one in later:
-        found.setdefault(one.row, []).append(one)
-    return found
+    by_row: dict[int, list[Continuation]] = {}
+    for continuation in later:
+        by_row.setdefault(continuation.row, []).append(continuation)
+    return by_row
 
 
 def use_segments(model: Any) -> None:
@@ -236,11 +246,12 @@ def use_segments(model: Any) -> None:
 
 @contextlib.contextmanager
 def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
-    """Within this context the model's vision tower computes the same faster; without `attention` its layers as they are.
+    """Within this context the model's vision tower computes the same faster; without `attention` its layers as they
+    are.
 
-    The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a still
-    image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention image by
-    image; for images of equal size one call computes all.
+    The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a
+    still image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention
+    image by image; for images of equal size one call computes all.
     """
     embed = model.model.visual.patch_embed
     attentions = [block.attn for block in model.model.visual.blocks] if attention else []
@@ -273,17 +284,10 @@ def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
             del module.forward
 
 
-# One forward pass of a VLM, shared by the transformers engine and the learner.
-#
-# Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask
-# and the same positions. Image features are computed once per image and kept by hash while the vision tower stays as
-# it is: an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every
-# time.
-
 CACHE_BYTES = 256 << 20
 _VISION_PATCHES = {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
-# Query-key pairs that are computed in the time of one more call of attention, forward and backward. By arithmetic: 0.2 ms at
-# 100 GFLOP/s on a CPU, 0.05 ms at 200 TFLOP/s on a GPU.
+# Query-key pairs that are computed in the time of one more call of attention, forward and backward. By arithmetic: 0.2
+# ms at 100 GFLOP/s on a CPU, 0.05 ms at 200 TFLOP/s on a GPU.
 _CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 19}
 
 Attention: TypeAlias = Literal["auto", "segments", "dense"]
@@ -291,7 +295,8 @@ Attention: TypeAlias = Literal["auto", "segments", "dense"]
 
 @dataclass(slots=True)
 class ImageFeatures:
-    """Inputs of the language model for one image of N placeholder tokens: `merged` [N, D] and [N, D] per deep-stack layer."""
+    """Inputs of the language model for one image of N placeholder tokens: `merged` [N, D] and [N, D] per deep-stack
+    layer."""
 
     merged: Tensor
     deepstack: list[Tensor]
@@ -311,8 +316,8 @@ class Backbone:
         suppressed_ids: int64 token ids whose logits are always -inf.
         cache_bytes: how much memory image features may take before the least recently used are dropped.
         head_dtype: float32 does not round logits to the model's type.
-        image_by_image: no two images go through the vision tower together, so that features do not depend, in their last bits,
-            on what else was wanted or is cached.
+        image_by_image: no two images go through the vision tower together, so that features do not depend, in their
+            last bits, on what else was wanted or is cached.
     """
 
     def __init__(
@@ -392,7 +397,7 @@ class Backbone:
         for batch in self._vision_batches(missing):
             fresh |= self._encode(batch)
             self.vision_passes += 1
-        found = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
+        by_hash = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
         for key, features in fresh.items():
             self._cache[key] = features
             self._cached_bytes += features.num_bytes
@@ -400,7 +405,7 @@ class Backbone:
             self._cache.move_to_end(key)
         while self._cached_bytes > self._cache_bytes and self._cache:
             self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
-        return [found[image.sha256] for image in images]
+        return [by_hash[image.sha256] for image in images]
 
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
         """The images in batches of bounded size: the memory of a forward pass grows with its patches."""
@@ -454,8 +459,8 @@ class Backbone:
     ) -> Tensor:
         """Last hidden states [B, L, D].
 
-        input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention a mask bool [B, 1, L, K], or the segments of the rows
-        for a model that attends by them (`use_segments`); features of the images in the row-major order of their
+        input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention a mask bool [B, 1, L, K], or the segments of the
+        rows for a model that attends by them (`use_segments`); features of the images in the row-major order of their
         placeholders.
         """
         dense = isinstance(attention, Tensor)

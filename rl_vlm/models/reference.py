@@ -1,4 +1,5 @@
-"""A run's model as every node finds it: in the same folder, or in the node's own copy of that name, which must be equal."""
+"""A run's model as every node finds it: in the same folder, or in the node's own copy of that name, which must be
+equal."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """The model of a run: its name in the configuration, its folder on the driver's machine, and `hash_model` of that."""
+    """The model of a run: its name in the configuration, its folder on the driver's machine, and `hash_model` of
+    that."""
 
     name: str
     folder: Path
@@ -41,8 +43,9 @@ class ModelReference:
         except RLVLMError as error:
             why = str(error)
         raise UserInputError(
-            f"Node {socket.gethostname()} has no copy of the model {self.name}, which is at {self.folder} on the driver's machine: "
-            f"{why} Put the model (a tiny one: the folder RL_VLM_CACHE) on a file system that all nodes mount, or name a model of the hub."
+            f"Node {socket.gethostname()} has no copy of the model {self.name}, which is at {self.folder} on the "
+            f"driver's machine: {why} Put the model (a tiny one: the folder RL_VLM_CACHE) on a file system that all "
+            "nodes mount, or name a model of the hub."
         )
 
     def _by_name(self) -> Path:

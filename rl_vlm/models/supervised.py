@@ -135,9 +135,11 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, t
 
 
 def backward_mean_nll(logprobs: Iterable[Tensor], targets: int) -> float:
-    """Add the gradient of the mean negative log-likelihood of an optimiser step's `targets` tokens; returns that mean in nats.
+    """Add the gradient of the mean negative log-likelihood of an optimiser step's `targets` tokens; returns that mean
+    in nats.
 
-    `logprobs` computes the tokens' log-probabilities one forward pass after the other: each graph is freed before the next.
+    `logprobs` computes the tokens' log-probabilities one forward pass after the other: each graph is freed before the
+    next.
     """
     mean = 0.0
     for values in logprobs:

@@ -43,7 +43,8 @@ class _Span(NamedTuple):
 
 
 def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
-    """The bytes of a safetensors file, read-only, of tensors on any device, each rounded there to `dtype` where it is given.
+    """The bytes of a safetensors file, read-only, of tensors on any device, each rounded there to `dtype` where it is
+    given.
 
     Equal tensors give equal bytes. Raises ValueError for a type that is not in _TYPES.
     """
@@ -59,7 +60,8 @@ def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
 
 
 def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, tensor after tensor, to the disk itself: memory for one of them is enough. Raises OSError."""
+    """Write a safetensors file, tensor after tensor, to the disk itself: memory for one of them is enough. Raises
+    OSError."""
     import torch
 
     header, spans = _layout(state)
@@ -116,14 +118,16 @@ def _name(kind: dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
-# torch is imported only where tensors are needed, so that the registry, which only passes bytes on, starts fast.
+# torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts
+# fast.
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safetensors' names
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """One immutable version of a policy: safetensors bytes, what they are as JSON, and a SHA-256 of the bytes (see `digest`).
+    """One immutable version of a policy: safetensors bytes, what they are as JSON, and a SHA-256 of the bytes (see
+    `digest`).
 
     KIND begins messages; FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
     """
@@ -146,7 +150,8 @@ class WeightPayload:
 
     @classmethod
     def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str, dtype: str | None = None) -> Self:
-        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given, before they leave their device."""
+        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given, before they leave their
+        device."""
         content = pack(state, dtype)
         return cls(version, content, config_json, cls.digest(content))
 
@@ -162,24 +167,14 @@ class WeightPayload:
         return self
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors by name. Raises UserInputError when the bytes are no safetensors file."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        try:
-            return load(bytes(self.tensors))  # no copy where they are bytes
-        except SafetensorError as error:
-            raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error}).") from error
-
-    def views(self) -> dict[str, Tensor]:
-        """The tensors by name as views of the bytes, not to be written to. Raises as `state` does."""
+        """The tensors by name as views of the bytes, not to be written to. Raises UserInputError for damaged bytes."""
         import torch
 
         try:
             size = 8 + int.from_bytes(self.tensors[:8], "little")
             header = json.loads(bytes(self.tensors[8:size]))
             header.pop("__metadata__", None)
-            found: dict[str, Tensor] = {}
+            tensors: dict[str, Tensor] = {}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 for name, entry in header.items():
@@ -188,26 +183,28 @@ class WeightPayload:
                     flat = torch.frombuffer(
                         self.tensors, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=size + begin
                     )
-                    found[name] = flat.view(entry["shape"])
+                    tensors[name] = flat.view(entry["shape"])
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error!r}).") from error
-        return found
+        return tensors
 
     def rounded(self, dtype: str) -> Self:
-        """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its own.
+        """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its
+        own.
 
         Raises as `state` does.
         """
         import torch
 
-        kind, own = getattr(torch, dtype), self.views()
+        kind, own = getattr(torch, dtype), self.state()
         if all(tensor.dtype == kind for tensor in own.values()):
             return self
         content = pack(own, dtype)
         return replace(self, tensors=content, sha256=self.digest(content))
 
     def write(self, folder: Path) -> Path:
-        """Write the folder with both files, atomically: it appears complete or not at all. Other files in it stay, such as a model card."""
+        """Write the folder with both files, atomically: it appears complete or not at all. Other files in it stay,
+        such as a model card."""
         ours = (self.TENSORS, self.CONFIG)
         with replace_folder(
             folder, lambda old: (path.name for path in old.iterdir() if path.name not in ours)
@@ -220,14 +217,16 @@ class WeightPayload:
 def _unpickled(
     kind: type[WeightPayload], version: int, tensors: Any, config_json: str, sha256: str, policy: str
 ) -> WeightPayload:
-    held = tensors if isinstance(tensors, bytes) else memoryview(tensors)
-    return kind(version, held, config_json, sha256, policy)
+    content = tensors if isinstance(tensors, bytes) else memoryview(tensors)
+    return kind(version, content, config_json, sha256, policy)
 
 
-# Adapter versions as bytes and as folders in peft's own format.
-#
-# torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts
-# fast.
+def _names_in(tensors: bytes | memoryview) -> list[str]:
+    """Names of the tensors in a safetensors file; none where it is empty. Raises ValueError and TypeError for a
+    damaged header."""
+    size = int.from_bytes(tensors[:8], "little")
+    return [] if size > len(tensors) - 8 else [*json.loads(bytes(tensors[8 : 8 + size]))]
+
 
 MAX_RANK, MAX_ALPHA = 8192, 1e6
 MAX_CONFIG = 4 * 2**20  # characters: some adapters list every module that they change
@@ -263,15 +262,15 @@ class AdapterPayload(WeightPayload):
 
 
 def check_adapter(where: Any, config_json: str, tensors: bytes | memoryview) -> None:
-    """Raise UserInputError unless this is a LoRA adapter: its kind, its rank and scale, and that it has tensors at all."""
+    """Raise UserInputError unless this is a LoRA adapter: its kind, its rank and scale, and that it has tensors at
+    all."""
     if len(config_json) > MAX_CONFIG:
         raise UserInputError(f"The adapter {where}: adapter_config.json has more than {MAX_CONFIG} characters.")
     try:
         config = json.loads(config_json)
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
-        size = int.from_bytes(tensors[:8], "little")
-        names = [] if size > len(tensors) - 8 else [*json.loads(bytes(tensors[8 : 8 + size]))]
+        names = _names_in(tensors)
     except (ValueError, TypeError, RecursionError) as error:
         raise UserInputError(f"The adapter {where} cannot be read ({error}).") from error
     kind, rank, alpha = config.get("peft_type", "LORA"), config.get("r"), config.get("lora_alpha")
@@ -296,7 +295,8 @@ def config_to_json(config: LoraConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FullPayload(WeightPayload):
-    """All parameters of a model by transformers' names, tied ones once; `config_json` names the model that they began as."""
+    """All parameters of a model by transformers' names, tied ones once; `config_json` names the model that they
+    began as."""
 
     KIND: ClassVar[str] = "Weight"
     FOLDER: ClassVar[str] = "weights"
@@ -314,10 +314,6 @@ class FullPayload(WeightPayload):
         """See WeightPayload; of gigabytes, by several threads."""
         return tree_digest(content)
 
-    def state(self) -> dict[str, Tensor]:
-        """The tensors by name, not to be written to: gigabytes are not copied. Raises UserInputError for damaged bytes."""
-        return self.views()
-
     @classmethod
     def read(cls, folder: Path, version: int, policy: str = POLICY) -> FullPayload:
         """Read what `write` wrote. Raises UserInputError."""
@@ -325,9 +321,8 @@ class FullPayload(WeightPayload):
             tensors, config_json = (folder / cls.TENSORS).read_bytes(), (folder / cls.CONFIG).read_text()
         except OSError as error:
             raise UserInputError(f"{folder} holds no full weights of a run ({error}).") from error
-        size = int.from_bytes(tensors[:8], "little")
         try:
-            names = [] if size > len(tensors) - 8 else [*json.loads(tensors[8 : 8 + size])]
+            names = _names_in(tensors)
         except (ValueError, TypeError, RecursionError) as error:
             raise UserInputError(f"The weights {folder} cannot be read ({error}).") from error
         if not names:
@@ -335,27 +330,26 @@ class FullPayload(WeightPayload):
         return cls(version, tensors, config_json, cls.digest(tensors), policy)
 
 
-def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], version: int) -> None:
-    """Raise UserInputError unless `state` holds a finite tensor of the same shape for each parameter of `own`, and no other."""
+def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
+    """Raise UserInputError, about `what`, unless `state` holds a finite tensor of the same shape for each of `own`,
+    and no other."""
     import torch
 
     if state.keys() != own.keys():
         example = sorted(state.keys() ^ own.keys())[0]
-        raise UserInputError(f"Weight version {version} does not fit the model: tensors differ, for example {example}.")
+        raise UserInputError(f"{what} does not fit the model: tensors differ, for example {example}.")
     for name, tensor in state.items():
         if tensor.shape != own[name].shape:
-            raise UserInputError(
-                f"Weight version {version} does not fit the model: {name} is {tuple(tensor.shape)}, expected "
-                f"{tuple(own[name].shape)}."
-            )
+            shapes = f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+            raise UserInputError(f"{what} does not fit the model: {shapes}.")
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # finite where all values are, and one pass
-            raise UserInputError(f"Weight version {version} has values that are not finite, in {name}.")
+            raise UserInputError(f"{what} has values that are not finite, in {name}.")
 
 
 def put_weights(model: nn.Module, payload: WeightPayload) -> None:
     """Copy a version into a model, rounded to its precision. Raises UserInputError for one that does not fit."""
     own, state = dict(model.named_parameters()), payload.state()
-    check_fits(state, own, payload.version)
+    check_fits(state, own, f"Weight version {payload.version}")
     for name, parameter in own.items():
         parameter.data.copy_(state[name])
 
@@ -386,8 +380,8 @@ def is_full(folder: Path) -> bool:
 
 def trained_folder(run_dir: Path) -> Path | None:
     """The folder inside a run (or a checkpoint) that holds what was trained; None where there is none."""
-    found = (run_dir / kind.FOLDER for kind in _KINDS if (run_dir / kind.FOLDER / kind.CONFIG).is_file())
-    return next(found, None)
+    folders = (run_dir / kind.FOLDER for kind in _KINDS if (run_dir / kind.FOLDER / kind.CONFIG).is_file())
+    return next(folders, None)
 
 
 def find_trained(adapter: Path | None, run_dir: Path | None) -> Path | None:
@@ -413,7 +407,8 @@ def _refuse(folder: Path) -> Path:
 
 
 def initial_adapter(model: TrainedModelSection, version: int = 1) -> AdapterPayload:
-    """The adapter that `model.adapter` names, as a version. Raises UserInputError where it is not what `model.lora` describes."""
+    """The adapter that `model.adapter` names, as a version. Raises UserInputError where it is not what `model.lora`
+    describes."""
     check_initial_adapter(model)
     return AdapterPayload.read(initial_adapter_folder(model), version)
 
@@ -422,9 +417,9 @@ def initial_adapter_folder(model: TrainedModelSection) -> Path:
     """The folder of that adapter, which a run folder has inside. Raises UserInputError."""
     assert model.adapter is not None
     folder = Path(model.adapter)
-    for place in (folder, folder / "adapter"):
-        if (place / "adapter_config.json").is_file():
-            return place
+    for candidate in (folder, folder / "adapter"):
+        if (candidate / "adapter_config.json").is_file():
+            return candidate
     raise UserInputError(
         f"model.adapter: {folder} is neither a peft adapter folder nor a run folder with an adapter/: it holds no "
         "adapter_config.json."
@@ -458,12 +453,13 @@ def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
         name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight")
     ]
     wanted = model.lora
-    found = target_choice(modules, wanted.target_modules)
-    if (rank, alpha, found) != (wanted.rank, wanted.alpha, wanted.target_modules):
-        advice = f"model.lora='{{rank: {rank}, alpha: {alpha}, target_modules: {found}}}'"
-        what = f"rank {rank}, alpha {alpha} and target_modules {found or 'of its own'}"
+    target_modules = target_choice(modules, wanted.target_modules)
+    if (rank, alpha, target_modules) != (wanted.rank, wanted.alpha, wanted.target_modules):
+        advice = f"model.lora='{{rank: {rank}, alpha: {alpha}, target_modules: {target_modules}}}'"
+        what = f"rank {rank}, alpha {alpha} and target_modules {target_modules or 'of its own'}"
         raise UserInputError(
             f"model.adapter: {folder} has {what}, and model.lora says {wanted.rank}, {wanted.alpha} and "
-            f"{wanted.target_modules}: {f'set {advice}' if found else 'train an adapter with one of our choices'}."
+            f"{wanted.target_modules}: "
+            f"{f'set {advice}' if target_modules else 'train an adapter with one of our choices'}."
         )
     return {"adapter": str(folder)}

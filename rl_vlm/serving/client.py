@@ -42,7 +42,8 @@ def most_replicas(serving: ServingSection) -> int:
 
 
 def homes(caller: int, num_callers: int, num_replicas: int) -> range:
-    """The home replicas of one of several callers. Every replica serves at least one caller, and callers are spread evenly.
+    """The home replicas of one of several callers. Every replica serves at least one caller, and callers are spread
+    evenly.
 
     With autoscaling `num_replicas` is the most that there can be: places beyond those that run now begin again at the
     first (`AffinityRouter`), and a replica that is added gets its part of the requests at once.
@@ -51,15 +52,17 @@ def homes(caller: int, num_callers: int, num_replicas: int) -> range:
 
 
 def homes_of(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
-    """The home replicas of one of a run's callers. On shared replicas each caller has one, counted from the policy's own home, so that
-    few replicas must load the policy."""
+    """The home replicas of one of a run's callers. On shared replicas each caller has one, counted from the policy's
+    own home, so that few replicas must load the policy.
+    """
     if not serving.shared:
         return homes(caller, num_callers, most_replicas(serving))
     return range(key.home + caller, key.home + caller + 1)
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):
-    """The handle's `session_id` is the id of the replica that holds the conversation, a home (`home_session`), or empty.
+    """The handle's `session_id` is the id of the replica that holds the conversation, a home (`home_session`), or
+    empty.
 
     A replica that is gone, or full, falls back to the least loaded one. Load is what this process has in flight plus
     what replicas reported; ties go round in turn, so equal calls spread evenly.
@@ -107,8 +110,8 @@ class PolicyClient:
     Args:
         run_id: of the run's application, or of the one that it shares.
         deadline_s: how long one request may take, retries included.
-        homes: places (in the order of ids) of the replicas for new work: requests of one moment are spread over them, one call
-            each. With one home of its own, an env runner's requests form one batch on one replica.
+        homes: places (in the order of ids) of the replicas for new work: requests of one moment are spread over them,
+            one call each. With one home of its own, an env runner's requests form one batch on one replica.
         coalesce: send requests of the same moment in common calls. A call ends when its slowest request does, so this
             pays when answers are short (a Serve call costs milliseconds) and hurts when they are long.
         handle: the deployment handle; looked up when None.
@@ -162,8 +165,8 @@ class PolicyClient:
     async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
         """Tell replicas which images the next requests will show, one entry per request in the order of the requests.
 
-        A hint only, so failures are ignored. Without coalescing it does nothing: each request goes to the replica that is least
-        loaded at that time, which is not known yet.
+        A hint only, so failures are ignored. Without coalescing it does nothing: each request goes to the replica that
+        is least loaded at that time, which is not known yet.
         """
         if not self._coalesce:
             return
@@ -241,8 +244,8 @@ class PolicyClient:
             except TimeoutError as error:
                 response.cancel()
                 raise GenerationFailedError(
-                    f"No answer within {self._deadline_s:g} s for {len(requests)} requests: the replicas are overloaded "
-                    "or stuck; raise serving.request_timeout_s or add replicas."
+                    f"No answer within {self._deadline_s:g} s for {len(requests)} requests: the replicas are "
+                    "overloaded or stuck; raise serving.request_timeout_s or add replicas."
                 ) from error
             except asyncio.CancelledError:
                 response.cancel()

@@ -65,11 +65,11 @@ def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
 
 
 def build_app(
-    model: ModelReference, run: CommonConfig, run_id: str, namespace: str, replicas: int | None = None
+    model: ModelReference, config: CommonConfig, run_id: str, namespace: str, replicas: int | None = None
 ) -> serve.Application:
     """The application of a run, or of runs that share it: one deployment, no HTTP route. `replicas` in place of the
     configuration's number."""
-    serving = run.serving
+    serving = config.serving
     deployment = serve.deployment(VLMServer).options(
         name="policy",
         **_replicas(serving, replicas),
@@ -80,15 +80,16 @@ def build_app(
         ray_actor_options={
             "num_cpus": serving.cpus_per_replica,
             "num_gpus": serving.gpus_per_replica,
-            "resources": claim(run.resources.replicas_on),
+            "resources": claim(config.resources.replicas_on),
         },
         request_router_config=RequestRouterConfig(request_router_class="rl_vlm.serving.client:AffinityRouter"),
     )
-    return deployment.bind(model, run, run_id, namespace)  # type: ignore[no-any-return]
+    return deployment.bind(model, config, run_id, namespace)  # type: ignore[no-any-return]
 
 
 def start_serve(timeout_s: float) -> None:
-    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come up.
+    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come
+    up.
 
     A training run opens no HTTP port of its own.
     """
@@ -107,18 +108,21 @@ def start_serve(timeout_s: float) -> None:
 
 
 def delete_application(name: str) -> None:
-    """Delete an application of Serve and wait for its end. Raises TimeoutError, also where Serve does not answer at all, as on a
-    node that is dying, and what Serve raises."""
+    """Delete an application of Serve and wait for its end. Raises TimeoutError, also where Serve does not answer at
+    all, as on a node that is dying, and what Serve raises.
+    """
     within(_DELETE_S, f"deleting {name}", lambda: serve.delete(name, _blocking=True))
 
 
 def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
-    """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing for so long."""
+    """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing
+    for so long."""
     return within(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
 
 
 def forget_serve() -> None:
-    """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds the current one.
+    """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds
+    the current one.
 
     A run that shares does not call `serve.start`, which would do this.
     """
@@ -128,8 +132,9 @@ def forget_serve() -> None:
 def wait_for_replicas(
     run_id: str, timeout_s: float, *, one: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait for all replicas of an application, or for `one` that runs. Raises ServingError with Serve's own message, and what
-    `check` raises."""
+    """Wait for all replicas of an application, or for `one` that runs. Raises ServingError with Serve's own message,
+    and what `check` raises.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         check()
@@ -154,27 +159,28 @@ def wait_for_replicas(
 
 
 def deploy_shared(
-    model: ModelReference, run: CommonConfig, name: str, replicas: int, if_found: IfFound = "resize"
+    model: ModelReference, config: CommonConfig, name: str, replicas: int, if_found: IfFound = "resize"
 ) -> None:
-    """Start the application of a shared service; of one that is there change the number of its replicas (those that run stay), keep it
-    as it is, or delete it first."""
-    start_serve(run.serving.startup_timeout_s)
+    """Start the application of a shared service; of one that is there change the number of its replicas (those that run
+    stay), keep it as it is, or delete it first.
+    """
+    start_serve(config.serving.startup_timeout_s)
     known = app_name(shared_id(name))
-    deadline = time.monotonic() + run.serving.startup_timeout_s
+    deadline = time.monotonic() + config.serving.startup_timeout_s
     while (found := _application(known, deadline - time.monotonic())) is not None:
         if if_found == "replace":
             delete_application(known)
         elif found.status != ApplicationStatus.DELETING:
-            if run.serving.autoscaling is None and if_found == "resize":
+            if config.serving.autoscaling is None and if_found == "resize":
                 _resize(known, replicas)
             return
         if time.monotonic() > deadline:
             raise ServingError(f"Serve does not finish deleting the application {known}.")
         time.sleep(0.1)
-    app = build_app(model, run, shared_id(name), SHARED_NAMESPACE, replicas=replicas)
+    app = build_app(model, config, shared_id(name), SHARED_NAMESPACE, replicas=replicas)
     # Deploying an application again would replace its replicas, so their number is changed from outside.
     target = serve.RunTarget(
-        app, name=known, route_prefix=None, external_scaler_enabled=run.serving.autoscaling is None
+        app, name=known, route_prefix=None, external_scaler_enabled=config.serving.autoscaling is None
     )
     serve.run_many([target], wait_for_applications_running=False)
 
@@ -206,7 +212,8 @@ _FEWER_AFTER_S = 30.0  # how long fewer replicas must be wanted before one is st
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a run needs of a service. Computed where the run is, whose model folder other nodes need not have under the same path.
+    """What a run needs of a service. Computed where the run is, whose model folder other nodes need not have under the
+    same path.
 
     Attributes:
         equal: what all runs of a service must agree on, by configuration key.
@@ -220,23 +227,23 @@ class Requirements:
     lora_rank: int
 
     @classmethod
-    def of(cls, run: CommonConfig, digest: str) -> Requirements:
+    def of(cls, config: CommonConfig, digest: str) -> Requirements:
         """The requirements of a run; `digest` is its model's."""
-        serving = run.serving
+        serving = config.serving
         engine = serving.expected_engine
         equal = {
-            "model.path": f"{run.model.path} ({digest})",
-            "model.dtype": run.model.dtype,
-            "model.head_dtype": run.model.head_dtype,
-            "model.min_pixels": str(run.model.pixels.minimum),
-            "model.max_pixels": str(run.model.pixels.maximum),
+            "model.path": f"{config.model.path} ({digest})",
+            "model.dtype": config.model.dtype,
+            "model.head_dtype": config.model.head_dtype,
+            "model.min_pixels": str(config.model.pixels.minimum),
+            "model.max_pixels": str(config.model.pixels.maximum),
             "serving.engine": engine,
             "serving.quantization": serving.quantization,
             "serving.gpus_per_replica": f"{serving.gpus_per_replica:g}",
         }
         # Merged weights have the model's own shape, whatever the rank was.
-        ranks = serving.sharing.max_lora_rank or run.lora_rank
-        return cls(equal, serving.max_context, ranks if engine == "vllm" else None, run.lora_rank)
+        ranks = serving.sharing.max_lora_rank or config.lora_rank
+        return cls(equal, serving.max_context, ranks if engine == "vllm" else None, config.lora_rank)
 
     def mismatch(self, wanted: Requirements, name: str) -> str:
         """Why a run cannot join the service `name`, which was started for these requirements; empty if it can."""
@@ -249,14 +256,14 @@ class Requirements:
             differing.append(f"serving.max_context is {self.max_context} there and {wanted.max_context} here")
         if self.max_lora_rank is not None and wanted.lora_rank > self.max_lora_rank:
             differing.append(
-                f"adapters of rank {self.max_lora_rank} fit there and model.lora.rank is {wanted.lora_rank} here (the run that "
-                "starts the service sets serving.sharing.max_lora_rank)"
+                f"adapters of rank {self.max_lora_rank} fit there and model.lora.rank is {wanted.lora_rank} here (the "
+                "run that starts the service sets serving.sharing.max_lora_rank)"
             )
         if not differing:
             return ""
         return (
-            f"The run does not fit the shared service {name!r}, which runs already: {'; '.join(differing)}. Change that, or give "
-            "serving.shared another name."
+            f"The run does not fit the shared service {name!r}, which runs already: {'; '.join(differing)}. Change "
+            "that, or give serving.shared another name."
         )
 
 
@@ -281,10 +288,10 @@ def wanted_replicas(serving: ServingSection, policies: int) -> int:
 class SharedRegistry(Registry):
     """The actor's class; `find_or_start` makes the actor."""
 
-    def __init__(self, name: str, run: CommonConfig, model: ModelReference) -> None:
-        super().__init__(run.serving.sharing.lease_s)
-        self._name, self._run, self._reference = name, run, model
-        self._requirements = Requirements.of(run, model.digest)
+    def __init__(self, name: str, config: CommonConfig, model: ModelReference) -> None:
+        super().__init__(config.serving.sharing.lease_s)
+        self._name, self._config, self._reference = name, config, model
+        self._requirements = Requirements.of(config, model.digest)
         self._opened_at = time.monotonic()
         self._replicas = 0  # that were asked for last
         self._fewer_since: float | None = None
@@ -340,7 +347,8 @@ class SharedRegistry(Registry):
     # What it does by itself.
 
     async def _work(self) -> None:
-        """Start the replicas, drop crashed tenants, adapt the number of replicas to that of policies, and end the service."""
+        """Start the replicas, drop crashed tenants, adapt the number of replicas to that of policies, and end the
+        service."""
         while not self._closing:
             try:
                 now = time.monotonic()
@@ -362,7 +370,7 @@ class SharedRegistry(Registry):
 
     async def _settle(self, now: float) -> None:
         """After the length of a lease every tenant of an earlier process has joined again."""
-        if not self._settled and now - self._opened_at >= self._run.serving.sharing.lease_s:
+        if not self._settled and now - self._opened_at >= self._config.serving.sharing.lease_s:
             self._settled = True
             if self._kept:
                 self._replicas = 0  # their number is set anew
@@ -370,7 +378,8 @@ class SharedRegistry(Registry):
             await self._notify()
 
     async def _tick(self) -> None:
-        """Wait. If that took much longer than it should, this process was stopped and tenants could not renew their leases."""
+        """Wait. If that took much longer than it should, this process was stopped and tenants could not renew their
+        leases."""
         clock = asyncio.get_running_loop().time
         began = clock()
         await asyncio.sleep(_TICK_S)
@@ -384,13 +393,13 @@ class SharedRegistry(Registry):
         return now - max(self._tenants.empty_since, self._opened_at) >= patience
 
     async def _scale(self, now: float) -> None:
-        wanted = wanted_replicas(self._run.serving, len(self._tenants.policies))
+        wanted = wanted_replicas(self._config.serving, len(self._tenants.policies))
         if wanted >= self._replicas:
             self._fewer_since = None
         elif self._fewer_since is None:
             self._fewer_since = now
         if wanted > self._replicas or (self._fewer_since is not None and now - self._fewer_since >= _FEWER_AFTER_S):
-            deploying = (self._reference, self._run, self._name, wanted, self._if_found())
+            deploying = (self._reference, self._config, self._name, wanted, self._if_found())
             await asyncio.to_thread(deploy_shared, *deploying)
             self._replicas, self._fewer_since = wanted, None
 
@@ -398,7 +407,8 @@ class SharedRegistry(Registry):
         """What becomes of an application that is there."""
         if self._settled or self._replicas:
             return "keep" if self._kept and not self._settled else "resize"
-        # An earlier process of this actor started it, whose tenants join again; or another service left it, perhaps with another model.
+        # An earlier process of this actor started it, whose tenants join again; or another service left it, perhaps
+        # with another model.
         self._kept = True  # also where the cluster does not say
         self._kept = _was_restarted()
         return "keep" if self._kept else "replace"
@@ -427,7 +437,7 @@ def _was_restarted() -> bool:
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def find_or_start(name: str, run: CommonConfig, model: ModelReference) -> ray.actor.ActorHandle:
+def find_or_start(name: str, config: CommonConfig, model: ModelReference) -> ray.actor.ActorHandle:
     """The registry of this name on the cluster, or a new one on this node."""
     actor = ray.remote(SharedRegistry).options(
         name=registry_name(shared_id(name)),
@@ -440,4 +450,4 @@ def find_or_start(name: str, run: CommonConfig, model: ModelReference) -> ray.ac
         # As long as this node is there.
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )
-    return actor.remote(name, run, model)  # type: ignore[no-any-return]
+    return actor.remote(name, config, model)  # type: ignore[no-any-return]

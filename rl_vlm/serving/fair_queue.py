@@ -1,4 +1,4 @@
-"""Who may enter the engine next, where several policies share it. Work in the engine is bounded, and turns are fair."""
+"""The order in which requests of several policies enter one engine: fair turns, and a bound on the work inside."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def cost_of(request: GenerationRequest) -> int:
 class DeficitRoundRobin:
     """Deficit round robin (Shreedhar and Varghese 1996), paid afterwards, so that costs need not be known in advance.
 
-    Each turn brings `quantum`; a name goes on while its account is positive and may overdraw it once, which its next turns pay
-    back. So of two names that both have work all the time, neither gets more than `quantum` and one overdraft ahead of the other
-    per round, whatever the sizes of their pieces. Who has no work loses what it has saved, and keeps what it owes.
+    Each turn brings `quantum`; a name goes on while its account is positive and may overdraw it once, which its next
+    turns pay back. So of two names that both have work all the time, neither gets more than `quantum` and one overdraft
+    ahead of the other per round, whatever the sizes of their pieces. A name without work loses what it has
+    saved, and keeps what it owes.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -37,7 +38,7 @@ class DeficitRoundRobin:
         self._accounts: dict[str, int] = {}  # in the order of the turns, the current one first
 
     def next(self, busy: Collection[str]) -> str | None:
-        """The name whose turn it is, of those that have work; None if nobody has."""
+        """The name whose turn it is, of those that have work; None if none has."""
         if not busy:
             return None
         for name, account in self._accounts.items():
@@ -65,17 +66,18 @@ class DeficitRoundRobin:
 
 @dataclass(slots=True)
 class _Account:
-    """Of one policy: what waits, with its cost, and the cost of what it has inside."""
+    """One policy's waiting items with their costs, and the cost of its items inside."""
 
     waiting: deque[tuple[int, Any]]
     inside: int = 0
 
 
 class FairQueue(Generic[T]):
-    """Items of policies, by deficit round robin over their costs (`DeficitRoundRobin`). No clock, no threads, no event loop.
+    """Items of policies, by deficit round robin over their costs (`DeficitRoundRobin`). No clock, no threads, no event
+    loop.
 
-    At most `capacity` is inside at a time, and half of it of one policy, so that another one always finds room soon; an item that
-    costs more enters when its policy (and, if need be, everybody) has nothing else inside.
+    At most `capacity` is inside at a time, and half of it of one policy, so that another one always finds room soon; an
+    item that costs more enters when its policy (and, if need be, everybody) has nothing else inside.
     """
 
     def __init__(self, capacity: int, quantum: int) -> None:
@@ -89,7 +91,7 @@ class FairQueue(Generic[T]):
         self._accounts.setdefault(policy, _Account(deque())).waiting.append((cost, item))
 
     def pop(self) -> T | None:
-        """The item that enters now; None while there is no room, or nobody waits."""
+        """The item that enters now; None while there is no room or no item waits."""
         ready = [
             policy
             for policy, account in self._accounts.items()

@@ -1,8 +1,8 @@
 """Follower: keeps one engine at the versions that the registry announces, and retries after any failure.
 
-A run's own replicas load each version as soon as it is published, and the first one before they take requests. Replicas that several
-runs share load a policy when a request asks for it; a policy that was asked for since its last load is loaded as soon as it is
-published, so that its next request need not wait.
+A run's own replicas load each version as soon as it is published, and the first one before they take requests. Replicas
+that several runs share load a policy when a request asks for it; a policy that was asked for since its last load is
+loaded as soon as it is published, so that its next request need not wait.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Lifecycle:
 
     @property
     def admission(self) -> Admission:
-        """What to do with a request. Whether its version is loaded is the follower's affair."""
+        """What to do with a request. The follower decides whether its version is loaded."""
         state = self.state
         if state in (ReplicaState.DEAD, ReplicaState.SUSPECT):
             return Admission.ELSEWHERE
@@ -95,7 +95,8 @@ class Lifecycle:
         self.load_error, self._failing_since = "", None
 
     def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after `load_patience_s`."""
+        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after
+        `load_patience_s`."""
         self.load_error = reason
         if not curable:
             return
@@ -112,7 +113,8 @@ class Lifecycle:
             self.failed_probes = 0
 
     def probe_due(self, now: float) -> bool:
-        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it sleeps."""
+        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it
+        sleeps."""
         return not (self.death or self.asleep) and (
             self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
         )
@@ -245,52 +247,44 @@ class RayMetrics:
             metric.set_default_tags(tags)
             return metric
 
+        # The tag `policy` of a policy's counters replaces the default tag.
         self._gauges = {name: make(metrics.Gauge, name, text) for name, text in _GAUGES.items()}
-        self._counters = {name: make(metrics.Counter, name, text) for name, text in _COUNTERS.items()}
+        self._counters = {n: make(metrics.Counter, n, text) for n, text in {**_COUNTERS, **_POLICY_COUNTERS}.items()}
+        self._counters["errors_total"] = make(
+            metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",)
+        )
         self._histograms = {name: make(metrics.Histogram, name, text, _SECONDS) for name, text in _HISTOGRAMS.items()}
-        self._errors = make(metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",))
-        # The tag `policy` of these differs from the default tag.
-        self._of_policy = {name: make(metrics.Counter, name, text) for name, text in _POLICY_COUNTERS.items()}
         self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered")
-        self._sent_of_policy: Counter[tuple[str, str]] = Counter()
-        self._sent: Counter[str] = Counter()
-        self._sent_errors: Counter[str] = Counter()
+        self._sent: Counter[tuple[str, ...]] = Counter()  # by counter and the value of its tag
 
     def send(self, tally: ReplicaTally, stats: EngineStats, version: int) -> None:
         """Report what has changed since the last call."""
-        totals = {
-            "requests_total": tally.requests,
-            "prompt_tokens_total": stats.prompt_tokens,
-            "generated_tokens_total": stats.generated_tokens,
-            "adapter_swaps_total": stats.adapter_swaps,
-            "replica_starts_total": 1,
-        }
-        for name, total in totals.items():
-            if total > self._sent[name]:
-                self._counters[name].inc(total - self._sent[name])
-                self._sent[name] = total
+        self._count("requests_total", tally.requests)
+        self._count("prompt_tokens_total", stats.prompt_tokens)
+        self._count("generated_tokens_total", stats.generated_tokens)
+        self._count("adapter_swaps_total", stats.adapter_swaps)
+        self._count("replica_starts_total", 1)
         for kind, total in tally.errors.items():
-            if total > self._sent_errors[kind]:
-                self._errors.inc(total - self._sent_errors[kind], tags={"kind": kind})
-                self._sent_errors[kind] = total
-        self._send_policies(tally)
+            self._count("errors_total", total, kind=kind)
+        for policy, own in list(tally.by_policy.items()):
+            self._count("policy_requests_total", own.requests, policy=policy)
+            self._count("policy_prompt_tokens_total", own.prompt_tokens, policy=policy)
+            self._count("policy_generated_tokens_total", own.generated_tokens, policy=policy)
+            self._policy_version.set(own.version, tags={"policy": policy})
+        for key in list(self._sent):
+            if key[0] in _POLICY_COUNTERS and key[1] not in tally.by_policy:
+                del self._sent[key]
         for name, values in tally.observations.items():
             while values:
                 self._histograms[name].observe(values.popleft())
         for name, value in gauges(tally, stats, version).items():
             self._gauges[name].set(value)
 
-    def _send_policies(self, tally: ReplicaTally) -> None:
-        for gone in {policy for policy, _ in self._sent_of_policy} - tally.by_policy.keys():
-            for name in _POLICY_COUNTERS:
-                self._sent_of_policy.pop((gone, name), None)
-        for policy, own in list(tally.by_policy.items()):
-            totals = (own.requests, own.prompt_tokens, own.generated_tokens)
-            for name, total in zip(_POLICY_COUNTERS, totals, strict=True):
-                if total > self._sent_of_policy[policy, name]:
-                    self._of_policy[name].inc(total - self._sent_of_policy[policy, name], tags={"policy": policy})
-                    self._sent_of_policy[policy, name] = total
-            self._policy_version.set(own.version, tags={"policy": policy})
+    def _count(self, name: str, total: int, **tags: str) -> None:
+        key = (name, *tags.values())
+        if total > self._sent[key]:
+            self._counters[name].inc(total - self._sent[key], tags=tags)
+            self._sent[key] = total
 
 
 def gauges(tally: ReplicaTally, stats: EngineStats, version: int) -> dict[str, float]:
@@ -312,14 +306,11 @@ logger = logging.getLogger("ray.serve")
 
 _ANSWER_S = 10.0  # how long the registry may take for an immediate answer
 _ABANDONED_S = 60.0  # a registry that restarts is there again sooner
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between loads that fail
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail: to follow, or to load
 
 
 class NotLoadedError(RLVLMError):
     """A version cannot be loaded here."""
-
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail
 
 
 @dataclass(slots=True, eq=False)
@@ -339,7 +330,8 @@ class FollowedPolicy:
         return self.newest is not None and self.newest.version > self.loaded
 
     def serves(self, min_version: int) -> bool:
-        """Whether a request for at least this version may start. A policy that has a version is never served without one."""
+        """Whether a request for at least this version may start. A policy that has a version is never served without
+        one."""
         return self.loaded >= min_version and not (self.loaded == 0 and self.behind)
 
 
@@ -349,7 +341,7 @@ class Follower:
     Args:
         replica_id: by which the registry knows this replica.
         engine: what versions are loaded into.
-        life: hears of the start, of sleep, and of loads that fail.
+        life: is told when the replica starts, sleeps, or fails to load a version.
         tally: its report goes to the registry; the seconds of the last publication come back into it.
         find_registry: returns the registry's actor handle; raises ValueError when there is none of its name.
         abandoned: called when there has been none for a minute: the service has ended without stopping its replicas.
@@ -386,12 +378,12 @@ class Follower:
 
     async def run(self) -> None:
         """Follow until cancelled. No failure ends it: `life` says how long failures may go on."""
-        pause = _FIRST_PAUSE_S
+        pause = _PAUSE_S
         try:
             while True:
                 try:
                     await self._catch_up()
-                    pause = _FIRST_PAUSE_S
+                    pause = _PAUSE_S
                 except Exception as error:  # a registry that restarts may be back at the next attempt
                     logger.warning("replica %s cannot follow the registry: %r", self._replica_id, error)
                     await asyncio.sleep(pause)
@@ -457,7 +449,7 @@ class Follower:
         self._life.start()
 
     async def _sleep(self, asleep: bool) -> None:
-        """Sleep, or wake. The registry hears of it with the next question."""
+        """Sleep, or wake. The next call of `watch` tells the registry."""
         async with self._one_load:
             if asleep == self._life.asleep:
                 return  # a version that came meanwhile has woken it
@@ -504,7 +496,8 @@ class Follower:
         return task
 
     async def _load(self, policy: FollowedPolicy) -> None:
-        """Load the newest version of a policy. After a failure try again, or wait for the next request where loads are not eager."""
+        """Load the newest version of a policy. After a failure try again, or wait for the next request where loads
+        are not eager."""
         pause = _PAUSE_S
         try:
             while policy.behind and self.policies.get(policy.name) is policy:
@@ -526,8 +519,8 @@ class Follower:
         """Fetch and load the newest version."""
         published = policy.newest
         assert published is not None
-        # Before it is this load's turn: the bytes of a run whose node is cut off may never come, and others must not wait for
-        # them. It fails where the run that owns them has crashed, which is not this replica's fault.
+        # Before it is this load's turn: the bytes of a run whose node is cut off may never come, and others must not
+        # wait for them. It fails where the run that owns them has crashed, which is not this replica's fault.
         async with asyncio.timeout(self._load_timeout_s):
             payload = await published.ref
         async with self._one_load:

@@ -1,8 +1,9 @@
 """Registry: the actor that knows the newest version of every policy of a service and tells every replica.
 
-Replicas keep one call open each (`watch`); a publication answers all of them at once. A replica that starts late, restarts or
-misses a call asks again and gets the newest versions. An acknowledgement carries the hash of what the replica loaded. The
-registry keeps nothing on disk: after a restart its tenants join again and bring their newest versions.
+Replicas keep one call open each (`watch`); a publication answers all of them at once. A replica that starts late,
+restarts or misses a call asks again and gets the newest versions. An acknowledgement carries the hash of what the
+replica loaded. The registry keeps nothing on disk: after a restart its tenants join again and bring their newest
+versions.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class PublishError(RLVLMError):
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Who loaded a version: replica id -> seconds from publication to its acknowledgement; `missing`: live, but silent."""
+    """Who loaded a version: replica id -> seconds from publication to its acknowledgement; `missing`: live, but
+    silent."""
 
     version: int
     acked: dict[str, float]
@@ -73,7 +75,7 @@ class Published:
 
 @dataclass(slots=True)
 class _Acknowledgements:
-    """Of one version: replica id -> seconds from publication to its acknowledgement."""
+    """The acknowledgements of one version: replica id -> seconds since its publication."""
 
     sha256: str
     published_at: float
@@ -129,8 +131,8 @@ class Versions:
 class Tenant:
     """One user of the service.
 
-    `home`: the place of the replica that its calls go to first (see `router.homes_of`); -1 for a keeper, which has no policy and
-    only keeps the service up. `deadline`: of its lease. `revision`: of its last change.
+    `home`: the place of the replica that its calls go to first (see `client.homes_of`); -1 for a keeper, which has no
+    policy and only keeps the service up. `deadline`: of its lease. `revision`: of its last change.
     """
 
     policy: str
@@ -198,7 +200,7 @@ class Tenants:
         return True
 
     def excuse(self, seconds: float) -> None:
-        """Prolong all leases by a time in which the service could hear nobody."""
+        """Prolong all leases by a time in which the service could not receive renewals."""
         for tenant in self._tenants.values():
             tenant.deadline += seconds
 
@@ -297,7 +299,8 @@ class Registry:
             await self._notify()
 
     async def publish(self, published: Published) -> bool:
-        """Make a version the newest of its policy and tell all replicas; False where the policy has no tenant: join again.
+        """Make a version the newest of its policy and tell all replicas; False where the policy has no tenant: join
+        again.
 
         A repeated call with an equal hash changes nothing. Raises PublishError.
         """
@@ -321,8 +324,9 @@ class Registry:
         return self._live()
 
     async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """Who has acknowledged a version of a run's own service, once `expected` replicas have (or a newer one is out), at most
-        `timeout_s` later."""
+        """Who has acknowledged a version of a run's own service, once `expected` replicas have (or a newer one is out),
+        at most `timeout_s` later.
+        """
         tenant = self._tenants.get(POLICY)
         assert tenant is not None
         versions = tenant.versions
@@ -335,7 +339,8 @@ class Registry:
         return versions.report(version, self._live())
 
     async def let_sleep(self, sleep: bool, timeout_s: float) -> list[str]:
-        """Tell all replicas to sleep until the next version, or to wake; returns the replicas that do not do so within `timeout_s`."""
+        """Tell all replicas to sleep until the next version, or to wake; returns the replicas that do not do so
+        within `timeout_s`."""
         self._sleep = sleep
 
         def late() -> set[str]:
@@ -404,7 +409,8 @@ class Registry:
         return {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
 
     async def status(self) -> dict[str, Any]:
-        """The policies and their versions (`version`: the newest of all), and the reports of the replicas that asked lately."""
+        """The policies and their versions (`version`: the newest of all), and the reports of the replicas that asked
+        lately."""
         live, now = self._live(), time.monotonic()
         self._reports = {replica: report for replica, report in self._reports.items() if replica in live}
         policies: dict[str, dict[str, Any]] = {
@@ -440,7 +446,8 @@ def registry_name(run_id: str) -> str:
 
 
 def start_registry(run_id: str, namespace: str) -> ray.actor.ActorHandle:
-    """Start the registry of a run's own service on the caller's node; it restarts whenever it dies, and ends with the caller."""
+    """Start the registry of a run's own service on the caller's node; it restarts whenever it dies, and ends with
+    the caller."""
     actor = ray.remote(Registry).options(
         name=registry_name(run_id),
         namespace=namespace,

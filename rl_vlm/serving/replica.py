@@ -62,8 +62,9 @@ EVERY_INTERFACE, LOOPBACK = "[::]", "127.0.0.1"
 
 
 def keep_to_loopback() -> None:
-    """On a node whose address is loopback, as of a private cluster, let this process's replica listen there alone. Serve opens the
-    port after it has made the deployment's object, so call this from the constructor."""
+    """On a node whose address is loopback, as of a private cluster, let this process's replica listen there alone.
+    Serve opens the port after it has made the deployment's object, so call this from the constructor.
+    """
     if not (ray.is_initialized() and ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback):
         return
     listen = replica.add_port_to_grpc_server
@@ -98,7 +99,7 @@ class ImageCache:
 
     @classmethod
     def of(cls, model: ServedModelSection) -> ImageCache:
-        """That of a replica: a quarter of what it may keep of the images' features."""
+        """A replica's cache: a quarter of the memory that it may use for image features."""
         return cls(max(model.image_cache_bytes // 4, _LEAST))
 
     def whole(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
@@ -145,7 +146,8 @@ class ImageCache:
 class SentImages:
     """What a client has sent to which replica.
 
-    A call is made to a target: a replica's id, or a home (`home_session`), which is taken for the replica that answered there last.
+    A call is made to a target: a replica's id, or a home (`home_session`), which is taken for the replica that answered
+    there last.
     """
 
     def __init__(self) -> None:
@@ -159,7 +161,7 @@ class SentImages:
         return tuple(replace(image, png=b"") if image.sha256 in known else image for image in images)
 
     def lean_requests(self, requests: Sequence[GenerationRequest], target: str) -> list[GenerationRequest]:
-        """The same of requests' images, in a new list."""
+        """The requests with their images so reduced, in a new list."""
         return [
             replace(request, images=self.lean(request.images, target)) if request.images else request
             for request in requests
@@ -204,14 +206,10 @@ class ReplicaUnavailableError(RLVLMError):
     """This replica cannot answer now; the client tries again, on any replica."""
 
 
-class StaleReplicaError(ReplicaUnavailableError):
-    """The replica did not get the version that a request asks for in time."""
-
-
-def build_engine(model: Path, run: CommonConfig) -> Engine:
+def build_engine(model: Path, config: CommonConfig) -> Engine:
     """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
-    serving = run.serving
-    in_flight = run.rollout.in_flight_updates if isinstance(run, PolicyConfig) else None
+    serving = config.serving
+    in_flight = config.rollout.in_flight_updates if isinstance(config, PolicyConfig) else None
     import torch
 
     on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()
@@ -221,68 +219,69 @@ def build_engine(model: Path, run: CommonConfig) -> Engine:
 
         return VLLMEngine(
             model,
-            dtype=run.model.dtype,
-            head_dtype=run.model.head_dtype,
+            dtype=config.model.dtype,
+            head_dtype=config.model.head_dtype,
             serving=serving,
-            max_lora_rank=run.max_lora_rank,
-            max_loras=run.lora_slots,
-            pixels=run.model.pixels,
+            max_lora_rank=config.max_lora_rank,
+            max_loras=config.lora_slots,
+            pixels=config.model.pixels,
             in_flight=in_flight,
-            kv_cache=partial(kv_cache_bytes, run, ModelShape.read(model)),
-            full=run.trains_full,
+            kv_cache=partial(kv_cache_bytes, config, ModelShape.read(model)),
+            full=config.trains_full,
         )
-    settings: dict[str, Any] = {
-        "dtype": run.model.dtype,
-        "device": "cuda" if on_gpu else "cpu",
-        "max_context": serving.max_context,
-        "max_rows": serving.max_rows,
-        "max_kv_tokens": max_kv_tokens(
-            run,
+    from rl_vlm.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        model,
+        dtype=config.model.dtype,
+        device="cuda" if on_gpu else "cpu",
+        max_context=serving.max_context,
+        max_rows=serving.max_rows,
+        max_kv_tokens=max_kv_tokens(
+            config,
             ModelShape.read(model),
             card=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
             # All replicas are taken to be on this machine.
             free=psutil.virtual_memory().available // serving.num_replicas,
         ),
-        "lockstep": run.deterministic,
-        "num_threads": None if on_gpu else serving.num_threads,
-        "quantization": "nf4" if serving.quantization == "nf4" else "none",
-        "pixels": run.model.pixels,
-        "in_flight": in_flight,
-        "full": run.trains_full,
-        "head_dtype": run.model.head_dtype,
-        "image_cache_bytes": run.model.image_cache_bytes,
-        "image_by_image": run.deterministic,
-        "merged_bytes": serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
-    }
-    from rl_vlm.engines.transformers_engine import TransformersEngine
-
-    return TransformersEngine(model, **settings)
+        lockstep=config.deterministic,
+        num_threads=None if on_gpu else serving.num_threads,
+        quantization="nf4" if serving.quantization == "nf4" else "none",
+        pixels=config.model.pixels,
+        in_flight=in_flight,
+        full=config.trains_full,
+        head_dtype=config.model.head_dtype,
+        image_cache_bytes=config.model.image_cache_bytes,
+        image_by_image=config.deterministic,
+        merged_bytes=serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
+    )
 
 
 class VLMServer:
     """One replica: an engine that follows the registry of its service.
 
-    It starts when the registry has answered and what must be loaded is loaded (`Follower`), keeps a call to the registry open from
-    then on, and holds a request until it has the version that the request asks for. `Lifecycle` decides about requests and health
-    checks. Where several runs share the replica, their requests enter the engine in fair turns.
+    It starts when the registry has answered and what must be loaded is loaded (`Follower`), keeps a call to the
+    registry open from then on, and holds a request until it has the version that the request asks for. `Lifecycle`
+    decides about requests and health checks. Where several runs share the replica, their requests enter the engine in
+    fair turns.
     """
 
-    def __init__(self, model: ModelReference, run: CommonConfig, run_id: str, namespace: str) -> None:
+    def __init__(self, model: ModelReference, config: CommonConfig, run_id: str, namespace: str) -> None:
         keep_to_loopback()
         folder = model.on_this_node()
-        self._engine = build_engine(folder, run)
-        self._serving, self._run_id = run.serving, run_id
+        self._engine = build_engine(folder, config)
+        self._serving, self._run_id = config.serving, run_id
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self._life = Lifecycle(run.serving.probe_after_s, load_patience_s=run.serving.publish_timeout_s)
+        self._life = Lifecycle(config.serving.probe_after_s, load_patience_s=config.serving.publish_timeout_s)
         self._tally = ReplicaTally()
-        self._images = ImageCache.of(run.model)
-        self._metrics = RayMetrics(run.name, app_name(run_id), self.replica_id)
-        text = load_text_side(folder, run.model.pixels)
+        self._images = ImageCache.of(config.model)
+        self._metrics = RayMetrics(config.name, app_name(run_id), self.replica_id)
+        text = load_text_side(folder, config.model.pixels)
         self._count_image_tokens = text.images.count_tokens
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._gate = Gate(run.serving.sharing.queue_tokens, QUANTUM) if run.serving.shared else None
+        self._gate = Gate(config.serving.sharing.queue_tokens, QUANTUM) if config.serving.shared else None
         self._follower = Follower(
             self.replica_id,
             self._engine,
@@ -290,9 +289,9 @@ class VLMServer:
             self._tally,
             find_registry=lambda: ray.get_actor(registry_name(run_id), namespace=namespace),
             abandoned=self._end_application,
-            load_timeout_s=run.serving.publish_timeout_s,
+            load_timeout_s=config.serving.publish_timeout_s,
             changed=self._changed,
-            eager=not run.serving.shared,
+            eager=not config.serving.shared,
             forget=self._forget,
         )
 
@@ -421,9 +420,9 @@ class VLMServer:
             async with asyncio.timeout(self._serving.publish_timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self._may_start(policy, wanted))
         except TimeoutError as error:
-            raise StaleReplicaError(
-                f"Replica {self.replica_id} is {self._life.state} and did not get version {wanted} of policy {policy} within "
-                f"{self._serving.publish_timeout_s:g} s."
+            raise ReplicaUnavailableError(
+                f"Replica {self.replica_id} is {self._life.state} and did not get version {wanted} of policy {policy} "
+                f"within {self._serving.publish_timeout_s:g} s."
             ) from error
         return policy
 

@@ -1,7 +1,8 @@
-"""PolicyService: a run's side of serving. It starts or joins a service, publishes versions, and leaves or ends the service.
+"""PolicyService: a run's side of serving. It starts or joins a service, publishes versions, and leaves or ends the
+service.
 
-A run of its own is a service with one tenant, whose registry ends with the run. With `serving.shared` the service belongs to all runs
-that name it (see `SharedRegistry`).
+A run of its own is a service with one tenant, whose registry ends with the run. With `serving.shared` the service
+belongs to all runs that name it (see `SharedRegistry`).
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ class PolicyService:
         run_id: of the application.
         key: the policy, for clients.
 
-    Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has started.
+    Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has
+    started.
     """
 
-    def __init__(self, run: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
-        self.model, self._run, self._serving = model, run, run.serving
-        self._shared, self._keeper = run.serving.shared, keeper
+    def __init__(self, config: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
+        self.model, self._config, self._serving = model, config, config.serving
+        self._shared, self._keeper = config.serving.shared, keeper
         self.run_id = shared_id(self._shared) if self._shared else name
         self.key = PolicyKey(name) if self._shared else OWN
-        self._requirements = Requirements.of(run, model.digest)
+        self._requirements = Requirements.of(config, model.digest)
         self._newest: Published | None = None
         self._ready = False
         self._stopped = threading.Event()
@@ -92,17 +94,19 @@ class PolicyService:
         return self
 
     def __reduce__(self) -> Any:
-        """Other processes, which get the configuration too, get None: the service belongs to the process that started it."""
+        """Other processes, which get the configuration too, get None: the service belongs to the process that
+        started it."""
         return type(None), ()
 
     def _deploy(self) -> None:
         """Start the application of a run's own service, without waiting for its replicas."""
-        app = build_app(self.model, self._run, self.run_id, ray.get_runtime_context().namespace)
+        app = build_app(self.model, self._config, self.run_id, ray.get_runtime_context().namespace)
         timeout_s = self._serving.startup_timeout_s
         if get_current_placement_group() is None:
             start_serve(timeout_s)
         else:
-            # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit in it.
+            # From a task of its own: a Tune trial's placement group would claim Serve's controller, which does not fit
+            # in it.
             start = ray.remote(start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
             ray.get(start.remote(timeout_s), timeout=2 * timeout_s)
         target = serve.RunTarget(app, name=app_name(self.run_id), route_prefix=None)
@@ -127,7 +131,7 @@ class PolicyService:
 
     def _ask_to_join(self) -> Any:
         if self._shared:
-            self._registry = find_or_start(self._shared, self._run, self.model)
+            self._registry = find_or_start(self._shared, self._config, self.model)
             asked = self._registry.join.remote(self.key.policy, self._newest, self._keeper, self._requirements)
         else:
             asked = self._registry.join.remote(self.key.policy, self._newest)
@@ -149,7 +153,7 @@ class PolicyService:
                 logger.warning("The lease of policy %s is not renewed: %r", self.key.policy, error)
 
     def _try_rejoin(self) -> None:
-        # Ray is being shut down, or the registry has ended for good, as it does when nobody could renew for long.
+        # Ray is being shut down, or the registry has ended for good, as it does when no tenant could renew for long.
         with suppress(ServingError, UserInputError, RayError):
             if self._ready and not self._stopped.is_set():
                 self._rejoin()
@@ -157,12 +161,13 @@ class PolicyService:
     def _rejoin(self) -> None:
         """Join again, with the newest version."""
         self._join(self._serving.sharing.lease_s)
-        if self._stopped.is_set():  # while it joined: nobody else would leave, and replicas would be kept for a lease
+        if self._stopped.is_set():  # while it joined: without this the replicas would stay up for a whole lease
             self._leave()
 
     def wait_until_ready(self) -> None:
-        """Wait for all replicas, or for the first one where they are shared. Raises ServingError with Serve's own message, or the
-        registry's."""
+        """Wait for all replicas, or for the first one where they are shared. Raises ServingError with Serve's own
+        message, or the registry's.
+        """
         check = self._raise_failure if self._shared else lambda: None
         wait_for_replicas(self.run_id, self._serving.startup_timeout_s, one=bool(self._shared), check=check)
         self._ready = True
@@ -178,11 +183,12 @@ class PolicyService:
             raise ServingError(status["failure"])
 
     def publish(self, payload: WeightPayload) -> PublishReport | None:
-        """Make a version known to all replicas. A dying registry is waited for; raises ServingError when it does not come back.
+        """Make a version known to all replicas. A dying registry is waited for; raises ServingError when it does not
+        come back.
 
-        Returns once the registry has it. It does not wait for the replicas: requests carry the version that they need. The
-        result reports the newest version that was acknowledged before this one: who has loaded it, and after how long.
-        None before the first acknowledgement, also of a registry that died meanwhile.
+        Returns once the registry has it. It does not wait for the replicas: requests carry the version that they need.
+        The result reports the newest version that was acknowledged before this one: who has loaded it, and after how
+        long. None before the first acknowledgement, also of a registry that died meanwhile.
         """
         # Kept here, because a restarted registry has no versions.
         published = self._newest = self._into_object_store(replace(payload, policy=self.key.policy))
@@ -209,8 +215,8 @@ class PolicyService:
             except (ObjectStoreFullError, OutOfDiskError) as error:
                 if time.monotonic() > deadline:
                     raise ServingError(
-                        f"Version {payload.version} does not fit into the object store of this node, nor on its disk: start the "
-                        "node with a larger --object-store-memory, or free some space."
+                        f"Version {payload.version} does not fit into the object store of this node, nor on its disk: "
+                        "start the node with a larger --object-store-memory, or free some space."
                     ) from error
                 time.sleep(_PAUSE_S)
 
@@ -263,31 +269,32 @@ class PolicyService:
 
 
 @contextmanager
-def kept_up(run: CommonConfig) -> Iterator[None]:
-    """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's trials."""
-    if not run.serving.shared:
+def kept_up(config: CommonConfig) -> Iterator[None]:
+    """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's
+    trials."""
+    if not config.serving.shared:
         yield
         return
     name = f"keeper-{uuid.uuid4().hex[:8]}"
-    service = PolicyService(run, name, ModelReference.of(run.model.path), keeper=True)
+    service = PolicyService(config, name, ModelReference.of(config.model.path), keeper=True)
     try:
         yield
     finally:
         service.stop()
 
 
-def start_service(run: CommonConfig) -> PolicyService:
+def start_service(config: CommonConfig) -> PolicyService:
     """Start or join the service of a run."""
-    return PolicyService(run, f"{run.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(run.model.path))
+    return PolicyService(config, f"{config.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(config.model.path))
 
 
 @contextmanager
-def started_service(run: CommonConfig) -> Iterator[PolicyService]:
+def started_service(config: CommonConfig) -> Iterator[PolicyService]:
     """A service that ends with the context.
 
     A run enters it before it imports RLlib, which takes ten seconds, in which the replicas load.
     """
-    service = start_service(run)
+    service = start_service(config)
     try:
         yield service
     finally:

@@ -16,7 +16,7 @@ from ray.serve.exceptions import BackPressureError
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
-from rl_vlm.serving.replica import StaleReplicaError
+from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, SamplingParams
 
 FOREVER = object()
@@ -188,8 +188,8 @@ def test_long_answers_are_asked_for_one_by_one() -> None:
         ActorUnavailableError("gone", None),
         BackPressureError(num_queued_requests=1, max_queued_requests=1),
         TaskCancelledError(),
-        StaleReplicaError("old"),
-        task_error(StaleReplicaError("old")),
+        ReplicaUnavailableError("old"),
+        task_error(ReplicaUnavailableError("old")),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -204,7 +204,7 @@ def test_more_prompt_tokens_than_one_prefill_takes_give_the_same(
 ) -> None:
     requests = mixed_requests(text, np.random.default_rng(4), max_new_tokens=6, seeds=(5,))
     expected = run(decoder_of(backbone_of(model, text), text), (0, requests))
-    monkeypatch.setattr("rl_vlm.engines.decoder._PREFILL_TOKENS", 50)
+    monkeypatch.setattr("rl_vlm.engines.decoder.PREFILL_TOKENS", 50)
     found = run(decoder_of(backbone_of(model, text), text), (0, requests))
     for name, answer in expected.items():
         assert found[name].samples[0].token_ids.tolist() == answer.samples[0].token_ids.tolist()

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import RowCache, resolve
+from rl_vlm.engines.rows import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.weights import AdapterPayload
@@ -360,18 +360,13 @@ def test_memory_that_runs_out_while_rows_are_added_leaves_no_trace(
 
 
 def test_an_event_loop_that_closed_meanwhile_does_not_disturb_others(
-    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, text: TextSide
 ) -> None:
-    class Closing:
-        """A loop that closes between the question and the call."""
-
-        def is_closed(self) -> bool:
-            return False
-
-        def call_soon_threadsafe(self, *_: Any) -> None:
-            raise RuntimeError("Event loop is closed")
-
-    resolve(Closing(), asyncio.Future(loop=asyncio.new_event_loop()), "x")  # type: ignore[arg-type]
+    loop = asyncio.new_event_loop()
+    abandoned = loop.create_task(one(engine, fixed(text, max_new_tokens=30)))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    assert words(asyncio.run(one(engine, fixed(text)))) and not abandoned.done()
 
 
 # --- adapters

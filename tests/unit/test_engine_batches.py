@@ -49,7 +49,7 @@ def test_requests_join_running_ones_in_prefills_sorted_by_length(
         return prefill(self, jobs)
 
     monkeypatch.setattr(Decoder, "_prefill", watched)
-    monkeypatch.setattr("rl_vlm.engines.decoder._PREFILL_TOKENS", 130)
+    monkeypatch.setattr("rl_vlm.engines.decoder.PREFILL_TOKENS", 130)
     lengths = [40, 3, 25, 60, 1, 33]
 
     async def join() -> None:

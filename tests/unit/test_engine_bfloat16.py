@@ -12,7 +12,7 @@ import torch
 from core_support import adapted_policy, picture, request, text_side
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.engines.weights import MergedWeights, UnmergedWeights
+from rl_vlm.engines.weights import AdapterWeights, Factors
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora import language_linears
 from rl_vlm.types import Completion
@@ -35,14 +35,15 @@ def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
 def test_layers_give_the_bits_of_the_learners_and_merged_ones_would_lose_the_adapter(
     engine: TransformersEngine, policy: PolicyModel
 ) -> None:
-    assert isinstance(engine._weights, UnmergedWeights)
     version = policy.payload(1)
+    beside = engine._weights.form(version)
+    assert isinstance(beside, Factors)
     theirs = {
         name.replace(".base_layer", ""): layer
         for name, layer in policy.model.named_modules()
         if hasattr(layer, "lora_A")
     }
-    engine._weights.use(engine._weights.form(version))
+    engine._weights.use(beside)
     generator = torch.Generator().manual_seed(0)
     lost = []
     with torch.inference_mode():
@@ -53,7 +54,7 @@ def test_layers_give_the_bits_of_the_learners_and_merged_ones_would_lose_the_ada
         ours = {name: language_linears(engine.backbone.model)[name](x) for name, x in inputs.items()}
         assert ours and all(torch.equal(ours[name], theirs[name](x)) for name, x in inputs.items())
         engine._weights.use(None)
-        merged = MergedWeights(engine.backbone.model)
+        merged = AdapterWeights(engine.backbone.model)
         formed = merged.form(version)
         lost = [
             float((formed[name] == layer.weight).float().mean())

@@ -18,7 +18,7 @@ from version_support import model_of
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.engines.weights import Factors, MergedWeights
+from rl_vlm.engines.weights import AdapterWeights, Factors
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.lora import language_linears
 from rl_vlm.models.weights import AdapterPayload
@@ -87,7 +87,7 @@ def test_each_policy_answers_with_its_own_weights(
     room: float,
 ) -> None:
     engine = make(tiny_folder)
-    engine._weights = MergedWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))
+    engine._weights = AdapterWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))
     asked = [
         ask(text, name, f"{name}{k}", n=2, seeds=(k, k + 50), min_version=1) for k in range(4) for name in POLICIES
     ]
@@ -157,7 +157,7 @@ def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights
 def test_a_load_that_is_given_up_gives_its_room_back(
     engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = MergedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    weights = AdapterWeights(engine.backbone.model, max_merged_bytes=int(1.5 * size_of_sum(engine)))
     monkeypatch.setattr(engine, "_weights", weights)
     form, began, free, formed = weights.form, threading.Event(), threading.Event(), threading.Event()
 
@@ -189,7 +189,7 @@ def test_a_load_that_is_given_up_gives_its_room_back(
 def test_memory_for_merged_weights_is_bounded_and_given_back(
     engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload]
 ) -> None:
-    weights = MergedWeights(engine.backbone.model, max_bytes=int(1.5 * size_of_sum(engine)))
+    weights = AdapterWeights(engine.backbone.model, max_merged_bytes=int(1.5 * size_of_sum(engine)))
     first = weights.form(payloads["a", 1])
     second = weights.form(payloads["b", 1])
     assert not isinstance(first, Factors) and isinstance(second, Factors)

@@ -93,7 +93,7 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -
     assert torch.equal(own[name][large], before[name][large])  # nothing to be seen in bfloat16 yet
     for key, tensor in after.items():
         assert torch.equal(own[key], tensor.to(torch.bfloat16)), key
-    assert policy.payload(3).rounded("bfloat16").views()[name].equal(own[name].detach())
+    assert policy.payload(3).rounded("bfloat16").state()[name].equal(own[name].detach())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,8 +17,7 @@ from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import load_sft_config, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.export import merge_adapter
-from rl_vlm.models.lora import TARGET_MODULES, lora_config, lora_state, target_choice, tower_linears
+from rl_vlm.models.lora import TARGET_MODULES, lora_config, lora_state, merge_into, target_choice, tower_linears
 from rl_vlm.supervised.dataset import open_job_data
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import UserInputError
@@ -153,7 +152,8 @@ def test_the_adapter_of_a_tower_loads_in_peft_and_merges(tiny_folder: Path, tmp_
     with torch.no_grad():
         ours = reference_logits(tiny_folder, policy.model, ids, [image])
         assert torch.equal(ours, reference_logits(tiny_folder, theirs.base_model.model, ids, [image]))
-        merged = reference_logits(tiny_folder, merge_adapter(tiny_folder, payload).eval(), ids, [image])
+        merge_into(model := plain_model(tiny_folder), payload)
+        merged = reference_logits(tiny_folder, model, ids, [image])
     torch.testing.assert_close(ours, merged, atol=1e-3, rtol=1e-3)
 
 

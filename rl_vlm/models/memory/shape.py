@@ -1,4 +1,4 @@
-"""ModelShape: parameters, LoRA sizes and bytes per token of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE models.
+"""ModelShape: parameters, LoRA sizes and bytes per token of Qwen2.5-VL and Qwen3-VL models.
 
 Everything is counted from the content of config.json, and equals what transformers' classes allocate.
 """
@@ -19,15 +19,17 @@ from rl_vlm.types import UserInputError
 
 GIB = 1 << 30
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-# A CUDA context with the kernels of torch and cuBLAS' workspaces, per process. An estimate: 0.4 to 0.6 GiB on cards since 2020.
+# A CUDA context with the kernels of torch and cuBLAS' workspaces, per process. An estimate: 0.4 to 0.6 GiB on cards
+# since 2020.
 CUDA_CONTEXT = int(0.6 * GIB)
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 PATCHES_AT_ONCE, PATCHES_ON_CPU = 32_768, 2_048
 PREFILL_TOKENS = 16_384  # padded prompt tokens per prefill forward pass of the transformers engine
-# Keys and values of the transformers engine: lengths are whole blocks, and there are at most so many rows for each that is in use
-# when memory is taken.
+# Keys and values of the transformers engine: lengths are whole blocks, and there are at most so many rows for each that
+# is in use when memory is taken.
 KV_BLOCK, KV_ROWS_PER_USED = 64, 2
-# Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough to fill the card.
+# Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough
+# to fill the card.
 HEAD_TILES = {"cpu": (512, 2048), "cuda": (4096, 16_384)}
 
 
@@ -42,8 +44,8 @@ class Part(NamedTuple):
 def tower_pass_bytes(shape: ModelShape, element: int, patches: int) -> int:
     """The peak of a pass of the vision tower without a gradient.
 
-    Pixels of one frame in float32, the residual stream and its norm, queries, keys and values with float32 copies of the
-    first two for the rotation, or the MLP with its activation, whichever is larger.
+    Pixels of one frame in float32, the residual stream and its norm, queries, keys and values with float32 copies of
+    the first two for the rotation, or the MLP with its activation, whichever is larger.
     """
     tower = shape.tower
     pixels = 4 * tower.patch_inputs // tower.frames
@@ -72,7 +74,7 @@ def amount(parameters: int) -> str:
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 # Names of the linear layers in the language model, by the choice that users know. `vision` adds the tower's.
-ADAPTED: dict[str, tuple[str, ...]] = {
+TARGET_MODULES: dict[str, tuple[str, ...]] = {
     "none": (),
     "attn": _ATTENTION,
     "mlp": _MLP,
@@ -93,7 +95,7 @@ class Linear(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of all copies."""
+        """Parameters of all copies."""
         return self.copies * (self.inputs * self.outputs + self.bias * self.outputs)
 
     def lora(self, rank: int) -> int:
@@ -103,7 +105,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """The language model. `experts` is 0 without a mixture; then `expert_width` and `experts_per_token` mean nothing."""
+    """The language model."""
 
     hidden: int
     layers: int
@@ -114,20 +116,6 @@ class TextShape:
     vocab: int
     attention_bias: bool
     head_norms: bool
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_width: int = 0
-    dense_layers: int = 0  # of a mixture: layers that have an ordinary MLP
-
-    @property
-    def mlp_layers(self) -> int:
-        """Layers with an ordinary MLP."""
-        return self.dense_layers if self.experts else self.layers
-
-    @property
-    def token_width(self) -> int:
-        """Units of the MLP that a token goes through, in the layers that most have."""
-        return self.experts_per_token * self.expert_width if self.experts else self.width
 
     def linears(self) -> Iterator[Linear]:
         """The linear layers that can be adapted."""
@@ -136,9 +124,9 @@ class TextShape:
         yield Linear("k_proj", self.hidden, keys, bias, self.layers)
         yield Linear("v_proj", self.hidden, keys, bias, self.layers)
         yield Linear("o_proj", queries, self.hidden, bias and self.head_norms, self.layers)
-        yield Linear("gate_proj", self.hidden, self.width, False, self.mlp_layers)
-        yield Linear("up_proj", self.hidden, self.width, False, self.mlp_layers)
-        yield Linear("down_proj", self.width, self.hidden, False, self.mlp_layers)
+        yield Linear("gate_proj", self.hidden, self.width, False, self.layers)
+        yield Linear("up_proj", self.hidden, self.width, False, self.layers)
+        yield Linear("down_proj", self.width, self.hidden, False, self.layers)
 
     @property
     def linear_parameters(self) -> int:
@@ -147,10 +135,9 @@ class TextShape:
 
     @property
     def parameters(self) -> int:
-        """Of the layers and the last norm; embedding and output projection apart."""
+        """Parameters of the layers and the last norm, without embedding and output projection."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_norms * self.head_dim) + self.hidden
-        experts = (self.layers - self.mlp_layers) * self.experts * self.hidden * (3 * self.expert_width + 1)
-        return self.linear_parameters + norms + experts
+        return self.linear_parameters + norms
 
     @property
     def embedding(self) -> int:
@@ -160,7 +147,8 @@ class TextShape:
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """The vision tower; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without bias, no position table, no deep stack."""
+    """The vision tower; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without bias, no position table, no deep
+    stack."""
 
     hidden: int
     depth: int
@@ -211,19 +199,18 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """From the content of config.json. Raises UserInputError for families that are not known."""
         family = config.get("model_type")
-        if family not in ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"):
+        if family not in ("qwen3_vl", "qwen2_5_vl"):
             raise UserInputError(f"No memory plan for model type {family!r}: it is known for Qwen2.5-VL and Qwen3-VL.")
         older = family == "qwen2_5_vl"
         text = config.get("text_config", config)  # older folders have the language model's settings at the top
         tower = config["vision_config"]
         heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-        layers, experts = int(text["num_hidden_layers"]), int(text.get("num_experts") or 0)
         patch, frames = int(tower["patch_size"]), int(tower.get("temporal_patch_size", 2))
         return cls(
             family=family,
             text=TextShape(
                 hidden=hidden,
-                layers=layers,
+                layers=int(text["num_hidden_layers"]),
                 heads=heads,
                 kv_heads=int(text.get("num_key_value_heads") or heads),
                 head_dim=int(text.get("head_dim") or hidden // heads),
@@ -231,10 +218,6 @@ class ModelShape:
                 vocab=int(text["vocab_size"]),
                 attention_bias=older or bool(text.get("attention_bias", False)),
                 head_norms=not older,
-                experts=experts,
-                experts_per_token=int(text.get("num_experts_per_tok") or 0),
-                expert_width=int(text.get("moe_intermediate_size") or 0),
-                dense_layers=_dense_layers(text, layers) if experts else 0,
             ),
             tower=TowerShape(
                 hidden=int(tower["hidden_size"]),
@@ -254,7 +237,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """Of a model folder. Raises UserInputError."""
+        """The shape of the model in a folder. Raises UserInputError."""
         try:
             return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -267,7 +250,7 @@ class ModelShape:
 
     def adapted(self, target_modules: str) -> list[Linear]:
         """The linear layers that `model.lora.target_modules` changes."""
-        language = [linear for linear in self.text.linears() if linear.name in ADAPTED[target_modules]]
+        language = [linear for linear in self.text.linears() if linear.name in TARGET_MODULES[target_modules]]
         return language + (list(self.tower.linears()) if target_modules == "vision" else [])
 
     def lora_parameters(self, rank: int, target_modules: str) -> int:
@@ -277,9 +260,3 @@ class ModelShape:
     def kv_bytes_per_token(self, element: int) -> int:
         """Keys and values of one token in all layers, with `element` bytes each."""
         return 2 * self.text.layers * self.text.kv_heads * self.text.head_dim * element
-
-
-def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
-    """Layers of a mixture that have an ordinary MLP, by transformers' rule."""
-    step, dense = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or ())
-    return sum(number in dense or (number + 1) % step > 0 for number in range(layers))
