@@ -96,27 +96,20 @@ def served_worker(config: PolicyConfig) -> Iterator[Served]:
 # Who plays the items of an evaluation: the served model with each side's adapter, or an endpoint.
 
 
-@dataclass(frozen=True, slots=True)
-class Players:
-    """The event loop in which all is played, what plays the tasks of a side, and the served model, if there is one.
+@contextmanager
+def _players(
+    config: PolicyConfig, options: EvaluationOptions, adapters: dict[Side, Path | None], runner: asyncio.Runner
+) -> Iterator[tuple[Callable[[Side], Play], Served | None]]:
+    """Start what the options name: what plays the tasks of a side, and the served model, if there is one.
 
     Tasks of one side must be finished before the other is asked for.
     """
-
-    runner: asyncio.Runner
-    play_as: Callable[[Side], Play]
-    served: Served | None = None
-
-
-@contextmanager
-def players(config: PolicyConfig, options: EvaluationOptions, adapters: dict[Side, Path | None]) -> Iterator[Players]:
-    """Start what the options name; it ends with the context."""
     if options.endpoint is not None:
-        with asyncio.Runner() as runner, _endpoint_player(config, options, options.endpoint, runner) as player:
-            yield Players(runner, lambda side: player.play)
+        with _endpoint_player(config, options, options.endpoint, runner) as player:
+            yield lambda side: player.play, None
         return
-    with served_worker(config) as served, asyncio.Runner() as runner:
-        yield Players(runner, lambda side: _served_player(config, served, adapters, side), served)
+    with served_worker(config) as served:
+        yield lambda side: _served_player(config, served, adapters, side), served
 
 
 def _served_player(config: PolicyConfig, served: Served, adapters: dict[Side, Path | None], side: Side) -> Play:
@@ -480,9 +473,9 @@ def _play_missing(
     missing = {side: log.missing(tasks, side) for side in adapters}
     if not any(missing.values()) and not options.benchmark_runs:
         return session
-    with players(config, options, adapters) as found:
+    with asyncio.Runner() as runner, _players(config, options, adapters, runner) as (play_as, served):
         for side, todo in missing.items():
-            play = found.play_as(side)
+            play = play_as(side)
             began = time.monotonic()
 
             def keep(outcomes: list[Outcome]) -> None:
@@ -490,15 +483,15 @@ def _play_missing(
                 log.add(outcomes)
 
             settings = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
-            lost = found.runner.run(play_tasks(todo, play, keep, **settings))
+            lost = runner.run(play_tasks(todo, play, keep, **settings))
             session.lost.update({f"{side}/{name}": reason for name, reason in lost.items()})
             session.asked += len(todo)
             session.seconds += time.monotonic() - began
-            if side == "policy" and options.benchmark_runs and found.served is not None:
-                session.throughput = found.runner.run(
+            if side == "policy" and options.benchmark_runs and served is not None:
+                session.throughput = runner.run(
                     measure_throughput(
                         config,
-                        found.served.run_id,
+                        served.run_id,
                         adapters["policy"],
                         runs=options.benchmark_runs,
                         compare_hf=options.compare_hf,

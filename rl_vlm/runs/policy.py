@@ -39,13 +39,12 @@ if TYPE_CHECKING:
 
 # Sentences about metrics that usually mean a mistake in the environment, the prompt or the reward.
 
-_NEEDS_IMAGES = 0.1  # gain in accuracy over blank images, below which people are told
-_UNPAID = 5  # iterations at the start
+_NEEDS_IMAGES = 0.1  # a smaller gain in accuracy over blank images gives a warning
+_FIRST = 5  # iterations at the start
 
 
 def blind(results: Mapping[str, float]) -> str:
-    """What an evaluation says where answers are as good with blank images; empty where they need them, or where none is
-    right."""
+    """A warning if answers are as good with blank images; empty if they need the images, or if no answer is right."""
     if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
         return ""
     unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
@@ -57,24 +56,24 @@ def blind(results: Mapping[str, float]) -> str:
     )
 
 
-class UnpaidStart:
-    """Tells once where no group of a run's first iterations has answers that are paid differently: then nothing is
-    learned from."""
+class EqualRewards:
+    """Warns once if no group of a run's first iterations holds answers with different rewards: there is nothing to
+    learn from."""
 
     def __init__(self) -> None:
-        self._unpaid = 0
+        self._iterations = 0
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
         """The sentence after iteration 1, 2, ... of a run, or an empty one."""
-        if iteration != self._unpaid + 1 or metrics.get("reward/zero_advantage_groups", 0.0) < 1.0:
+        if iteration != self._iterations + 1 or metrics.get("reward/zero_advantage_groups", 0.0) < 1.0:
             return ""
-        self._unpaid = iteration
-        if iteration != _UNPAID:
+        self._iterations = iteration
+        if iteration != _FIRST:
             return ""
         return (
-            f"Nothing has been learned from: in each group of the first {_UNPAID} iterations all answers were paid "
-            f"alike (mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
-            "answers and what they are paid."
+            f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
+            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers "
+            "and their rewards."
         )
 
 
@@ -86,8 +85,8 @@ _NEARLY = 0.85  # of difflib: "formt" and "format" are .91 alike
 
 
 def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> None:
-    """Names that are no registered part must be given by the episode that was opened, which is answered by nothing
-    until it ends.
+    """Check that the open episode gives every name that is no registered part. It is answered with empty texts until it
+    ends.
 
     Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only
     what is spelt nearly as a registered part is refused. One that raises says nothing.
@@ -281,7 +280,7 @@ class PolicyRun(RunLifecycle):
         super().__init__(config, folder, resume)
         self.evaluations: list[dict[str, Any]] = []
         self.last_iteration = self.start
-        self._unpaid_start = UnpaidStart()
+        self._equal_rewards = EqualRewards()
 
     @staticmethod
     def evaluate(config: PolicyConfig, **options: Any) -> dict[str, Any]:
@@ -381,7 +380,7 @@ class PolicyRun(RunLifecycle):
         self.display.update(iteration, metrics)
         if algorithm.sight_faults and config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
-        if hint := self._unpaid_start.look(iteration, metrics):
+        if hint := self._equal_rewards.look(iteration, metrics):
             self.display.message(hint)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
         recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
@@ -397,7 +396,7 @@ class PolicyRun(RunLifecycle):
             self._evaluate()
 
     def _forget_after(self, iteration: int) -> None:
-        """The rows of later iterations go: these are done again."""
+        """Remove the rows of later iterations, which are done again."""
         self.recorder.close()
         self.recorder = self._new_recorder(iteration)
         self.last_iteration = iteration

@@ -158,8 +158,8 @@ class PreferenceRun(RunLifecycle):
                 self._evaluate()
 
     def _evaluation_is_missing(self) -> bool:
-        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended
-        during it."""
+        """Whether the evaluation that was due at this step is not recorded: the run begins, or an attempt ended during
+        it."""
         step, every = self.algorithm.env_steps, self.settings.evaluation.every
         if step == 0 or step >= self.settings.total_steps:
             return not self.recorder.has_evaluation(step)
