@@ -111,7 +111,7 @@ class RunAlgorithm(Algorithm):
     learners get their state back (`restore_learners`).
     """
 
-    run_config: CommonConfig
+    run_config: TrainConfig
     config_class: ClassVar[type[RunAlgorithmConfig]]
     learner_group: Any
     env_runner_group: Any
@@ -217,7 +217,7 @@ class RunAlgorithm(Algorithm):
         if not every or (self.iteration + 1) % every:
             return nullcontext([])
         return tracing.trace(
-            "driver", "iteration", run=self.run_config.name, algorithm=self.run_config.algorithm_name, done=done
+            "driver", "iteration", run=self.run_config.name, algorithm=self.run_config.algorithm.name, done=done
         )
 
     def _rebuild_learners(self) -> Any:

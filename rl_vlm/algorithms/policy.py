@@ -22,7 +22,7 @@ from rl_vlm.algorithms.recovery import Recovery
 from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
-from rl_vlm.envs.parts import survey
+from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate, Experience, ReturnScale, explained_variance, flat

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rl_vlm.envs.data import check_columns
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.envs.rows import refuse_repeated
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.store import FILE_NAME, LabelStore, StoredSession, log_csv, true_return
@@ -157,9 +157,7 @@ def _listed(folder: Path) -> list[NamedPair]:
             rows = list(reader)
         except csv.Error as error:
             raise UserInputError(f"{path} cannot be read ({error}): a quotation mark may be missing.") from error
-    if not {"first", "second"} <= set(reader.fieldnames or ()):
-        raise UserInputError(f"{path} needs the columns first and second.")
-    refuse_repeated(list(reader.fieldnames or ()), path, ("first", "second"))
+    check_columns(list(reader.fieldnames or ()), path, ("first", "second"))
     pairs = []
     for row in rows:
         returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]

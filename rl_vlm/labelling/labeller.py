@@ -18,12 +18,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, all_of, ask_again
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.prompts import TaskPrompts, read_label, read_score, strip_thoughts
 from rl_vlm.labelling.types import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, Message
+from rl_vlm.waiting import all_or_none
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
@@ -98,13 +99,13 @@ class VLMLabeller(Labeller):
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
         images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
         async with self._session(len(pairs)) as ask:
-            return await all_of([self._label_one(ask, number, *both) for number, both in enumerate(images)])
+            return await all_or_none([self._label_one(ask, number, *both) for number, both in enumerate(images)])
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture (uint8 [H, W, 3]), in order."""
         images = await asyncio.to_thread(lambda: [encode(frame) for frame in frames])
         async with self._session(len(frames)) as ask:
-            return await all_of([self._score_one(ask, number, image) for number, image in enumerate(images)])
+            return await all_or_none([self._score_one(ask, number, image) for number, image in enumerate(images)])
 
     def state(self) -> dict[str, int]:
         """What a resumed run needs to draw the same seeds."""
@@ -143,7 +144,7 @@ class VLMLabeller(Labeller):
         started = time.monotonic()
         orders = [(first, second), (second, first)][: 1 + self._settings.both_orders]
         try:
-            shown = await all_of([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
+            shown = await all_or_none([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
         except EndpointError as error:
             self.stats.errors += 1
             return Label(-1, seconds=time.monotonic() - started, error=str(error))

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.config.labels import names_no_cache
+from rl_vlm.envs.data import TooLargeError, read_parquet
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.envs.parquet_budget import TooLargeError, read_file
 from rl_vlm.files import append_whole, link_tree, whole_lines, write_atomic
 from rl_vlm.labelling.types import Label, LabelValue, Score, Segment, SegmentPair, encode
 from rl_vlm.safe_text import csv_cell, redact
@@ -78,7 +78,7 @@ class SessionFiles:
         """`use` of the session's first `most` rows. Raises UserInputError if it is damaged or a picture is missing."""
         path = self.path(number)
         try:
-            rows = read_file(pq.ParquetFile(path), _FREE_BYTES).slice(0, most).to_pylist()
+            rows = read_parquet(pq.ParquetFile(path), free_bytes=_FREE_BYTES).slice(0, most).to_pylist()
             self._check_pictures(rows)
             return use([{**row, **{name: self._unpack(row[name]) for name in self.segments}} for row in rows])
         except ImageError as error:

@@ -22,7 +22,7 @@ from rl_vlm.asking.http_endpoints import OpenAIEndpoint
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.envs.parts import Survey, survey
+from rl_vlm.envs.registry import Survey, survey
 from rl_vlm.evaluation.heldout import EvaluationOptions, ItemPrompts, evaluation_tasks, identity_of, viewed_tasks
 from rl_vlm.evaluation.outcomes import (
     Outcome,

@@ -26,7 +26,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithmConfig
-    from rl_vlm.monitoring.ray_metrics import RayFigures
+    from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
 # Signals while a command starts or ends something: it reports the signal and exits.
@@ -344,7 +344,7 @@ class BaseRun(ABC):
         self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
 
     def _result(self, status: str) -> dict[str, Any]:
-        rewards = self.recorder.rewards() or self.rewards
+        rewards = self.recorder.column("reward/mean") or self.rewards
         window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
@@ -363,7 +363,7 @@ class RunLifecycle(BaseRun):
 
     def __init__(self, config: TrainConfig, folder: Path, resume: bool) -> None:
         self.algorithm: Any = None
-        self._figures: RayFigures | None = None
+        self._figures: RayMetrics | None = None
         super().__init__(config, folder, resume)
 
     @staticmethod
@@ -403,13 +403,11 @@ class RunLifecycle(BaseRun):
                 self._train()
 
     def _announce(self, serves: bool) -> None:
-        """Say which settings change nothing, and what starts."""
+        """Say what starts."""
         shared = self.config.serving.shared
         replicas = f", {self.config.serving.num_replicas} replicas" if serves else ""
         replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        for sentence in self.config.notes():
-            self.display.message(sentence)
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.title} ...")
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.env.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)
@@ -425,9 +423,9 @@ class RunLifecycle(BaseRun):
         if not (joins_cluster() if wanted is None else wanted):
             yield
             return
-        from rl_vlm.monitoring.ray_metrics import RayFigures
+        from rl_vlm.monitoring.ray_metrics import RayMetrics
 
-        self._figures = self.recorder.ray = RayFigures(self.config, self.folder, self.display.total)
+        self._figures = self.recorder.ray = RayMetrics(self.config, self.folder, self.display.total)
         self._figures.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield

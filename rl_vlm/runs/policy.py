@@ -18,9 +18,8 @@ from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import check_step, reward_parts
-from rl_vlm.envs.parts import make_part, survey, train_size
-from rl_vlm.envs.registry import portable_id
-from rl_vlm.envs.wire import check_plain
+from rl_vlm.envs.isolation import check_plain
+from rl_vlm.envs.registry import make_part, portable_id, survey, train_size
 from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.learning.plan import ESTIMATORS

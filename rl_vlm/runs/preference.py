@@ -18,7 +18,7 @@ from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.files import clean_leftovers, write_atomic
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring.display import PreferenceDisplay
+from rl_vlm.monitoring.display import PREFERENCE_ROWS, ProgressDisplay
 from rl_vlm.plots.video import write_video
 from rl_vlm.preference.collector import (
     EpisodeResult,
@@ -117,8 +117,8 @@ class PreferenceRun(RunLifecycle):
     def _latest_checkpoint(self) -> Path | None:
         return latest_checkpoint(self.checkpoints, read_state)
 
-    def _new_display(self) -> PreferenceDisplay:
-        return PreferenceDisplay(self.settings.total_steps, self.start)
+    def _new_display(self) -> ProgressDisplay:
+        return ProgressDisplay(self.settings.total_steps, self.start, rows=PREFERENCE_ROWS, unit=self._unit)
 
     def _train(self) -> None:
         algorithm = self.algorithm

@@ -13,7 +13,7 @@ from rl_vlm.config import SFTConfig
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
-from rl_vlm.monitoring.display import SFTDisplay
+from rl_vlm.monitoring.display import SFT_ROWS, ProgressDisplay
 from rl_vlm.numerics import wilson_interval
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import count_parameters, weights_size
@@ -101,14 +101,8 @@ class SFTRun(BaseRun):
                 )
         self.skipped = int(state["skipped"])
 
-    def _new_display(self) -> SFTDisplay:
-        return SFTDisplay(self.total, self.start)
-
-    @staticmethod
-    def _draw(folder: Path) -> None:
-        from rl_vlm.plots.curves import draw_sft_curve  # matplotlib is slow to import
-
-        draw_sft_curve(folder)
+    def _new_display(self) -> ProgressDisplay:
+        return ProgressDisplay(self.total, self.start, rows=SFT_ROWS, unit="step")
 
     def _loop(self) -> None:
         imports_done()

@@ -28,7 +28,7 @@ from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.learner import VLMLearner
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.lora import load_lora_state
 from rl_vlm.models.weights import AdapterPayload
@@ -305,7 +305,7 @@ class Trainer:
         self.policy = PolicyModel(folder, run)
         self.optimizer = make_optimizer(self.policy, run)
         self.updater = make_updater(self.policy, run)
-        self.strategy = SingleProcess()
+        self.strategy = Strategy()
         self.strategy.prepare(self.policy, self.optimizer)
         self.max_grad_norm = run.learner.max_grad_norm
         vlm = SimpleNamespace(
@@ -382,7 +382,7 @@ def test_moments_of_another_optimiser_and_another_critic_are_refused(tiny_folder
         (torch.optim.Adafactor(weights), "exp_avg.0"),
         (torch.optim.AdamW(weights), "row_var.0"),
     ):
-        strategy = SingleProcess()
+        strategy = Strategy()
         strategy._optimizer = optimizer
         with pytest.raises(UserInputError, match="keep learner.optimizer as it was"):
             strategy.restore({name: torch.zeros(4, 3), "step.0": torch.tensor(1.0)})

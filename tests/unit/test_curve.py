@@ -171,7 +171,7 @@ def test_the_labels_of_a_fine_tuning_curve_are_whole(tmp_path, monkeypatch):
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in evaluations))
     figures = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, paths: figures.append(figure))
-    plots.draw_sft_curve(tmp_path)
+    plots.draw_curve(tmp_path)
     figure = figures[0]
     FigureCanvasAgg(figure).draw()
     labels = [panel.yaxis.label for panel in figure.axes]

@@ -70,7 +70,7 @@ def test_a_line_says_what_matters():
         clock.now += 60.0  # the next iteration takes a minute
         display.update(10, METRICS)
     first, second = lines(out)
-    assert first == "held-out accuracy at iteration 0: default 0.250"
+    assert first == "evaluation at iteration 0: accuracy 0.250"
     assert second == (
         "iteration 10/100 | reward 0.500, smoothed 0.500 | accuracy 0.250 greedy | 12,346 tokens/s, 6.00 s/iteration | "
         "version 7, 1.5 turns, mismatch KL 1.0e-05 | dropped 2 env_crash | 9m 00s left"
@@ -86,7 +86,7 @@ def test_a_resumed_run_shows_where_it_began():
         display.update(20, METRICS)
     first, evaluation, second = lines(out)
     assert "accuracy 0.250 → 0.500 greedy" in first and "accuracy 0.250 → 0.750 greedy" in second
-    assert evaluation == "held-out accuracy at iteration 10: default 0.750"
+    assert evaluation == "evaluation at iteration 10: accuracy 0.750"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
-from rl_vlm.envs.parts import survey
+from rl_vlm.envs.registry import survey
 from rl_vlm.rollout.env_pool import _MAX_IDLE, EnvPool, EnvPools
 from rl_vlm.rollout.tasks import RolloutTask
 

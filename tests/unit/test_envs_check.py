@@ -16,8 +16,7 @@ from test_cli import output, run
 
 import rl_vlm
 from rl_vlm.cli.play import half_blocks, play_episode
-from rl_vlm.envs.checking import check_environment
-from rl_vlm.envs.deadline import DeadlineError, deadline
+from rl_vlm.envs.checking import DeadlineError, check_environment, deadline
 
 FAULTY = str(Path(__file__).parents[1] / "fixtures" / "envs" / "faulty_env.py")
 FINE = f"{FAULTY}:Fine"

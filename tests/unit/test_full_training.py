@@ -31,7 +31,7 @@ from rl_vlm.config import RunConfig, load_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models import weights
 from rl_vlm.models.export import export_model
@@ -74,7 +74,7 @@ def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_fold
 
 def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -> None:
     policy, run = full_policy(tiny_folder, model__dtype="bfloat16", learner__lr=1e-6)
-    optimizer, strategy = make_optimizer(policy, run), SingleProcess()
+    optimizer, strategy = make_optimizer(policy, run), Strategy()
     strategy.prepare(policy, optimizer)
     updater = make_updater(policy, run)
     own = dict(policy.model.named_parameters())

@@ -187,14 +187,3 @@ def test_damaged_files_are_refused_in_one_sentence(spec: ImageProcessorSpec) -> 
             except UserInputError as error:
                 assert str(error).startswith("Image 1")
     assert 0 < accepted < 600
-
-
-def test_images_are_resized_where_the_server_is_told_to(spec: ImageProcessorSpec) -> None:
-    """The fork's server: 128 to 1280 units of 28 x 28 pixels."""
-    fork = {"resize_min_pixels": 128 * 28**2, "resize_max_pixels": 1280 * 28**2}
-    small, large = Image.new("RGB", (64, 48)), Image.new("RGB", (2000, 1500))
-    for image in (small, large):
-        height, width, _ = read(spec, data_uri(image), **fork).shape
-        assert 128 * 28**2 <= width * height <= 1280 * 28**2
-        assert abs(width / height - 4 / 3) < 0.1
-    assert read(spec, data_uri(small)).shape == (48, 64, 3)

@@ -15,7 +15,7 @@ import rl_vlm
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.envs.interactive import InteractiveEnvAdapter, to_message
+from rl_vlm.envs.foreign.slime import SlimeEnv, to_message
 from rl_vlm.types import Message, UserInputError
 
 TESTS = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def test_it_runs_by_module_path(on_path):
 def test_it_runs_by_registry_id(registered):
     rl_vlm.register("Guess-v0", f"{GUESS}:build_env")
     assert_plays_well(rl_vlm.make("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
-    assert_plays_well(InteractiveEnvAdapter("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
+    assert_plays_well(SlimeEnv("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
 
 
 def test_further_arguments_reach_the_environment():
@@ -124,7 +124,7 @@ def test_a_tool_score_is_paid_on_request_and_where_there_is_no_label():
     env, _ = stubbed(step, reward="env")
     assert env.step(r"\boxed{0}")[1] == 1.0
     built = []
-    env = InteractiveEnvAdapter(lambda sample, args: built.append(Scores(sample, args)) or built[-1])
+    env = SlimeEnv(lambda sample, args: built.append(Scores(sample, args)) or built[-1])
     opened(env)
     built[-1].next = step
     assert env.step("x")[1] == 1.0
@@ -161,10 +161,10 @@ def test_arguments_that_are_read_late_or_handed_on_are_accepted():
     def by_computed_name(sample, args):
         return Stub(sample, [getattr(args, "colour_" + side) for side in ("left", "right")])
 
-    opened(InteractiveEnvAdapter(late, data=GEO3K, farewell="bye"))
-    opened(InteractiveEnvAdapter(all_at_once, data=GEO3K, **{"never" + "_named": 1}))
-    opened(InteractiveEnvAdapter(copied, data=GEO3K, **{"never" + "_named": 1}))
-    opened(InteractiveEnvAdapter(by_computed_name, data=GEO3K, **{"colour_" + "left": 1, "colour_" + "right": 2}))
+    opened(SlimeEnv(late, data=GEO3K, farewell="bye"))
+    opened(SlimeEnv(all_at_once, data=GEO3K, **{"never" + "_named": 1}))
+    opened(SlimeEnv(copied, data=GEO3K, **{"never" + "_named": 1}))
+    opened(SlimeEnv(by_computed_name, data=GEO3K, **{"colour_" + "left": 1, "colour_" + "right": 2}))
 
 
 def test_max_turns_truncates_and_pays_the_last_score():
@@ -193,10 +193,10 @@ def test_without_data_the_environment_asks_the_question():
         def reset(self):
             return {"obs_str": f"Question {self.sample.metadata['index']}?", "role": "user"}, {"asked": True}
 
-    env = InteractiveEnvAdapter(lambda sample, args: Asks(sample, args))
+    env = SlimeEnv(lambda sample, args: Asks(sample, args))
     observation, info = opened(env, index=5)
     assert observation.messages == (Message.of("user", "Question 5?"),)
-    assert info == {"asked": True}
+    assert info == {"index": 5, "split": "train", "asked": True}
     assert env.num_items("train") is None
 
 
@@ -226,7 +226,7 @@ def stubbed(next_step=None, **kwargs):
         built.append(Stub(sample, args))
         return built[-1]
 
-    env = InteractiveEnvAdapter(build_env, data=GEO3K, **kwargs)
+    env = SlimeEnv(build_env, data=GEO3K, **kwargs)
     opened(env)
     if next_step is not None:
         built[-1].next = next_step
@@ -266,10 +266,10 @@ def test_build_env_is_called_as_its_parameters_ask():
         raise AssertionError
 
     for build in (positional, sample_only):
-        opened(InteractiveEnvAdapter(build, data=GEO3K))
+        opened(SlimeEnv(build, data=GEO3K))
     assert calls == [("22", 3), "22"]
     with pytest.raises(UserInputError, match="takes neither"):
-        opened(InteractiveEnvAdapter(no_one, data=GEO3K))
+        opened(SlimeEnv(no_one, data=GEO3K))
 
 
 def test_a_type_error_inside_build_env_is_not_taken_for_a_wrong_call():
@@ -277,7 +277,7 @@ def test_a_type_error_inside_build_env_is_not_taken_for_a_wrong_call():
         raise TypeError("from within")
 
     with pytest.raises(TypeError, match="from within"):
-        opened(InteractiveEnvAdapter(build_env, data=GEO3K))
+        opened(SlimeEnv(build_env, data=GEO3K))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_the_environment_is_closed_at_the_end_and_cannot_be_stepped_again():
     env, stub = stubbed(({}, True, {"reward": 1}))
     assert env.step("x")[1] == 1.0
     assert stub.closed == 1
-    with pytest.raises(EnvError, match="call reset"):
+    with pytest.raises(UserInputError, match="call reset"):
         env.step("x")
     env.close()
     assert stub.closed == 1

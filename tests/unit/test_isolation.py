@@ -81,8 +81,8 @@ def test_a_child_that_sends_no_metrics_but_something_else_is_killed(monkeypatch)
         pids.append(self.pid)
         return {**reply, "metrics": {"x": "y"}}, blobs
 
-    call = ProcessEnv._call
-    monkeypatch.setattr(ProcessEnv, "_call", answer)
+    call = ProcessEnv._ask
+    monkeypatch.setattr(ProcessEnv, "_ask", answer)
     with pytest.raises(EnvCrashError, match="invalid message .*quantiles"):
         ProcessEnv(BROKEN)
     assert gone(pids[0])

@@ -178,7 +178,7 @@ def test_a_server_says_when_to_come_back() -> None:
         ({"choices": [{"message": {"content": 1}}]}, "no chat completion"),
         ({"choices": [{"message": {"content": 0}}]}, "no chat completion"),
         ({"choices": [{"message": {"content": []}}]}, "no chat completion"),
-        ([1], "answered with a list"),
+        ([1], "no chat completion"),
     ],
 )
 def test_what_is_no_answer_is_an_error_at_once(reply: Any, message: str) -> None:

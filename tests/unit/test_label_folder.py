@@ -121,7 +121,7 @@ def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match=r"Cannot read the picture .*second_1\.png"):
         find_pairs(tmp_path)
     (tmp_path / "pairs.csv").write_text("a,b\n")
-    with pytest.raises(UserInputError, match="needs the columns first and second"):
+    with pytest.raises(UserInputError, match="lacks the column"):
         find_pairs(tmp_path)
     (tmp_path / "pairs.csv").write_text("first,second,first\na,b,c\n")
     with pytest.raises(UserInputError, match="pairs.csv has the column first more than once"):

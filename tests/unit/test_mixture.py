@@ -146,16 +146,6 @@ def test_items_that_cannot_be_played_are_drawn_as_rarely_as_solved_ones() -> Non
     assert items.rates.weight("0") == pytest.approx(1.0)
 
 
-def test_rates_of_earlier_checkpoints_are_read() -> None:
-    rates = SolveRates(BY_RATE)
-    rates.restore([["a", 8.0, 4.0]])
-    assert rates.rate("a") == 0.5 and rates.weight("a") == 1.0
-    rates.lose("a")
-    again = SolveRates(BY_RATE)
-    again.restore(json.loads(json.dumps(rates.state())))
-    assert again.rate("a") == 0.5 and again.weight("a") == BY_RATE.floor
-
-
 def test_environments_near_one_half_come_first_and_none_starves() -> None:
     source = mixture({"easy": 1.0, "half": 1.0, "hopeless": 1.0}, BY_RATE, size=None)
     for _ in range(30):

@@ -11,7 +11,7 @@ import pytest
 
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import parse_config
-from rl_vlm.envs.parts import survey
+from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_pool import TooManyFailuresError

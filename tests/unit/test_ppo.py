@@ -26,7 +26,7 @@ from rl_vlm.learning.plan import (
     update_batches,
 )
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess, gradient_vector
+from rl_vlm.learning.strategies import Strategy, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater, WeightAverage, make_optimizer, make_updater
 from rl_vlm.models.lora import load_lora_state
 from rl_vlm.types import TrajectoryGroup
@@ -65,7 +65,7 @@ class Half:
         self.run, self.policy = run, PolicyModel(folder, run)
         self.updater: PolicyUpdater = make_updater(self.policy, run)
         self.optimizer = make_optimizer(self.policy, run)
-        self.strategy = SingleProcess()
+        self.strategy = Strategy()
         self.strategy.prepare(self.policy, self.optimizer)
         self.scale = ReturnScale()
         self.average = WeightAverage(self.policy.weights(), 0.9)

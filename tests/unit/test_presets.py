@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from rl_vlm.config import load_config, parse_config, save_config
 from rl_vlm.config.learner import BUILTIN_ESTIMATORS, PRESETS, AlgorithmSection
 from rl_vlm.config.loading import apply_overrides
 from rl_vlm.learning.plan import ESTIMATORS
-from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import UserInputError
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
-RECIPES = sorted(path for path in QUICKSTART.parent.rglob("*.yaml") if path.name != "sft_tiny.yaml")
 
 # loss, aggregation, estimator, normalisation, and the constants of the papers
 PUBLISHED: dict[str, tuple[str, str, str, str, dict[str, float]]] = {
@@ -134,91 +131,6 @@ def test_settings_that_have_an_effect_are_accepted() -> None:
         parse_config({"algorithm": algorithm})
     budget = {"max_new_tokens": 60, "max_turns": 2, "max_new_tokens_per_turn": 30}
     assert parse_config({"algorithm": {"overlong_buffer": 12}, "rollout": budget}).algorithm.overlong_buffer == 12
-
-
-JUDGE = {"env": {"reward": {"judge": {"against": "start"}}}}
-
-
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (
-            {"algorithm": {"estimator": "rloo", "advantage_normalization": "none"}},
-            "algorithm.advantage_normalization has no effect with algorithm.estimator rloo, only with group or gigpo or gae.",
-        ),
-        (
-            {"algorithm": {"estimator": "reinforce_pp_baseline", "advantage_normalization": "none"}},
-            "algorithm.advantage_normalization has no effect with algorithm.estimator reinforce_pp_baseline",
-        ),
-        (
-            {"algorithm": {"loss": "cispo", "clip_low": 0.1}},
-            "algorithm.clip_low has no effect with algorithm.loss cispo, only with clipped or gspo.",
-        ),
-        ({"algorithm": {"preset": "sapo", "clip_high": 0.3}}, "algorithm.clip_high has no effect with algorithm.loss sapo"),
-        ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_in has no effect with algorithm.kl_coef 0."),
-        ({"algorithm": {"kl_estimator": "k2"}}, "algorithm.kl_estimator has no effect with algorithm.kl_coef 0."),
-        (
-            {"env": {"reward": {"weights": {"env": 1.0}, "length_budget": 10}}},
-            "env.reward.length_budget has no effect without a weight of the part length in env.reward.weights.",
-        ),
-        (JUDGE, "env.reward.judge has no effect without a weight of the part judge in env.reward.weights."),
-        (
-            {"env": {"mixture": [{"id": "Shapes-v0", "name": "a", "reward": {"length_budget": 10}}]}},
-            "env.mixture.a.reward.length_budget has no effect",
-        ),
-    ],
-)  # fmt: skip
-def test_settings_that_recipes_and_sweeps_hold_fixed_are_told_where_they_have_no_effect(
-    data: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    run = parse_config(data)
-    (told,) = run.notes()
-    assert told.startswith(sentence)
-    save_config(run, tmp_path / "config.yaml")
-    assert list(load_config(tmp_path / "config.yaml").notes()) == [told]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"algorithm": {"estimator": "rloo", "advantage_normalization": "std", "loss": "cispo", "clip_high": 0.28}},  # defaults
-        {"algorithm": {"estimator": "gigpo", "advantage_normalization": "none", "loss": "gspo", "clip_low": 0.1}},
-        {"algorithm": {"preset": "rloo", "loss": "sapo"}},  # clip_high and advantage_normalization are the preset's
-        {"algorithm": {"name": "ppo", "loss": "cispo"}},
-        {"algorithm": {"loss": "of_a_plugin", "clip_low": 0.1, "estimator": "too", "advantage_normalization": "none"}},
-        {"algorithm": {"kl_in": "reward", "kl_target": 0.02}},
-        {"algorithm": {"kl_estimator": "k2", "kl_coef": 0.1}},
-        {"env": {"reward": {"weights": {"judge": 0.5, "length": 0.0}, "length_budget": 10, **JUDGE["env"]["reward"]}}},
-    ],
-)  # fmt: skip
-def test_settings_that_are_read_or_that_nobody_chose_are_not_told(data: dict[str, Any], tmp_path: Path) -> None:
-    run = parse_config(data)
-    assert list(run.notes()) == []
-    save_config(run, tmp_path / "config.yaml")
-    assert list(load_config(tmp_path / "config.yaml").notes()) == []
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_no_recipe_sets_what_it_does_not_read(path: Path) -> None:
-    assert list(load_config(path).notes()) == []
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_sets_nothing_without_effect(preset: str) -> None:
-    assert list(parse_config({"algorithm": {"preset": preset}}).notes()) == []
-
-
-def test_a_dry_run_and_a_start_tell_what_has_no_effect(tiny_folder: Path) -> None:
-    sentence = "algorithm.clip_high has no effect with algorithm.loss cispo, only with clipped or gspo."
-    overrides = [f"model.path={tiny_folder}", "algorithm.loss=cispo"]
-    result = CliRunner().invoke(app, ["train", str(QUICKSTART), *overrides, "--dry-run"])
-    assert result.exit_code == 0 and sentence in result.output
-    said: list[str] = []
-    start: Any = SimpleNamespace(
-        config=load_config(QUICKSTART, overrides), display=SimpleNamespace(message=said.append)
-    )
-    RunLifecycle._announce(start, serves=True)
-    assert said[0] == sentence and said[-1].startswith("Starting Ray")
 
 
 def test_the_bounds_of_a_mask_depend_on_what_it_masks() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import rl_vlm
 from rl_vlm.envs import registry
-from rl_vlm.envs.interactive import InteractiveEnvAdapter
+from rl_vlm.envs.foreign.slime import SlimeEnv
 from rl_vlm.types import UserInputError
 
 TESTS = Path(__file__).parents[1]
@@ -78,7 +78,7 @@ def test_a_failed_import_names_the_folder_to_put_on_the_path(tmp_path, monkeypat
     with pytest.raises(UserInputError, match=f"no module their_examples.*PYTHONPATH={tmp_path / 'their_repo'}\\."):
         rl_vlm.make(str(package / "env.py"))
     monkeypatch.syspath_prepend(str(tmp_path / "their_repo"))
-    assert isinstance(rl_vlm.make(str(package / "env.py")), InteractiveEnvAdapter)
+    assert isinstance(rl_vlm.make(str(package / "env.py")), SlimeEnv)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_an_unknown_environment_is_refused(spec, message):
 
 
 def test_a_registered_function_or_class_is_made(registered):
-    rl_vlm.register("Mine-v0", lambda size=1: InteractiveEnvAdapter(lambda sample, args: None, max_turns=size))
-    assert isinstance(rl_vlm.make("Mine-v0", size=2), InteractiveEnvAdapter)
+    rl_vlm.register("Mine-v0", lambda size=1: SlimeEnv(lambda sample, args: None, max_turns=size))
+    assert isinstance(rl_vlm.make("Mine-v0", size=2), SlimeEnv)
     with pytest.raises(UserInputError, match="does not take these arguments"):
         rl_vlm.make("Mine-v0", sizes=2)
     with pytest.raises(UserInputError, match="exists in this process only"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.data import BadRowError
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.supervised.conversations import ConversationEncoder, read_conversation
 from rl_vlm.types import Trajectory

@@ -160,7 +160,7 @@ def test_a_resting_replica_is_not_probed() -> None:
         ({"learner": {"gpus_per_learner": 0}}, "one replica and one learner on one GPU"),
         (
             {"serving": {"engine": "transformers"}},
-            "serving.vllm.rest_while_learning has no effect with the engine transformers",
+            "serving.vllm has no effect with serving.engine",
         ),
     ],
 )

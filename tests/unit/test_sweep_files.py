@@ -92,7 +92,7 @@ def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any],
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"learner.learning_rate": {"choice": [1e-3]}}, "Did you mean learner.lr"),
+        ({"learner.lrr": {"choice": [1e-3]}}, "Did you mean learner.lr"),
         ({"model.lora.rank": {"choice": [8, 0]}}, "With model.lora.rank=0: "),
         ({"model.lora.rank": {"randint": [0, 8]}}, "With model.lora.rank=0: "),
         ({"model.lora.rank": {"loguniform": [4, 64]}}, "With model.lora.rank=26.07.*: .*integer"),

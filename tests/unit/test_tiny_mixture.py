@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rl_vlm.zoo.tiny import mixture
 from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.tiny import teach
 
 
 def test_lessons_of_all_three_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,10 +19,10 @@ def test_lessons_of_all_three_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(owner, name, lambda rng: drawn.update([name]) or original(rng))
 
     for owner, name in (
-        (teach, "target_dialogue"), (teach, "perception_dialogue"), (teach.scenes, "draw_lesson"), (teach.zoom, "draw_glances"),
+        (mixture, "target_dialogue"), (mixture, "perception_dialogue"), (mixture.scenes, "draw_lesson"), (mixture.zoom, "draw_glances"),
     ):  # fmt: skip
         count(owner, name)
-    draw = teach.drawer(0)
+    draw = mixture.drawer(0)
     for _ in range(400):
         draw()
     shares = {name: number / 400 for name, number in drawn.items()}

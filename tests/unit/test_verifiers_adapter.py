@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rl_vlm
-from rl_vlm.envs.adapters.verifiers_messages import from_text
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.envs.foreign.verifiers import from_text
 from rl_vlm.types import UserInputError, as_encoded
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs"

@@ -19,7 +19,7 @@ from PIL import Image
 
 import rl_vlm
 from rl_vlm.envs.base import StepResult, VisionEnv
-from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.data import BadRowError
 from rl_vlm.envs.tools import ToolCallError
 from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.types import EncodedImage, Message, UserInputError
