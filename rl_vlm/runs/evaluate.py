@@ -263,16 +263,16 @@ class _ServedModel:
         started = time.perf_counter()
         completions = await self._client.call(self._requests(conversations), self._session)
         seconds = time.perf_counter() - started
-        return seconds, [[int(token) for token in found.samples[0].token_ids] for found in completions]
+        return seconds, [[int(token) for token in completion.samples[0].token_ids] for completion in completions]
 
     async def stream(self, conversations: Sequence[tuple[Message, ...]]) -> tuple[float, float]:
         """Mean seconds to the first token, and tokens per second after it, of streams at the same time."""
         started = time.perf_counter()
         requests = self._requests(conversations)
-        found = await asyncio.gather(*(self._one_stream(request) for request in requests))
-        first = float(np.mean([times[0][0] - started for times in found]))
-        begin, end = min(times[0][0] for times in found), max(times[-1][0] for times in found)
-        later = sum(count for times in found for _, count in times[1:])
+        streams = await asyncio.gather(*(self._one_stream(request) for request in requests))
+        first = float(np.mean([times[0][0] - started for times in streams]))
+        begin, end = min(times[0][0] for times in streams), max(times[-1][0] for times in streams)
+        later = sum(count for times in streams for _, count in times[1:])
         return first, later / max(end - begin, 1e-9)
 
     async def _one_stream(self, request: GenerationRequest) -> list[tuple[float, int]]:
@@ -446,17 +446,17 @@ def _other_adapter(name: str) -> Path | None:
 
 def _tasks(config: PolicyConfig, envs: Survey, blind: bool) -> list[RolloutTask]:
     """The tasks of all splits, whose ids begin with the split. The side that plays them sets `min_version`."""
-    found: list[RolloutTask] = []
+    all_tasks: list[RolloutTask] = []
     for split, sizes in envs.sizes.items():
         evaluation = config.evaluation.model_copy(update={"split": split})
         tasks = evaluation_tasks(config.model_copy(update={"evaluation": evaluation}), sizes, min_version=0)
         tasks = [replace(task, group_id=f"{split}/{task.group_id}") for task in tasks]
-        found += tasks
+        all_tasks += tasks
         if blind:
-            found += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
-    if not found:
+            all_tasks += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
+    if not all_tasks:
         raise UserInputError(f"The {' and '.join(envs.sizes)} split of {config.env.title} holds no items.")
-    return found
+    return all_tasks
 
 
 def _play_missing(
@@ -479,7 +479,7 @@ def _play_missing(
             began = time.monotonic()
 
             def keep(outcomes: list[Outcome]) -> None:
-                session.tokens += sum(one.tokens for one in outcomes)
+                session.tokens += sum(outcome.tokens for outcome in outcomes)
                 log.add(outcomes)
 
             settings = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
@@ -525,15 +525,15 @@ def _split_results(
 ) -> dict[str, Any]:
     own = [task for task in tasks if task.split == split]
     asked = {task.group_id for task in own}
-    found = [one for one in log.outcomes if one.id in asked]
-    ours = [one for one in found if one.side == "policy"]
+    outcomes = [outcome for outcome in log.outcomes if outcome.id in asked]
+    ours = [outcome for outcome in outcomes if outcome.side == "policy"]
     key = config.evaluation.category
-    results = summarize(config, own, found, envs.metrics)
-    tables, unnamed = by_category(own, found, key)
+    results = summarize(config, own, outcomes, envs.metrics)
+    tables, unnamed = by_category(own, outcomes, key)
     more: dict[str, Any] = {"categories": tables, "categories_lost": unnamed, "info": info_numbers(ours, key)}
     if "against" in adapters:
         more["against"] = {
             "adapter": adapters["against"] and str(adapters["against"]),
-            "variants": compared(own, found, config.seed),
+            "variants": compared(own, outcomes, config.seed),
         }
     return results | {name: value for name, value in more.items() if value}

@@ -87,9 +87,9 @@ def call_this_process(name: str) -> str:
 
 def is_run(arguments: Sequence[str]) -> bool:
     """Whether a process's arguments are those of `rl-vlm train`, `sft` or `sweep`."""
-    for place, argument in enumerate(arguments[:4]):
+    for position, argument in enumerate(arguments[:4]):
         if PurePath(argument).name == "rl-vlm" or argument == "rl_vlm.cli":
-            return place + 1 < len(arguments) and arguments[place + 1] in _COMMANDS
+            return position + 1 < len(arguments) and arguments[position + 1] in _COMMANDS
     return False
 
 
@@ -138,8 +138,8 @@ def _name(process: psutil.Process) -> str:
 
 def _mine(within: int | None) -> Iterator[tuple[psutil.Process, list[str]]]:
     """This user's processes and their arguments."""
-    found = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
-    for process in found:
+    processes = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
+    for process in processes:
         try:
             if process.uids().effective == os.geteuid():
                 yield process, process.cmdline()

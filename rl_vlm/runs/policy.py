@@ -176,12 +176,12 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     quiet_libraries()
     folder = resolve_model(config.model.path)
     text = load_text_side(folder, config.model.pixels)
-    found: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
+    summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():
         inspected = _inspect_part(config, name, text)
         sizes[name] = train_size(part, inspected["train_items"])
-        found |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
+        summary |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
         for variant in config.evaluation.variants:
             _open_changed(
                 config,
@@ -193,15 +193,15 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     if config.curriculum.stages:
         for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
             _open_changed(config, name, where, "train", arguments, sizes[name])
-        found["stages"] = ", ".join(config.curriculum.names)
-    return found | memory_needs(config, folder)
+        summary["stages"] = ", ".join(config.curriculum.names)
+    return summary | memory_needs(config, folder)
 
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
     """Open one item of each split of an environment and encode it."""
     env_id = config.env.parts[name].id
     env = _make_part(config, name)
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     try:
         for split in ("train", config.evaluation.split):
             validate = getattr(env, "validate", None)
@@ -223,14 +223,14 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
                 check_places(config, name, size, getattr(env, "max_sessions", None))
             if split == "train":
                 check_reward_names(list(config.env.parts[name].reward.weights), env, config.rollout.max_turns)
-            found |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
+            summary |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
     except UserInputError:
         raise
     except RLVLMError as error:
         raise UserInputError(f"The environment {env_id} does not open: {error}") from error
     finally:
         env.close()
-    return found
+    return summary
 
 
 def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:

@@ -140,16 +140,16 @@ def check_resources(config: CommonConfig) -> None:
     if config.needed_gpus:
         import torch
 
-        found = torch.cuda.device_count()
-        if found < config.needed_gpus:
+        gpus = torch.cuda.device_count()
+        if gpus < config.needed_gpus:
             raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {found}: set "
+                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {gpus}: set "
                 "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
                 "RAY_ADDRESS."
             )
         least = config.model.least_gpu_gib
         if least and not joins_cluster():
-            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(found)) / 2**30
+            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(gpus)) / 2**30
             if smallest < least:
                 raise UserInputError(
                     f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "

@@ -130,10 +130,10 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def metric_value(row: dict[str, Any], metric: str) -> float:
     """A metric of one of Tune's results, by its name with slashes; NaN without it."""
-    found: Any = row
+    value: Any = row
     for part in metric.split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
-    return float(found) if isinstance(found, int | float) else math.nan
+        value = value.get(part) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _last_line(text: str) -> str:

@@ -166,11 +166,11 @@ def trial_class(
 
 def _settings(config: TrainConfig, keys: Collection[str]) -> dict[str, Any]:
     """The values of dotted keys that the configuration has."""
-    found = {}
+    settings = {}
     for key in keys:
         value: Any = config.model_dump(mode="json")
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
