@@ -50,8 +50,8 @@ class HeldOut:
         version = algorithm.version
 
         def back(raised: type[BaseException] | None, *_: object) -> None:
-            """As an exit callback; of an error in the evaluation and one here the first counts. An interruption waits
-            for nothing."""
+            """Publish the trained weights again. An error of the evaluation hides one from here; an interruption does
+            not wait."""
             if raised is not None and not issubclass(raised, Exception):
                 return
             with suppress(RLVLMError) if raised else nullcontext():  # such as a learner that is lost

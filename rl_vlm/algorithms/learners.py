@@ -121,14 +121,13 @@ class UpdateDeadline:
         return self.limit_s if longest is None else min(self.limit_s, max(_LEAST_S, _SLOWER * longest))
 
     def took(self, batch: Any, seconds: float) -> None:
-        """Such a batch was answered after so long. An update whose steps all had no gradient says nothing of one that
-        has."""
+        """Record how long a batch took. An update of which no step had a gradient says nothing about others."""
         if not any(getattr(batch, "active", (True,))):
             return
         self._longest[type(batch)] = max(seconds, self._longest.get(type(batch), 0.0))
 
     def forget(self) -> None:
-        """New learners start slowly again: they load and compile."""
+        """Forget all times: new learners load and compile first."""
         self._longest.clear()
 
 

@@ -80,13 +80,13 @@ class SightProbe:
         """The faults that the learner's log-probabilities of these trajectories show."""
         chosen = list(trajectories)
         try:
-            learner = self._algorithm.learners.call(lambda one: one.sight_logprobs(chosen, counterfactuals))
+            learner = self._algorithm.learners.call(lambda learner: learner.sight_logprobs(chosen, counterfactuals))
         except LearnerLostError:  # the next update replaces it
             return []
         except UnfitImagesError as error:
             return [Fault("image_size", f"The learner cuts images into other tokens than the engine: {error}")]
         engine = [trajectory.logprobs[trajectory.loss_mask] for trajectory in chosen]
-        distances = {name: distance(engine, found) for name, found in learner.items()}
+        distances = {name: distance(engine, logprobs) for name, logprobs in learner.items()}
         self.agreement = distances["true"]
         self.effect = mean_kl(np.concatenate(learner["blank"]) - np.concatenate(learner["true"]))
         faults = [learner_is_blind(learner["true"], learner["blank"])]

@@ -107,7 +107,7 @@ async def _label_all(
 def _batches(pairs: Sequence[NamedPair]) -> Iterator[list[NamedPair]]:
     batch: list[NamedPair] = []
     for named in pairs:
-        if batch and (len(batch) == _PAIRS_PER_CALL or sum(one.pixels for one in (*batch, named)) > _PIXELS_PER_CALL):
+        if batch and (len(batch) == _PAIRS_PER_CALL or sum(pair.pixels for pair in (*batch, named)) > _PIXELS_PER_CALL):
             yield batch
             batch = []
         batch.append(named)

@@ -276,7 +276,7 @@ def _read(answer: Answer, read: Callable[[str], T | None]) -> T | None:
 
 
 def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
-    present = [one for one in known if one is not None]
+    present = [each for each in known if each is not None]
     if len(present) < len(known):
         return None
     first, second, neither = (sum(column) / len(present) for column in zip(*present, strict=True))

@@ -88,15 +88,13 @@ class SessionFiles:
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
 
-    def rewind(self, sessions: int) -> int:
+    def rewind(self, sessions: int) -> None:
         """Keep the first `sessions` sessions only, for a run that is resumed from a checkpoint of that time.
 
-        Later ones are moved to `superseded/`; returns their number.
+        Later ones are moved to `superseded/`.
         """
-        later = self._files()[sessions:]
-        for path in later:
+        for path in self._files()[sessions:]:
             self._supersede(path)
-        return len(later)
 
     def restore(self, saved: Path) -> None:
         """Take over the sessions of a checkpoint's folder, which a run in another folder lacks.
@@ -230,9 +228,9 @@ class LabelStore(SessionFiles):
             number, lambda rows: SegmentPair(rows[0]["first"], rows[0]["second"]) if rows else None, most=1
         )
 
-    def sessions(self, start: int = 1) -> Iterator[StoredSession]:
-        """All sessions from number `start` on, in order."""
-        for number in range(start, len(self) + 1):
+    def sessions(self) -> Iterator[StoredSession]:
+        """All sessions, in order."""
+        for number in range(1, len(self) + 1):
             yield self.read(number)
 
 

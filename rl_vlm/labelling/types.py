@@ -134,8 +134,8 @@ def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
     if segment.frames is None:
         raise UserInputError("These segments have no pictures: give the environment a camera or a render function.")
     steps = len(segment)
-    places = [max(steps - 1 - back * (steps // frames), 0) for back in reversed(range(frames))]
-    return np.concatenate([segment.frames[place] for place in places], axis=1)
+    indices = [max(steps - 1 - back * (steps // frames), 0) for back in reversed(range(frames))]
+    return np.concatenate([segment.frames[index] for index in indices], axis=1)
 
 
 def encode(picture: np.ndarray) -> EncodedImage:

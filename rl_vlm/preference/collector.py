@@ -115,11 +115,11 @@ class Collector:
 
     def _start(self, episode_counts: Sequence[int]) -> None:
         self._envs = [self._make() for _ in range(self._count)]
-        self._open = [self._reset(place, number) for place, number in enumerate(episode_counts)]
+        self._open = [self._reset(index, number) for index, number in enumerate(episode_counts)]
 
-    def _reset(self, place: int, number: int) -> _OpenEpisode:
-        env = self._first + place
-        observation, _ = self._envs[place].reset(seed=derive_seed(self._seed, 20, env, number) % 2**31)
+    def _reset(self, index: int, number: int) -> _OpenEpisode:
+        env = self._first + index
+        observation, _ = self._envs[index].reset(seed=derive_seed(self._seed, 20, env, number) % 2**31)
         noise = np.random.default_rng(derive_seed(self._seed, 21, env, number))
         return _OpenEpisode(number, noise, observation)
 
@@ -147,13 +147,13 @@ class Collector:
             times=np.array([len(episode.actions) for episode in self._open], np.int32),
             frames=np.stack([env.frame() for env in self._envs]) if self._frames else None,
         )
-        for place, (observation, _, terminated, truncated, _) in enumerate(results):
-            episode = self._open[place]
+        for index, (observation, _, terminated, truncated, _) in enumerate(results):
+            episode = self._open[index]
             if terminated or truncated:
-                self._open[place] = self._reset(place, episode.number + 1)
+                self._open[index] = self._reset(index, episode.number + 1)
             else:
                 episode.observation = observation
-                episode.actions.append(actions[place])
+                episode.actions.append(actions[index])
         return batch
 
     def state(self) -> dict[str, Any]:
@@ -175,11 +175,11 @@ class Collector:
         if not saved:
             return
         self._start([entry["number"] for entry in saved])
-        for place, entry in enumerate(saved):
-            episode = self._open[place]
+        for index, entry in enumerate(saved):
+            episode = self._open[index]
             for action in entry["actions"]:
                 episode.actions.append(np.array(action, np.float32))
-                episode.observation = self._envs[place].step(episode.actions[-1])[0]
+                episode.observation = self._envs[index].step(episode.actions[-1])[0]
             episode.noise.bit_generator.state = entry["noise"]
 
     def close(self) -> None:
@@ -237,19 +237,19 @@ class Evaluator:
         while running:
             actions = actor.act(observations[running])
             still = []
-            for place, action in zip(running, actions, strict=True):
-                env, result = self._envs[place], results[place]
+            for index, action in zip(running, actions, strict=True):
+                env, result = self._envs[index], results[index]
                 observation, reward, terminated, truncated, info = env.step(action)
                 result.true_return += float(reward)
                 result.length += 1
                 result.success_last = env.success(info)
                 result.success_best = max(result.success_best, result.success_last)
-                if place < film:
-                    films[place].append(env.frame())
-                observations[place] = observation
+                if index < film:
+                    films[index].append(env.frame())
+                observations[index] = observation
                 solved = self._end_on_success and result.success_last > 0
                 if not (terminated or truncated or solved):
-                    still.append(place)
+                    still.append(index)
             running = still
         for result, frames in zip(results, films, strict=True):
             result.frames = np.stack(frames) if frames else None

@@ -66,12 +66,12 @@ class FrameRing:
         size = self.image_size
         frames = np.empty((len(slots), size, size, 3), np.uint8)
         # By episode, so that each first frame is decompressed once.
-        for place in np.argsort(self._episodes[slots], kind="stable").tolist():
-            slot = int(slots[place])
+        for index in np.argsort(self._episodes[slots], kind="stable").tolist():
+            slot = int(slots[index])
             if not self._payloads[slot]:
                 raise IndexError(f"Slot {slot} holds no frame.")
             key = self._key(int(self._episodes[slot]))
-            frames[place] = unpack(self._payloads[slot], key, key.shape)
+            frames[index] = unpack(self._payloads[slot], key, key.shape)
         return frames
 
     def state(self) -> dict[str, np.ndarray]:
@@ -330,12 +330,12 @@ class ReplayBuffer:
         whole = np.ones(len(ends), bool)
         current = ends
         rows[:, -1] = current
-        for place in range(length - 2, -1, -1):
+        for index in range(length - 2, -1, -1):
             before = self.previous[current]
             # A row that was overwritten holds another episode, or another time of it.
             whole &= (before >= 0) & (self._ages(before) < reach)
             whole &= (self.episodes[before] == self.episodes[current]) & (self.times[before] == self.times[current] - 1)
-            rows[:, place] = current = np.where(before >= 0, before, current)
+            rows[:, index] = current = np.where(before >= 0, before, current)
         return rows, whole
 
     def _segment(self, rows: np.ndarray) -> Segment:

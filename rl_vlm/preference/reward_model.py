@@ -328,20 +328,20 @@ class Examples:
         self._targets.append(target)
         self._unpacked = None
 
-    def batch(self, places: np.ndarray) -> np.ndarray:
+    def batch(self, indices: np.ndarray) -> np.ndarray:
         """[len(places), parts, T, ...]: the inputs at these places."""
         if len(self) * self.parts * self._segment_bytes > _UNPACKED_BYTES:
-            return np.stack([self._read(place) for place in places])
+            return np.stack([self._read(index) for index in indices])
         if self._unpacked is None:
-            self._unpacked = np.stack([self._read(place) for place in range(len(self))])
-        return self._unpacked[places]
+            self._unpacked = np.stack([self._read(index) for index in range(len(self))])
+        return self._unpacked[indices]
 
     def forget_unpacked(self) -> None:
         """Free what `batch` has unpacked."""
         self._unpacked = None
 
-    def _read(self, place: int) -> np.ndarray:
-        parts = self._inputs[place]
+    def _read(self, index: int) -> np.ndarray:
+        parts = self._inputs[index]
         return np.stack(
             [
                 part if self._key is None or isinstance(part, np.ndarray) else unpack(part, self._key, self._shape)
@@ -413,9 +413,9 @@ class RewardTrainer:
             orders = np.stack([self._rng.permutation(len(examples)) for _ in range(settings.size)])
             right = total = 0
             for start, end in zip(starts, [*starts[1:], len(examples)], strict=True):
-                places = orders[:, start:end]
-                returns = self.ensemble.returns([examples.batch(row) for row in places])
-                wanted = targets[torch.from_numpy(places).to(self.ensemble.device)]  # [E, B, parts]
+                indices = orders[:, start:end]
+                returns = self.ensemble.returns([examples.batch(row) for row in indices])
+                wanted = targets[torch.from_numpy(indices).to(self.ensemble.device)]  # [E, B, parts]
                 losses = preference_loss(returns, wanted) if compares else score_loss(returns, wanted)
                 self._optimizer.zero_grad(set_to_none=True)
                 losses.sum().backward()

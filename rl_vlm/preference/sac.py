@@ -250,12 +250,12 @@ class SACUpdater:
         """Means since the last call, `alpha_value` and the number of `updates`; empty if there was none."""
         if not self._statistics:
             return {}
-        found = dict(zip(STATISTICS, torch.stack(self._statistics).mean(0).tolist(), strict=True))
+        means = dict(zip(STATISTICS, torch.stack(self._statistics).mean(0).tolist(), strict=True))
         for name in ("actor_loss", "alpha_loss", "actor_entropy"):
-            found[name] *= self.settings.actor_update_every
-        found |= {"alpha_value": float(self.networks.log_alpha.detach().exp()), "updates": float(len(self._statistics))}
+            means[name] *= self.settings.actor_update_every
+        means |= {"alpha_value": float(self.networks.log_alpha.detach().exp()), "updates": float(len(self._statistics))}
         self._statistics.clear()
-        return found
+        return means
 
 
 def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

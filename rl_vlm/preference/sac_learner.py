@@ -111,12 +111,12 @@ class SACLearner(TorchLearner):
 
     def tensors(self) -> dict[str, Tensor]:
         """Networks, targets, log alpha, Adam's moments and the state of the noise, by name."""
-        found = self.networks.state()
+        copies = self.networks.state()
         for name, optimizer in self.updater.optimizers.items():
-            for place, state in optimizer.state_dict()["state"].items():
+            for index, state in optimizer.state_dict()["state"].items():
                 for key, tensor in state.items():
-                    found[f"moments.{name}.{place}.{key}"] = tensor.cpu().clone()
-        return {**found, "noise": self.updater.generator.get_state()}
+                    copies[f"moments.{name}.{index}.{key}"] = tensor.cpu().clone()
+        return {**copies, "noise": self.updater.generator.get_state()}
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state."""
@@ -133,8 +133,8 @@ class SACLearner(TorchLearner):
             moments: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
             for key, tensor in tensors.items():
                 if key.startswith(f"moments.{name}."):
-                    place, kind = key.split(".")[2:]
-                    moments[int(place)][kind] = tensor
+                    index, kind = key.split(".")[2:]
+                    moments[int(index)][kind] = tensor
             optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(moments)})
         self.updater.generator.set_state(tensors["noise"])
         self.updater.updates = int(scalars["updates"])

@@ -127,7 +127,7 @@ class ControlSampler:
                 results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
             return results
         runners = self._manager.actor_ids()
-        shares = {runner: list(seeds[place :: len(runners)]) for place, runner in enumerate(runners)}
+        shares = {runner: list(seeds[index :: len(runners)]) for index, runner in enumerate(runners)}
         actor_ref = ray.put(actor)
 
         def ask(runner: int) -> ray.ObjectRef:

@@ -36,15 +36,15 @@ def select_pairs(
     count = min(count, len(candidates))
     if rule == "uniform":
         return list(candidates[:count])
-    places = np.arange(len(candidates))
+    indices = np.arange(len(candidates))
     if rule in _UNCERTAINTY:
         uncertainty = _UNCERTAINTY[rule](model.preferences(candidates))
         keep = count if rule in ("disagreement", "entropy") else max(len(candidates) // 2, count)
-        places = np.argsort(-uncertainty, kind="stable")[:keep]
+        indices = np.argsort(-uncertainty, kind="stable")[:keep]
     if rule.startswith("kcenter"):
-        features = pair_features([candidates[int(place)] for place in places], model.input_kind)
-        places = places[k_center(features, known, count)]
-    return [candidates[int(place)] for place in places]
+        features = pair_features([candidates[int(index)] for index in indices], model.input_kind)
+        indices = indices[k_center(features, known, count)]
+    return [candidates[int(index)] for index in indices]
 
 
 def disagreement(preferences: np.ndarray) -> np.ndarray:
@@ -79,9 +79,9 @@ def k_center(points: np.ndarray, known: np.ndarray, count: int) -> np.ndarray:
     )
     chosen = np.empty(count, dtype=np.int64)
     for number in range(count):
-        place = int(nearest.argmax())
-        chosen[number] = place
-        distance = _squared_distances(points, points[place : place + 1])[:, 0]
+        index = int(nearest.argmax())
+        chosen[number] = index
+        distance = _squared_distances(points, points[index : index + 1])[:, 0]
         nearest = distance if number == 0 and not len(known) else np.minimum(nearest, distance)
         nearest[chosen[: number + 1]] = -1.0  # never twice, even among equal points
     return chosen

@@ -96,27 +96,20 @@ def served_worker(config: PolicyConfig) -> Iterator[Served]:
 # Who plays the items of an evaluation: the served model with each side's adapter, or an endpoint.
 
 
-@dataclass(frozen=True, slots=True)
-class Players:
-    """The event loop in which all is played, what plays the tasks of a side, and the served model, if there is one.
+@contextmanager
+def _players(
+    config: PolicyConfig, options: EvaluationOptions, adapters: dict[Side, Path | None], runner: asyncio.Runner
+) -> Iterator[tuple[Callable[[Side], Play], Served | None]]:
+    """Start what the options name: what plays the tasks of a side, and the served model, if there is one.
 
     Tasks of one side must be finished before the other is asked for.
     """
-
-    runner: asyncio.Runner
-    play_as: Callable[[Side], Play]
-    served: Served | None = None
-
-
-@contextmanager
-def players(config: PolicyConfig, options: EvaluationOptions, adapters: dict[Side, Path | None]) -> Iterator[Players]:
-    """Start what the options name; it ends with the context."""
     if options.endpoint is not None:
-        with asyncio.Runner() as runner, _endpoint_player(config, options, options.endpoint, runner) as player:
-            yield Players(runner, lambda side: player.play)
+        with _endpoint_player(config, options, options.endpoint, runner) as player:
+            yield lambda side: player.play, None
         return
-    with served_worker(config) as served, asyncio.Runner() as runner:
-        yield Players(runner, lambda side: _served_player(config, served, adapters, side), served)
+    with served_worker(config) as served:
+        yield lambda side: _served_player(config, served, adapters, side), served
 
 
 def _served_player(config: PolicyConfig, served: Served, adapters: dict[Side, Path | None], side: Side) -> Play:
@@ -270,16 +263,16 @@ class _ServedModel:
         started = time.perf_counter()
         completions = await self._client.call(self._requests(conversations), self._session)
         seconds = time.perf_counter() - started
-        return seconds, [[int(token) for token in found.samples[0].token_ids] for found in completions]
+        return seconds, [[int(token) for token in completion.samples[0].token_ids] for completion in completions]
 
     async def stream(self, conversations: Sequence[tuple[Message, ...]]) -> tuple[float, float]:
         """Mean seconds to the first token, and tokens per second after it, of streams at the same time."""
         started = time.perf_counter()
         requests = self._requests(conversations)
-        found = await asyncio.gather(*(self._one_stream(request) for request in requests))
-        first = float(np.mean([times[0][0] - started for times in found]))
-        begin, end = min(times[0][0] for times in found), max(times[-1][0] for times in found)
-        later = sum(count for times in found for _, count in times[1:])
+        streams = await asyncio.gather(*(self._one_stream(request) for request in requests))
+        first = float(np.mean([times[0][0] - started for times in streams]))
+        begin, end = min(times[0][0] for times in streams), max(times[-1][0] for times in streams)
+        later = sum(count for times in streams for _, count in times[1:])
         return first, later / max(end - begin, 1e-9)
 
     async def _one_stream(self, request: GenerationRequest) -> list[tuple[float, int]]:
@@ -453,17 +446,17 @@ def _other_adapter(name: str) -> Path | None:
 
 def _tasks(config: PolicyConfig, envs: Survey, blind: bool) -> list[RolloutTask]:
     """The tasks of all splits, whose ids begin with the split. The side that plays them sets `min_version`."""
-    found: list[RolloutTask] = []
+    all_tasks: list[RolloutTask] = []
     for split, sizes in envs.sizes.items():
         evaluation = config.evaluation.model_copy(update={"split": split})
         tasks = evaluation_tasks(config.model_copy(update={"evaluation": evaluation}), sizes, min_version=0)
         tasks = [replace(task, group_id=f"{split}/{task.group_id}") for task in tasks]
-        found += tasks
+        all_tasks += tasks
         if blind:
-            found += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
-    if not found:
+            all_tasks += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]
+    if not all_tasks:
         raise UserInputError(f"The {' and '.join(envs.sizes)} split of {config.env.title} holds no items.")
-    return found
+    return all_tasks
 
 
 def _play_missing(
@@ -480,25 +473,25 @@ def _play_missing(
     missing = {side: log.missing(tasks, side) for side in adapters}
     if not any(missing.values()) and not options.benchmark_runs:
         return session
-    with players(config, options, adapters) as found:
+    with asyncio.Runner() as runner, _players(config, options, adapters, runner) as (play_as, served):
         for side, todo in missing.items():
-            play = found.play_as(side)
+            play = play_as(side)
             began = time.monotonic()
 
             def keep(outcomes: list[Outcome]) -> None:
-                session.tokens += sum(one.tokens for one in outcomes)
+                session.tokens += sum(outcome.tokens for outcome in outcomes)
                 log.add(outcomes)
 
             settings = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
-            lost = found.runner.run(play_tasks(todo, play, keep, **settings))
+            lost = runner.run(play_tasks(todo, play, keep, **settings))
             session.lost.update({f"{side}/{name}": reason for name, reason in lost.items()})
             session.asked += len(todo)
             session.seconds += time.monotonic() - began
-            if side == "policy" and options.benchmark_runs and found.served is not None:
-                session.throughput = found.runner.run(
+            if side == "policy" and options.benchmark_runs and served is not None:
+                session.throughput = runner.run(
                     measure_throughput(
                         config,
-                        found.served.run_id,
+                        served.run_id,
                         adapters["policy"],
                         runs=options.benchmark_runs,
                         compare_hf=options.compare_hf,
@@ -532,15 +525,15 @@ def _split_results(
 ) -> dict[str, Any]:
     own = [task for task in tasks if task.split == split]
     asked = {task.group_id for task in own}
-    found = [one for one in log.outcomes if one.id in asked]
-    ours = [one for one in found if one.side == "policy"]
+    outcomes = [outcome for outcome in log.outcomes if outcome.id in asked]
+    ours = [outcome for outcome in outcomes if outcome.side == "policy"]
     key = config.evaluation.category
-    results = summarize(config, own, found, envs.metrics)
-    tables, unnamed = by_category(own, found, key)
+    results = summarize(config, own, outcomes, envs.metrics)
+    tables, unnamed = by_category(own, outcomes, key)
     more: dict[str, Any] = {"categories": tables, "categories_lost": unnamed, "info": info_numbers(ours, key)}
     if "against" in adapters:
         more["against"] = {
             "adapter": adapters["against"] and str(adapters["against"]),
-            "variants": compared(own, found, config.seed),
+            "variants": compared(own, outcomes, config.seed),
         }
     return results | {name: value for name, value in more.items() if value}

@@ -29,15 +29,14 @@ if TYPE_CHECKING:
     from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
-# SIGINT and SIGTERM while a command starts something that does not run yet, or ends it: it says so, and leaves.
+# Signals while a command starts or ends something: it reports the signal and exits.
 
 _caught: list[int] = []
 
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """Inside this context a signal is told on stderr, and the context ends with SystemExit and its exit code, 130 or
-    143."""
+    """Inside, a signal is reported on stderr and raises SystemExit with its exit code, 130 or 143."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     _caught.clear()
     leave_on_signals()
@@ -53,7 +52,7 @@ def leaving_on_signals() -> Iterator[None]:
 
 
 def leave_on_signals() -> None:
-    """Put the handlers of `leaving_on_signals` back in place, after somebody else's."""
+    """Install the handlers of `leaving_on_signals` again, after other code has replaced them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
 
@@ -64,14 +63,14 @@ def _leave(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-# Lets runs save their checkpoints before the containers of their driver, and of their actors, are stopped.
+# `rl-vlm cluster drain`: runs save their checkpoints before the containers of driver and actors are stopped.
 
 _COMMANDS = ("train", "sft", "sweep")  # which save a checkpoint on SIGTERM
 _ACTOR = "ray::"  # how the title of a Ray worker's process begins
 _IDLE = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "ProxyActor", "ServeController")  # what does no work of a run
 _PAUSE_S = 0.5
-# What a run calls itself in the system's table of processes (15 characters at most): a script's arguments do not tell
-# that it is one, and one that saves its checkpoint already must not be told twice, which ends it at once.
+# Names of a run's process (15 characters at most): a script's arguments do not show that it is a run, and a second
+# SIGTERM would end one that saves its checkpoint already.
 RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
 
 
@@ -88,9 +87,9 @@ def call_this_process(name: str) -> str:
 
 def is_run(arguments: Sequence[str]) -> bool:
     """Whether a process's arguments are those of `rl-vlm train`, `sft` or `sweep`."""
-    for place, argument in enumerate(arguments[:4]):
+    for position, argument in enumerate(arguments[:4]):
         if PurePath(argument).name == "rl-vlm" or argument == "rl_vlm.cli":
-            return place + 1 < len(arguments) and arguments[place + 1] in _COMMANDS
+            return position + 1 < len(arguments) and arguments[position + 1] in _COMMANDS
     return False
 
 
@@ -101,8 +100,8 @@ def is_actor(arguments: Sequence[str]) -> bool:
 
 
 def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
-    """Send SIGTERM to this user's runs, but those that stop already, and wait. Returns the process ids of those that
-    are still there.
+    """Send SIGTERM to this user's runs that are not stopping yet, and wait. Returns the process ids of those that
+    remain.
 
     `within`: only processes that descend from this one; None: all of this user.
     """
@@ -120,8 +119,8 @@ def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
 
 
 def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
-    """Wait until no actor works on this machine; they end with their run. Returns the process ids of those that still
-    do."""
+    """Wait until no actor works on this machine; actors end with their run. Returns the process ids of those that
+    remain."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = [process.pid for process, arguments in _mine(within) if is_actor(arguments)]
@@ -139,8 +138,8 @@ def _name(process: psutil.Process) -> str:
 
 def _mine(within: int | None) -> Iterator[tuple[psutil.Process, list[str]]]:
     """This user's processes and their arguments."""
-    found = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
-    for process in found:
+    processes = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
+    for process in processes:
         try:
             if process.uids().effective == os.geteuid():
                 yield process, process.cmdline()
@@ -157,8 +156,8 @@ class InterruptedRun(RLVLMError):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM, of which it tells; a second one, or any while starting, raises
-    KeyboardInterrupt at once."""
+    """Remembers the first SIGINT or SIGTERM and calls `tell`; a second one, or any during the start, raises
+    KeyboardInterrupt."""
 
     def __init__(
         self,

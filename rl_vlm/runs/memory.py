@@ -53,8 +53,8 @@ def smallest_gpu_gib(config: CommonConfig) -> float | None:
         return None
     import torch
 
-    found = range(torch.cuda.device_count())
-    return min((torch.cuda.get_device_properties(k).total_memory / GIB for k in found), default=None)
+    gpus = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(k).total_memory / GIB for k in gpus), default=None)
 
 
 def adapters_mib(config: CommonConfig) -> int:
@@ -145,13 +145,13 @@ def advice(config: CommonConfig) -> str:
 
 def short_form(plan: MemoryPlan) -> dict[str, Any]:
     """The plan in a line per kind of GPU, for `--dry-run`."""
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for number, card in enumerate(plan.cards):
         held = ", ".join(f"{process.kind} {text(process.bytes)}" for process in card.processes)
         left = "" if card.left is None else f", {text(card.left)} left of {text(card.size or 0)}"
         name = "memory" if len(plan.cards) == 1 else f"memory_{number}"
-        found[name] = f"{held}{left}" + (f" (on each of {card.count} GPUs)" if card.count > 1 else "")
-    return found
+        summary[name] = f"{held}{left}" + (f" (on each of {card.count} GPUs)" if card.count > 1 else "")
+    return summary
 
 
 # What checks before a run share: the model's size, and the memory that it needs.
@@ -161,16 +161,16 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """What the model weighs in the run's precision, and the GPU memory that the recipe states."""
-    found = weights_size(count_parameters(folder), config.model.dtype)
+    summary = weights_size(count_parameters(folder), config.model.dtype)
     if config.needed_gpus:
         import torch
 
         here = torch.cuda.device_count()
-        found["gpus"] = f"{config.needed_gpus:g} needed, {here} here"
+        summary["gpus"] = f"{config.needed_gpus:g} needed, {here} here"
         if config.model.gpu_memory_gib:
-            found["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
+            summary["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
     object_store_mib(config)  # raises where it is too small
-    return found | short_form(make_plan(config, folder=folder))
+    return summary | short_form(make_plan(config, folder=folder))
 
 
 def weights_size(parameters: int, dtype: DType) -> dict[str, Any]:

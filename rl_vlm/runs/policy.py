@@ -38,13 +38,12 @@ if TYPE_CHECKING:
 
 # Sentences about metrics that usually mean a mistake in the environment, the prompt or the reward.
 
-_NEEDS_IMAGES = 0.1  # gain in accuracy over blank images, below which people are told
-_UNPAID = 5  # iterations at the start
+_NEEDS_IMAGES = 0.1  # a smaller gain in accuracy over blank images gives a warning
+_FIRST = 5  # iterations at the start
 
 
 def blind(results: Mapping[str, float]) -> str:
-    """What an evaluation says where answers are as good with blank images; empty where they need them, or where none is
-    right."""
+    """A warning if answers are as good with blank images; empty if they need the images, or if no answer is right."""
     if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
         return ""
     unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
@@ -56,24 +55,24 @@ def blind(results: Mapping[str, float]) -> str:
     )
 
 
-class UnpaidStart:
-    """Tells once where no group of a run's first iterations has answers that are paid differently: then nothing is
-    learned from."""
+class EqualRewards:
+    """Warns once if no group of a run's first iterations holds answers with different rewards: there is nothing to
+    learn from."""
 
     def __init__(self) -> None:
-        self._unpaid = 0
+        self._iterations = 0
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
         """The sentence after iteration 1, 2, ... of a run, or an empty one."""
-        if iteration != self._unpaid + 1 or metrics.get("reward/zero_advantage_groups", 0.0) < 1.0:
+        if iteration != self._iterations + 1 or metrics.get("reward/zero_advantage_groups", 0.0) < 1.0:
             return ""
-        self._unpaid = iteration
-        if iteration != _UNPAID:
+        self._iterations = iteration
+        if iteration != _FIRST:
             return ""
         return (
-            f"Nothing has been learned from: in each group of the first {_UNPAID} iterations all answers were paid "
-            f"alike (mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
-            "answers and what they are paid."
+            f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
+            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers "
+            "and their rewards."
         )
 
 
@@ -85,8 +84,8 @@ _NEARLY = 0.85  # of difflib: "formt" and "format" are .91 alike
 
 
 def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> None:
-    """Names that are no registered part must be given by the episode that was opened, which is answered by nothing
-    until it ends.
+    """Check that the open episode gives every name that is no registered part. It is answered with empty texts until it
+    ends.
 
     Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only
     what is spelt nearly as a registered part is refused. One that raises says nothing.
@@ -177,12 +176,12 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     quiet_libraries()
     folder = resolve_model(config.model.path)
     text = load_text_side(folder, config.model.pixels)
-    found: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
+    summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():
         inspected = _inspect_part(config, name, text)
         sizes[name] = train_size(part, inspected["train_items"])
-        found |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
+        summary |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
         for variant in config.evaluation.variants:
             _open_changed(
                 config,
@@ -194,15 +193,15 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     if config.curriculum.stages:
         for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
             _open_changed(config, name, where, "train", arguments, sizes[name])
-        found["stages"] = ", ".join(config.curriculum.names)
-    return found | memory_needs(config, folder)
+        summary["stages"] = ", ".join(config.curriculum.names)
+    return summary | memory_needs(config, folder)
 
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
     """Open one item of each split of an environment and encode it."""
     env_id = config.env.parts[name].id
     env = _make_part(config, name)
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     try:
         for split in ("train", config.evaluation.split):
             validate = getattr(env, "validate", None)
@@ -224,14 +223,14 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
                 check_places(config, name, size, getattr(env, "max_sessions", None))
             if split == "train":
                 check_reward_names(list(config.env.parts[name].reward.weights), env, config.rollout.max_turns)
-            found |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
+            summary |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
     except UserInputError:
         raise
     except RLVLMError as error:
         raise UserInputError(f"The environment {env_id} does not open: {error}") from error
     finally:
         env.close()
-    return found
+    return summary
 
 
 def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
@@ -280,7 +279,7 @@ class PolicyRun(RunLifecycle):
         super().__init__(config, folder, resume)
         self.evaluations: list[dict[str, Any]] = []
         self.last_iteration = self.start
-        self._unpaid_start = UnpaidStart()
+        self._equal_rewards = EqualRewards()
 
     @staticmethod
     def evaluate(config: PolicyConfig, **options: Any) -> dict[str, Any]:
@@ -380,7 +379,7 @@ class PolicyRun(RunLifecycle):
         self.display.update(iteration, metrics)
         if algorithm.sight_faults and config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
-        if hint := self._unpaid_start.look(iteration, metrics):
+        if hint := self._equal_rewards.look(iteration, metrics):
             self.display.message(hint)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
         recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
@@ -396,7 +395,7 @@ class PolicyRun(RunLifecycle):
             self._evaluate()
 
     def _forget_after(self, iteration: int) -> None:
-        """The rows of later iterations go: these are done again."""
+        """Remove the rows of later iterations, which are done again."""
         self.recorder.close()
         self.recorder = self._new_recorder(iteration)
         self.last_iteration = iteration

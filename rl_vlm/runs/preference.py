@@ -57,7 +57,7 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
         check_segments(settings, env.horizon)
         env.reset(seed=0)
         env.step(env.action_space.sample())
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "env": config.env.id,
             "observation_size": env.observation_space.shape[0],
             "action_size": env.action_space.shape[0],
@@ -65,20 +65,20 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
             "reward": settings.reward,
         }
         if settings.draws_frames or settings.evaluation.film:
-            found["frame"] = "×".join(map(str, env.frame().shape))
+            summary["frame"] = "×".join(map(str, env.frame().shape))
     finally:
         env.close()
     if settings.learns_reward:
         cache = label_cache(settings.labels.cache)
         if cache is not None:
-            check_cache(cache, settings, (found["observation_size"], found["action_size"]))
-        found["labels"] = settings.labels.source
+            check_cache(cache, settings, (summary["observation_size"], summary["action_size"]))
+        summary["labels"] = settings.labels.source
     if settings.learns_reward and settings.labels.source in ("vlm", "endpoint", "generate", "clip", "itm"):
-        found["goal"] = prompts_of(settings.labels, config.env.id).goal
+        summary["goal"] = prompts_of(settings.labels, config.env.id).goal
     if settings.asks_served_model:
         folder = resolve_model(config.model.path)
-        found |= {"model": str(folder)} | memory_needs(config, folder)
-    return found
+        summary |= {"model": str(folder)} | memory_needs(config, folder)
+    return summary
 
 
 class PreferenceRun(RunLifecycle):
@@ -158,8 +158,8 @@ class PreferenceRun(RunLifecycle):
                 self._evaluate()
 
     def _evaluation_is_missing(self) -> bool:
-        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended
-        during it."""
+        """Whether the evaluation that was due at this step is not recorded: the run begins, or an attempt ended during
+        it."""
         step, every = self.algorithm.env_steps, self.settings.evaluation.every
         if step == 0 or step >= self.settings.total_steps:
             return not self.recorder.has_evaluation(step)
@@ -319,12 +319,12 @@ def evaluate_preference_run(
 def _find_checkpoint(folder: Path) -> Path:
     if (folder / AGENT).is_file():
         return folder
-    found = latest_checkpoint(folder / "checkpoints", read_state)
-    if found is None:
+    checkpoint = latest_checkpoint(folder / "checkpoints", read_state)
+    if checkpoint is None:
         raise UserInputError(
             f"{folder} holds no complete checkpoint: name the folder of a preference run, or a checkpoint."
         )
-    return found
+    return checkpoint
 
 
 def _load_actor(config: PreferenceConfig, checkpoint: Path) -> NumpyActor:
@@ -332,17 +332,17 @@ def _load_actor(config: PreferenceConfig, checkpoint: Path) -> NumpyActor:
     try:
         arrays = load_file(checkpoint / AGENT)
         depth = sum(name.startswith("actor.") and name.endswith(".weight") for name in arrays)
-        layers = [(arrays[f"actor.{place}.weight"], arrays[f"actor.{place}.bias"]) for place in range(depth)]
+        layers = [(arrays[f"actor.{index}.weight"], arrays[f"actor.{index}.bias"]) for index in range(depth)]
         actor = NumpyActor(layers, config.preference.sac.log_std_bounds)
-        found = (layers[0][0].shape[1], actor.action_size)
+        sizes = (layers[0][0].shape[1], actor.action_size)
     except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
         raise UserInputError(f"The checkpoint {checkpoint} is corrupt ({error}): use an older one.") from error
     env = make_run_env(config)
     wanted = (env.observation_space.shape[0], env.action_space.shape[0])
     env.close()
-    if found != wanted:
+    if sizes != wanted:
         raise UserInputError(
-            f"The checkpoint's agent takes {found[0]} observations and gives {found[1]} actions, {config.env.id} has "
+            f"The checkpoint's agent takes {sizes[0]} observations and gives {sizes[1]} actions, {config.env.id} has "
             f"{wanted[0]} and {wanted[1]}: evaluate it with its own configuration (`rl-vlm eval RUN_FOLDER`)."
         )
     return actor

@@ -31,16 +31,15 @@ from rl_vlm.types import RLVLMError, UserInputError
 # Each process takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for any of
 # this; this derives from its classes, which is why Ray's version is pinned exactly.
 
-# Of a node with this address all processes listen here alone, of any other one on every interface. `ray.init` does not
-# take it: it replaces it by an address that other machines reach.
+# All processes of a node with this address listen on loopback only; with any other one, on every interface. `ray.init`
+# would replace it by an address that other machines reach.
 LOOPBACK = "127.0.0.1"
 
 logger = logging.getLogger(__name__)
 
 
 class PrivateNode(node.Node):
-    """Starts neither the autoscaler nor the log monitor, the API server only where a dashboard is wanted, and is this
-    machine's own."""
+    """A head node on loopback without autoscaler and log monitor, and with the API server only for a dashboard."""
 
     def __init__(self, ray_params: RayParams, **settings: Any) -> None:
         if settings.get("head"):
@@ -116,7 +115,7 @@ def prepare_environment() -> None:
 
 
 def quiet_ray() -> None:
-    """Show errors of Ray's libraries alone: their other messages are about internals."""
+    """Show only errors of Ray's libraries; their other messages are about internals."""
     for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -141,16 +140,16 @@ def check_resources(config: CommonConfig) -> None:
     if config.needed_gpus:
         import torch
 
-        found = torch.cuda.device_count()
-        if found < config.needed_gpus:
+        gpus = torch.cuda.device_count()
+        if gpus < config.needed_gpus:
             raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {found}: set "
+                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {gpus}: set "
                 "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
                 "RAY_ADDRESS."
             )
         least = config.model.least_gpu_gib
         if least and not joins_cluster():
-            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(found)) / 2**30
+            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(gpus)) / 2**30
             if smallest < least:
                 raise UserInputError(
                     f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
@@ -180,7 +179,7 @@ def _check_vllm_without_gpu(config: CommonConfig) -> None:
 
 
 def _check_driver_gpu(config: CommonConfig) -> None:
-    """On a cluster that was joined nobody knows which GPUs of the driver's machine Ray gives to replicas."""
+    """On a joined cluster the driver cannot know which GPUs of its machine Ray gives to replicas."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
         return
     if (

@@ -44,9 +44,9 @@ class RemoteStorageError(RLVLMError):
     """The remote storage could not be read or written."""
 
 
-def is_remote(place: str | Path | None) -> bool:
+def is_remote(run_dir: str | Path | None) -> bool:
     """Whether a run folder is a URL."""
-    return place is not None and "://" in str(place)
+    return run_dir is not None and "://" in str(run_dir)
 
 
 class RemoteFolder:
@@ -229,7 +229,7 @@ class RemoteFolder:
             return None
         try:
             names = json.loads(content)["files"]
-            inside = all(isinstance(one, str) and _is_inside(one) for one in names)
+            inside = all(isinstance(name, str) and _is_inside(name) for name in names)
         except (ValueError, TypeError, KeyError) as error:
             raise UserInputError(f"{self.url}/{_INDEX} cannot be read ({error}): it is not a run's.") from error
         if not inside or RUN_MARKER not in names:

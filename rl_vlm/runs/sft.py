@@ -34,22 +34,22 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
     """
     quiet_libraries()
     folder = resolve_model(job.model.path)
-    found: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model)
+    summary: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model)
     if job.model.gpu_memory_gib:
-        found["gpu_memory_gib"] = f"{job.model.gpu_memory_gib:g} needed"
+        summary["gpu_memory_gib"] = f"{job.model.gpu_memory_gib:g} needed"
     data = open_job_data(job, load_text_side(folder, job.model.pixels), progress)
-    found |= _counts("train", data.train)
+    summary |= _counts("train", data.train)
     if data.held_out is not None:
-        found |= _counts("held_out", data.held_out)
-    found["steps"] = total_steps(job, data)
-    return found | weights_size(count_parameters(folder), job.model.dtype), data
+        summary |= _counts("held_out", data.held_out)
+    summary["steps"] = total_steps(job, data)
+    return summary | weights_size(count_parameters(folder), job.model.dtype), data
 
 
 def _counts(name: str, measured: Measured) -> dict[str, Any]:
-    found = {f"{name}_conversations": len(measured), f"{name}_too_long": measured.left_out}
+    summary = {f"{name}_conversations": len(measured), f"{name}_too_long": measured.left_out}
     if len(measured):
-        found |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
-    return found
+        summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
+    return summary
 
 
 def total_steps(job: SFTConfig, data: JobData) -> int:

@@ -16,7 +16,7 @@ _PAUSE_S = 1.0
 def wait_for_nodes(count: int, timeout_s: float) -> None:
     """Return once the cluster that RAY_ADDRESS names has `count` nodes. Raises ClusterError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    found, reason = 0, ""
+    alive, reason = 0, ""
     while True:
         try:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.CRITICAL)
@@ -27,11 +27,11 @@ def wait_for_nodes(count: int, timeout_s: float) -> None:
             raise ClusterError(f"The head did not answer within {timeout_s:g} s: {reason}")
         time.sleep(_PAUSE_S)
     try:
-        while found < count:
-            found = sum(bool(node["Alive"]) for node in ray.nodes())
-            if found < count and time.monotonic() > deadline:
-                raise ClusterError(f"{found} of {count} nodes joined within {timeout_s:g} s.")
-            time.sleep(0 if found >= count else _PAUSE_S)
+        while alive < count:
+            alive = sum(bool(node["Alive"]) for node in ray.nodes())
+            if alive < count and time.monotonic() > deadline:
+                raise ClusterError(f"{alive} of {count} nodes joined within {timeout_s:g} s.")
+            time.sleep(0 if alive >= count else _PAUSE_S)
     finally:
         ray.shutdown()
 

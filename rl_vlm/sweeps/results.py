@@ -91,7 +91,7 @@ def _read_trial(result: Result, sweep: SweepConfig) -> TrialResult:
     if rows:
         points[0] = metric_value(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
     values = {iteration: value for iteration, value in sorted(points.items()) if not math.isnan(value)}
-    # What was there before training is nobody's merit, unless there is nothing else.
+    # The value before training is no result of training: it counts only where there is no other.
     trained = {iteration: value for iteration, value in values.items() if iteration} or values
     kept = {int(metrics["training_iteration"]): Path(saved.path) for saved, metrics in result.best_checkpoints or ()}
     measured = sorted(kept.keys() & trained.keys(), reverse=True)  # of equally good ones the latest
@@ -130,10 +130,10 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def metric_value(row: dict[str, Any], metric: str) -> float:
     """A metric of one of Tune's results, by its name with slashes; NaN without it."""
-    found: Any = row
+    value: Any = row
     for part in metric.split("/"):
-        found = found.get(part) if isinstance(found, dict) else None
-    return float(found) if isinstance(found, int | float) else math.nan
+        value = value.get(part) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _last_line(text: str) -> str:

@@ -100,14 +100,14 @@ def _run_sweep(
     return trials
 
 
-def sweep_folder(place: str | Path) -> Path:
+def sweep_folder(run_dir: str | Path) -> Path:
     """The folder of a sweep, absolute. Raises UserInputError for one that would not be kept, or a URL."""
-    if is_remote(place):
+    if is_remote(run_dir):
         raise UserInputError(
-            f"A sweep needs a folder, and {place} is a URL: give one on this machine, or on storage that all nodes "
+            f"A sweep needs a folder, and {run_dir} is a URL: give one on this machine, or on storage that all nodes "
             "mount."
         )
-    folder = Path(place).absolute()
+    folder = Path(run_dir).absolute()
     check_is_kept(folder)
     return folder
 
@@ -146,10 +146,10 @@ def check_folder(config: TrainConfig, sweep: SweepConfig, folder: Path, resume: 
                 "configuration that it began with (its config.yaml), or start a new sweep."
             )
         return
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        raise UserInputError(f"{place} is no folder that can be written: choose another --run-dir.")
-    if folder.exists() and (not folder.is_dir() or any(one.name != _MARKER for one in folder.iterdir())):
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        raise UserInputError(f"{existing} is no folder that can be written: choose another --run-dir.")
+    if folder.exists() and (not folder.is_dir() or any(entry.name != _MARKER for entry in folder.iterdir())):
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
 
 
@@ -163,7 +163,7 @@ def _differing(config: TrainConfig, known: TrainConfig) -> list[str]:
             else:
                 yield prefix + key, value
 
-    ours, theirs = (dict(flat(one.model_dump(mode="json", exclude={"resources"}))) for one in (config, known))
+    ours, theirs = (dict(flat(given.model_dump(mode="json", exclude={"resources"}))) for given in (config, known))
     return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
 
 

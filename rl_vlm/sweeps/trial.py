@@ -22,7 +22,7 @@ from rl_vlm.types import UserInputError
 # What the trials of a sweep need of a Ray cluster, and how many of them it holds at the same time.
 
 SLOT = "rl_vlm_trial"  # of a private cluster: a place for a trial with its replicas
-# Keys of which more is more; a space may vary them.
+# Keys that a space may vary and that decide what a trial needs.
 _SIZES = (
     "serving.num_replicas", "serving.cpus_per_replica", "serving.gpus_per_replica", "rollout.num_env_runners",
     "rollout.cpus_per_env_runner", "learner.num_learners", "learner.cpus_per_learner", "learner.gpus_per_learner",
@@ -166,11 +166,11 @@ def trial_class(
 
 def _settings(config: TrainConfig, keys: Collection[str]) -> dict[str, Any]:
     """The values of dotted keys that the configuration has."""
-    found = {}
+    settings = {}
     for key in keys:
         value: Any = config.model_dump(mode="json")
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings

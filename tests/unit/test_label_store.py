@@ -76,9 +76,10 @@ def test_a_resumed_run_goes_back_and_loses_nothing(tmp_path: Path) -> None:
     store = LabelStore(tmp_path)
     for number in range(3):
         store.append(random_pairs(1, seed=number), [Label(0)], step=number, time=0)
-    assert store.rewind(1) == 2 and len(store) == 1
+    store.rewind(1)
+    assert len(store) == 1
     assert store.append(random_pairs(1, seed=9), [Label(1)], step=9, time=0) == 2
-    assert store.rewind(1) == 1 and store.rewind(5) == 0
+    store.rewind(1)
     assert len(list((tmp_path / "superseded").iterdir())) == 3
 
 

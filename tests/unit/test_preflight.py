@@ -57,7 +57,7 @@ def test_training_in_float16_is_refused_and_serving_in_it_is_not(tiny_folder: Pa
         inspect_run(load_config(ROOT / "configs/quickstart.yaml", overrides))
     with pytest.raises(UserInputError, match="model.dtype float16 cannot be trained in"):
         load_sft_config(None, overrides)
-    assert plan(str(ROOT / "configs/quickstart.yaml"), overrides).run.model.dtype == "float16"
+    assert plan(str(ROOT / "configs/quickstart.yaml"), overrides).config.model.dtype == "float16"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_vlm.runs.policy import UnpaidStart, blind
+from rl_vlm.runs.policy import EqualRewards, blind
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_evaluations_without_blank_images_say_nothing() -> None:
 
 
 def told(shares: list[float], first: int = 1) -> list[int]:
-    start = UnpaidStart()
+    start = EqualRewards()
     return [
         iteration
         for iteration, share in enumerate(shares, first)
@@ -41,7 +41,7 @@ def test_a_start_without_differences_is_told_once() -> None:
 
 
 def test_the_sentence_names_reward_and_command() -> None:
-    start = UnpaidStart()
+    start = EqualRewards()
     metrics = {"reward/zero_advantage_groups": 1.0, "reward/mean": 0.0}
     sentences = [start.look(iteration, metrics) for iteration in range(1, 6)]
     assert sentences[:4] == [""] * 4
