@@ -13,7 +13,6 @@ from core_support import plain_model, reference_logits, request, text_side
 
 from rl_vlm.engines.base import EngineError, encode_choices
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import choice_trie
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, GenerationRequest, StopReason
@@ -149,20 +148,6 @@ def test_choices_that_cannot_be_kept_are_refused(text: TextSide, decoder: Decode
     with pytest.raises(EngineError, match=f"Request r: .*{message}"):
         run(decoder, ask(text, **REFUSED[message]))  # type: ignore[arg-type]
     assert decoder.num_rows == 0
-
-
-def test_a_stop_string_outside_the_choices_does_no_harm(text: TextSide, decoder: Decoder) -> None:
-    (answer,) = run(decoder, ask(text, ("yes", "no"), stop=("\n",)))
-    assert text.codec.decode(answer.samples[0].token_ids) in ("yes", "no")
-
-
-def test_a_choice_of_thousands_of_tokens_is_no_trouble(text: TextSide) -> None:
-    ids = tuple(range(3000))
-    node = choice_trie([ids, ids[:2000]])
-    for token in ids[:2000]:
-        assert node.allowed(-1) == [token]
-        node = node.following[token]
-    assert node.allowed(-1) == [2000, -1]
 
 
 def test_choices_are_tokenised_as_the_policy_would_write_them(text: TextSide) -> None:

@@ -68,19 +68,6 @@ def test_a_file_without_a_usable_environment_says_so(tmp_path, content, name, me
         rl_vlm.make(f"{tmp_path / 'env.py'}{name}")
 
 
-def test_a_failed_import_names_the_folder_to_put_on_the_path(tmp_path, monkeypatch):
-    package = tmp_path / "their_repo" / "their_examples" / "geometry"
-    package.mkdir(parents=True)
-    (package / "base_env.py").write_text("class Base: pass\n")
-    (package / "env.py").write_text(
-        "from their_examples.geometry.base_env import Base\ndef build_env(sample, args):\n    return Base()\n"
-    )
-    with pytest.raises(UserInputError, match=f"no module their_examples.*PYTHONPATH={tmp_path / 'their_repo'}\\."):
-        rl_vlm.make(str(package / "env.py"))
-    monkeypatch.syspath_prepend(str(tmp_path / "their_repo"))
-    assert isinstance(rl_vlm.make(str(package / "env.py")), InteractiveEnvAdapter)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -120,12 +107,3 @@ def test_an_installed_package_registers_ids_by_entry_points(tmp_path, monkeypatc
     assert registry.portable_id("Packaged-v0") == "Packaged-v0"
     with pytest.raises(UserInputError, match="Did you mean Packaged-v0"):
         rl_vlm.make("Packaged-v1")
-
-
-def test_a_module_with_one_environment_of_a_foreign_interface_needs_no_name(tmp_path):
-    (tmp_path / "base_and_child.py").write_text(
-        "class Base:\n    tokens_per_action = 8\n    def __init__(self, tokenizer): pass\n    def reset(self, idx): ...\n"
-        "    def step(self, state, action_tokens): ...\nclass Child(Base):\n"
-        "    def reset(self, idx): return None, {'question': 'Well?'}\n"
-    )
-    assert rl_vlm.make(str(tmp_path / "base_and_child.py")).reset()[0].messages[0].text == "Well?"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -120,19 +118,6 @@ def test_a_controller_that_is_gone_at_the_end_does_not_make_a_run_fail(monkeypat
     assert killed == ["registry"]  # replicas without a registry end by themselves
 
 
-def test_who_stops_while_it_joins_again_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[str] = []
-
-    def join(policy: str, newest: Any) -> int:
-        service._stopped.set()
-        return 0
-
-    service = made({"join": join, "leave": left.append}, monkeypatch)
-    played(monkeypatch)
-    service._rejoin()
-    assert left == ["policy"]
-
-
 @pytest.mark.parametrize(
     ("if_found", "done"),
     [("resize", ["resized to 2"]), ("keep", []), ("replace", ["deleted", "deployed"])],
@@ -159,27 +144,3 @@ def test_what_becomes_of_an_application_that_is_there(
     monkeypatch.setattr(deploy, "_resize", lambda app, replicas: seen.append(f"resized to {replicas}"))
     deploy_shared(None, RunConfig(), "s", 2, if_found)  # type: ignore[arg-type]
     assert seen == done
-
-
-def test_a_controller_that_restarts_does_not_end_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = SimpleNamespace(
-        applications={"rl-vlm-run": SimpleNamespace(status=ApplicationStatus.RUNNING, deployments={})}
-    )
-    answers: list[Any] = [ActorDiedError(), running]
-
-    def status() -> Any:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(deploy, "serve", SimpleNamespace(status=status))
-    deploy.wait_for_replicas("run", 60.0)
-    assert not answers
-
-
-def test_a_service_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RLlib copies its configuration, which holds the service, and sends it to other processes."""
-    service = made({}, monkeypatch)
-    assert copy.deepcopy({"service": service})["service"] is service
-    assert pickle.loads(pickle.dumps({"service": service})) == {"service": None}

@@ -11,9 +11,7 @@ from core_support import run_config
 
 from rl_vlm.config.sweep import SweepConfig
 from rl_vlm.models.digest import hash_model
-from rl_vlm.serving.client import homes_of
 from rl_vlm.serving.deploy import Requirements, wanted_replicas
-from rl_vlm.serving.registry import PolicyKey
 from rl_vlm.types import UserInputError
 
 
@@ -69,14 +67,6 @@ def test_replicas_for_a_number_of_policies(tiny_folder: Path, policies: int, rep
     sharing = {"serving__sharing__policies_per_replica": 2, "serving__sharing__replica_limit": 5}
     assert wanted_replicas(config(tiny_folder, serving__num_replicas=2, **sharing).serving, policies) == replicas
     assert wanted_replicas(config(tiny_folder, serving__num_replicas=2).serving, policies) == 2
-
-
-def test_policies_have_their_homes_on_different_replicas(tiny_folder: Path) -> None:
-    serving = config(tiny_folder, serving__num_replicas=4).serving
-    keys = [PolicyKey(f"p{place}", place) for place in range(4)]
-    assert [list(homes_of(key, 0, 1, serving)) for key in keys] == [[0], [1], [2], [3]]
-    own = run_config(tiny_folder, serving__num_replicas=4).serving
-    assert list(homes_of(PolicyKey(), 0, 1, own)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
