@@ -15,10 +15,6 @@ from rl_vlm.zoo.geospot.places import MAX_CHARS, GeoAnswer, Kind, name_key, pars
 CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "places.json").read_text())
 
 
-def test_there_are_many_cases_and_no_two_are_alike() -> None:
-    assert len({case[0] for case in CASES}) == len(CASES) >= 60
-
-
 @pytest.mark.parametrize("case", CASES, ids=[repr(case[0][:40]) for case in CASES])
 def test_an_answer_is_read_as_a_person_reads_it(case: list[Any]) -> None:
     text, city, region, country, coords, valid = case
@@ -37,11 +33,6 @@ def test_hostile_text_takes_milliseconds_and_says_nothing(text: str) -> None:
     answer = parse_answer(text)
     assert time.process_time() - started < 0.5
     assert (answer.region, answer.country, answer.coords, answer.format_valid) == (None, None, None, False)
-
-
-def test_a_text_that_is_too_long_is_no_answer() -> None:
-    assert parse_answer("Country: France") != GeoAnswer()
-    assert parse_answer("Country: France\n" + "x" * MAX_CHARS) == GeoAnswer()
 
 
 def test_a_long_thought_does_not_make_the_answer_behind_it_too_long() -> None:
@@ -80,9 +71,3 @@ def test_spellings_of_one_name_share_a_key(kind: Kind, names: list[str]) -> None
 )
 def test_different_names_have_different_keys(one: str, other: str) -> None:
     assert name_key(one, "country") != name_key(other, "country")
-
-
-def test_what_is_left_of_a_name_is_never_empty() -> None:
-    assert [name_key(name, "region") for name in ("State", "Province", "The")] == ["state", "province", "the"]
-    assert name_key("City", "city") == "city"
-    assert name_key("x" * 101, "city") == name_key("!?", "city") == ""

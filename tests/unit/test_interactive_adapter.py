@@ -1,6 +1,5 @@
 """Foreign interactive environments, unchanged, by file, by module and by id; and the registry's ways to name them."""
 
-import copy
 import io
 import sys
 from pathlib import Path
@@ -82,13 +81,6 @@ def test_it_runs_by_registry_id(registered):
     assert_plays_well(InteractiveEnvAdapter("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
 
 
-def test_further_arguments_reach_the_environment():
-    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=4, shade="white")
-    opened(env)
-    observation, *_ = env.step("look")
-    assert observation.messages[0].images[0].getpixel((0, 0)) == (255, 255, 255)
-
-
 def call(answer):
     return f'<tool_call>{{"name": "calc_score", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
 
@@ -144,29 +136,6 @@ def test_an_argument_that_the_environment_does_not_read_is_refused(env, kwargs, 
             opened(rl_vlm.make(str(env), data=GEO3K, **kwargs))
 
 
-def test_arguments_that_are_read_late_or_handed_on_are_accepted():
-    def late(sample, args):
-        return Late(sample, args)
-
-    class Late(Stub):
-        def step(self, text):
-            return {"obs_str": self.args.farewell}, True, {}
-
-    def all_at_once(sample, args):
-        return Stub(sample, vars(args))
-
-    def copied(sample, args):
-        return Stub(sample, copy.deepcopy(args))
-
-    def by_computed_name(sample, args):
-        return Stub(sample, [getattr(args, "colour_" + side) for side in ("left", "right")])
-
-    opened(InteractiveEnvAdapter(late, data=GEO3K, farewell="bye"))
-    opened(InteractiveEnvAdapter(all_at_once, data=GEO3K, **{"never" + "_named": 1}))
-    opened(InteractiveEnvAdapter(copied, data=GEO3K, **{"never" + "_named": 1}))
-    opened(InteractiveEnvAdapter(by_computed_name, data=GEO3K, **{"colour_" + "left": 1, "colour_" + "right": 2}))
-
-
 def test_max_turns_truncates_and_pays_the_last_score():
     env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=2, reward="env")
     opened(env)
@@ -186,18 +155,6 @@ def test_without_scores_the_policys_words_are_graded():
     assert env.step(r"\boxed{22}")[1] == 1.0
     opened(env)
     assert env.step("22 it is")[1] == 0.0
-
-
-def test_without_data_the_environment_asks_the_question():
-    class Asks(Stub):
-        def reset(self):
-            return {"obs_str": f"Question {self.sample.metadata['index']}?", "role": "user"}, {"asked": True}
-
-    env = InteractiveEnvAdapter(lambda sample, args: Asks(sample, args))
-    observation, info = opened(env, index=5)
-    assert observation.messages == (Message.of("user", "Question 5?"),)
-    assert info == {"asked": True}
-    assert env.num_items("train") is None
 
 
 class Stub:
@@ -272,14 +229,6 @@ def test_build_env_is_called_as_its_parameters_ask():
         opened(InteractiveEnvAdapter(no_one, data=GEO3K))
 
 
-def test_a_type_error_inside_build_env_is_not_taken_for_a_wrong_call():
-    def build_env(sample, args):
-        raise TypeError("from within")
-
-    with pytest.raises(TypeError, match="from within"):
-        opened(InteractiveEnvAdapter(build_env, data=GEO3K))
-
-
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -308,12 +257,6 @@ def test_the_environment_is_closed_at_the_end_and_cannot_be_stepped_again():
         env.step("x")
     env.close()
     assert stub.closed == 1
-
-
-def test_reward_env_without_any_reward_is_an_error():
-    env, _ = stubbed(({}, True, {}), reward="env")
-    with pytest.raises(EnvError, match="neither reward nor tool_score"):
-        env.step("x")
 
 
 def test_messages_take_images_in_every_form(tmp_path):

@@ -8,15 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
-import rl_vlm
-from rl_vlm.envs import registry
-from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.types import EncodedImage, UserInputError
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
@@ -37,60 +33,6 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-class Declaring(VisionEnv):
-    """Declares what the argument names."""
-
-    def __init__(self, kind="good"):
-        super().__init__()
-        self.metrics = {
-            "good": {"distance": (np.float64(0.5), 1), "right": []},
-            "flag": {"distance": (True,)},
-            "percent": {"distance": (50,)},
-            "nan": {"distance": (float("nan"),)},
-            "single": {"distance": 0.5},
-            "line": {"two\nlines": ()},
-            "long": {"d" * 65: ()},
-            "number": {7: ()},
-            "many": {str(k): () for k in range(65)},
-            "list": ["distance"],
-        }[kind]
-
-
-def test_a_child_says_which_metrics_its_environment_declares():
-    inside, outside = rl_vlm.make("GeoSpot-v0"), ProcessEnv("GeoSpot-v0")
-    assert inside.metrics and outside.metrics == inside.metrics
-    outside.close()
-    other = ProcessEnv(f"{__file__}:Declaring")
-    assert other.metrics == {"distance": (0.5, 1.0), "right": ()} and ProcessEnv.metrics == {}
-    other.close()
-
-
-@pytest.mark.parametrize("kind", ["flag", "percent", "nan", "single", "line", "long", "number", "many", "list"])
-def test_what_are_no_metrics_is_refused(kind):
-    with pytest.raises(EnvError, match="metrics"):
-        check_metrics(Declaring(kind).metrics)
-
-
-def test_a_child_that_sends_no_metrics_but_something_else_is_killed(monkeypatch):
-    pids = []
-
-    def answer(self, request, timeout_s):
-        reply, blobs = call(self, request, timeout_s)
-        pids.append(self.pid)
-        return {**reply, "metrics": {"x": "y"}}, blobs
-
-    call = ProcessEnv._call
-    monkeypatch.setattr(ProcessEnv, "_call", answer)
-    with pytest.raises(EnvCrashError, match="invalid message .*quantiles"):
-        ProcessEnv(BROKEN)
-    assert gone(pids[0])
-
-
-def test_an_environment_in_a_child_that_declares_no_metrics_but_something_else_says_so():
-    with pytest.raises(EnvError, match="make: metrics must give each name .*quantiles"):
-        ProcessEnv(f"{__file__}:Declaring", {"kind": "percent"})
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +100,6 @@ def test_a_failing_step_is_an_error_that_the_child_survives(env, action, message
         env.step(action)
     assert env.step("fine")[1] == 0.5
     assert env.pid == pid
-
-
-def test_what_an_environment_prints_does_not_disturb(env):
-    assert env.step("print")[1] == 0.5
 
 
 @pytest.mark.parametrize(("action", "how"), [("exit", "exit code 3"), ("abort", "signal SIGABRT")])
@@ -238,10 +176,3 @@ def test_wrong_arguments_are_input_errors_and_leave_no_process():
     with pytest.raises(EnvCrashError, match="make: the process died .exit code 7"):
         ProcessEnv(BROKEN, {"die": True})
     assert len(psutil.Process().children()) == before
-
-
-def test_an_environment_that_only_this_process_knows_is_refused(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    registry.register("Local-v0", lambda: Geo3kEnv(data=GEO3K))
-    with pytest.raises(UserInputError, match="exists in this process only"):
-        ProcessEnv("Local-v0")

@@ -22,7 +22,6 @@ from rl_vlm.rewards.math import (
     is_equal,
     normalize_answer,
 )
-from rl_vlm.rewards.symbolic import WORKER
 
 # Pairs of an answer and a truth, judged by what is mathematically right and not by what the code gives. "malformed" is no answer to
 # anything; "hostile" was made to cost time or memory, or to run code.
@@ -84,48 +83,7 @@ def test_hostile_answers_are_cheap_and_never_correct(answer: str, truth: str) ->
     assert time.monotonic() - start < 15.0  # the limit of 2 s, the start of a new child, and a busy machine
 
 
-def test_the_table_is_large_enough() -> None:
-    cases = [pair for pairs in CASES.values() for pair in pairs]
-    assert len(cases) >= 300
-    assert len(set(cases)) == len(cases)
-
-
-@pytest.mark.parametrize(("answer", "truth"), [("x^2", "x*x"), ("12", "12.0"), ("(1,2)", "(1, 2.0)"), ("x=3", "3")])
-def test_equality_is_symmetric_where_both_sides_are_plain(answer: str, truth: str) -> None:
-    assert is_equal(answer, truth)
-    assert is_equal(truth, answer)
-
-
 # --- plain numbers need no child ------------------------------------------------------------------------------------
-
-PLAIN = [
-    ("12", "12", True),
-    ("12", "13", False),
-    ("1/2", "0.5", True),
-    ("5.657", r"4\sqrt{2}", False),
-    (r"\sqrt{32}", r"4\sqrt2", True),
-    ("28.27", r"9\pi", False),
-    (r"45^\circ", "45", True),
-    ("(1, 0.5)", r"(1, \frac12)", True),
-    ("yes", "12", False),
-]
-
-
-@pytest.mark.parametrize(("answer", "truth", "equal"), PLAIN)
-def test_numbers_roots_and_multiples_of_pi_are_decided_without_the_child(
-    answer: str, truth: str, equal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("the child was asked")
-
-    monkeypatch.setattr(WORKER, "compare", fail)
-    assert is_equal(answer + " ", " " + truth) is equal
-
-
-def test_a_result_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_equal("x^3-1", "(x-1)(x^2+x+1)")
-    monkeypatch.setattr(WORKER, "compare", None)
-    assert is_equal("x^3-1", "(x-1)(x^2+x+1)")
 
 
 def spellings(value: Fraction) -> list[str]:
@@ -180,10 +138,6 @@ def test_any_text_is_graded_without_an_exception_and_equals_itself(text: str) ->
     assert is_equal(text, text) is bool(text.strip())
 
 
-def test_normalisation_leaves_a_megabyte_alone() -> None:
-    assert cpu_seconds(lambda: normalize_answer("(" * MEGABYTE)) < 1.0
-
-
 # --- boxes ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,17 +182,6 @@ def test_the_last_box_with_balanced_braces(text: str, content: str | None) -> No
 def test_extraction_never_raises_and_returns_a_part_of_the_text(text: str) -> None:
     content = extract_boxed(text)
     assert content is None or (content in text and content.strip() == content != "")
-
-
-contents = st.recursive(
-    st.text("5x+ ,", min_size=1), lambda inner: inner.map(lambda text: f"5{{{text}}}"), max_leaves=4
-)
-
-
-@FAST
-@given(st.text(alphabet="ab {}\\5$\n", max_size=30), contents.filter(str.strip), st.text("ab 5$.", max_size=20))
-def test_what_is_put_in_a_box_comes_out(before: str, content: str, after: str) -> None:
-    assert extract_boxed(rf"{before}\boxed{{{content}}}{after}") == content.strip()
 
 
 @pytest.mark.parametrize(
