@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.config import PreferenceSection, parse_config
-from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
+from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
 from rl_vlm.types import UserInputError
 
 
@@ -29,19 +29,6 @@ def test_collecting_stops_where_something_changes() -> None:
     assert next_boundary(settings(), 100, 150) == 150
     assert next_boundary(settings(), 150, 400) == 400
     assert next_boundary(settings(), 400, None) == 1000
-
-
-def test_segments_that_no_episode_holds_are_refused_where_pairs_are_asked_for() -> None:
-    long = settings(segment_length=41)
-    with pytest.raises(UserInputError, match="segment_length is 41 and episodes have at most 40 steps"):
-        check_segments(long, 40)
-    check_segments(long, 41)
-    for reads_no_pairs in (
-        {"reward": "gt_task_reward"},
-        {"reward": "learn_from_score"},
-        {"labels": {"source": "cache", "cache": "x"}},
-    ):
-        check_segments(settings(segment_length=41, **reads_no_pairs), 40)
 
 
 def test_constant_sessions_end_at_max_feedback() -> None:
@@ -72,17 +59,3 @@ def test_schedule_2_grows() -> None:
 def test_settings_that_cannot_work_are_refused(data: dict[str, Any], words: str) -> None:
     with pytest.raises(UserInputError, match=words):
         parse_config({"algorithm": {"name": "preference_sac"}} | data)
-
-
-@pytest.mark.parametrize(
-    ("changes", "frames"),
-    [
-        ({"labels": {"source": "scripted"}, "reward_model": {"architecture": "mlp"}}, False),
-        ({"labels": {"source": "scripted"}}, True),  # for the reward model
-        ({"labels": {"source": "vlm"}, "reward_model": {"architecture": "mlp"}}, True),  # for the labeller
-        ({"reward": "gt_task_reward"}, False),
-        ({"reward": "clip_image_text_matching"}, True),
-    ],
-)
-def test_pictures_are_drawn_only_where_somebody_looks(changes: dict[str, Any], frames: bool) -> None:
-    assert settings(**changes).draws_frames is frames
