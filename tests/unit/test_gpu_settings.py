@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from rl_vlm.config import RunConfig, load_config, parse_config
 from rl_vlm.engines import transformers_engine
 from rl_vlm.learning import policy_model
 from rl_vlm.models import devices
-from rl_vlm.models.devices import choose_order, choose_precision
 from rl_vlm.models.lora import lora_config
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs import ray_session
@@ -63,19 +61,6 @@ def test_settings_that_contradict_each_other(serving: dict[str, Any], learner: d
         run(serving, learner)
 
 
-@pytest.mark.parametrize(
-    ("serving", "learner"),
-    [
-        ({}, {"num_learners": 2, "gpus_per_learner": 0.6}),  # no GPU holds two
-        ({"gpus_per_replica": 4, "vllm": {"tensor_parallel_size": 4}}, {"num_learners": 4, "gpus_per_learner": 1}),
-        ({"gpus_per_replica": 0.5, "num_replicas": 2, "vllm": {"gpu_memory_utilization": 0.5}}, {}),
-        ({"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, {}),  # on CPUs
-    ],
-)
-def test_settings_that_work(serving: dict[str, Any], learner: dict[str, Any]) -> None:
-    run(serving, learner)
-
-
 @pytest.mark.parametrize(("temperature", "fits"), [(0.005, False), (0.01, True), (2.0, True), (2.5, False)])
 def test_vllm_samples_at_some_temperatures(temperature: float, fits: bool) -> None:
     rollout = {"temperature": temperature}
@@ -85,11 +70,6 @@ def test_vllm_samples_at_some_temperatures(temperature: float, fits: bool) -> No
     else:
         with pytest.raises(UserInputError, match=rf"rollout.temperature {temperature:g}: vLLM samples at 0.01 to 2"):
             run({"gpus_per_replica": 1}, rollout=rollout)
-
-
-def test_a_replica_keeps_to_its_share_by_default() -> None:
-    assert run({"gpus_per_replica": 0.5}).serving.memory_utilization == pytest.approx(0.425)
-    assert run({"gpus_per_replica": 1}).serving.memory_utilization == run().serving.memory_utilization == 0.85
 
 
 # --- the machine
@@ -195,19 +175,6 @@ def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch)
     assert limits == [(pytest.approx(0.58 - 0.6 / 47.4, abs=1e-6), number) for number in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("where", "dtype", "chosen"),
-    [("cuda", "bfloat16", ["high"]), ("cuda:1", "float32", ["highest"]), ("cpu", "bfloat16", [])],
-)
-def test_lora_is_computed_in_tf32_beside_a_bfloat16_model_alone(
-    monkeypatch: pytest.MonkeyPatch, where: str, dtype: str, chosen: list[str]
-) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
-    choose_precision(dtype, where)
-    assert found == chosen
-
-
 @pytest.mark.parametrize(("deterministic", "asked"), [(True, ["cpu"]), (False, [])], ids=["deterministic", "not"])
 def test_a_deterministic_learner_asks_for_one_order_of_sums(
     monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, deterministic: bool, asked: list[str]
@@ -216,18 +183,6 @@ def test_a_deterministic_learner_asks_for_one_order_of_sums(
     monkeypatch.setattr(policy_model, "choose_order", found.append)
     policy_model.PolicyModel(tiny_folder, run(deterministic=deterministic))
     assert found == asked
-
-
-def test_one_order_of_sums_is_torchs_deterministic_kernels_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # what was there comes back after the test
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    choose_order("cpu")
-    assert not found and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    choose_order("cuda")
-    assert found == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_engine_and_learner_ask_for_the_same_precision(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
@@ -264,34 +219,7 @@ def test_an_adapter_is_packed_rounded_as_it_would_be_rounded_later() -> None:
     assert AdapterPayload.build(1, state, config, "float32") == plain
 
 
-def test_a_rounded_adapter_has_half_the_bytes_and_the_nearest_values() -> None:
-    generator = torch.Generator().manual_seed(0)
-    state = {f"base_model.model.a.lora_{name}.weight": torch.randn(64, 32, generator=generator) for name in "AB"}
-    whole = AdapterPayload.build(7, state, lora_config(8, 16, "all"))
-    rounded = whole.rounded("bfloat16")
-    assert (rounded.version, rounded.config_json, rounded.verify()) == (7, whole.config_json, rounded)
-    assert len(rounded.tensors) < 0.6 * len(whole.tensors) and rounded.sha256 != whole.sha256
-    for name, tensor in rounded.state().items():
-        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, state[name].bfloat16())
-
-
 # --- drivers
-
-
-@pytest.mark.parametrize(
-    ("driver", "cuda", "old"),
-    [
-        ("580.65.06", "13.0", False),
-        ("595.10", "13.1", False),
-        ("570.124.06", "13.0", True),
-        ("570.124.06", "12.8", False),
-        ("470.42", "12.8", True),
-        ("470.42", None, False),  # torch without CUDA
-        ("", "13.0", False),
-    ],
-)
-def test_a_driver_must_know_torchs_cuda(driver: str, cuda: str | None, old: bool) -> None:
-    assert bool(doctor.driver_too_old(driver, cuda)) == old
 
 
 def test_doctor_compares_driver_and_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

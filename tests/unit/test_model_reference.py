@@ -27,10 +27,6 @@ def elsewhere(tiny_folder: Path, name: str) -> ModelReference:
     return ModelReference(name, Path("/nowhere/of/the/driver"), hash_model(tiny_folder))
 
 
-def test_the_same_folder_is_used_as_it_is(tiny_folder: Path) -> None:
-    assert ModelReference.of(str(tiny_folder)).on_this_node() == tiny_folder
-
-
 def test_a_relative_path_means_the_drivers_folder(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_folder.parent)
     model = ModelReference.of(tiny_folder.name)

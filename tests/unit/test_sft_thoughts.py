@@ -99,13 +99,6 @@ def test_earlier_turns_keep_their_thoughts_as_in_rollouts(thinking: TextSide) ->
     assert whole.count("<think>\n") == 2 == whole.count("\n</think>\n\n")
 
 
-def test_a_thought_where_the_template_opens_none_is_text(text: TextSide) -> None:
-    written = "<think>\nOne and one.\n</think>\n\nTwo."
-    assert said(text, encoded(text, USER, {"role": "assistant", "content": written})) == [written]
-    with pytest.raises(BadRowError, match="line 1: a message has reasoning_content, .* write it into the content"):
-        encoded(text, USER, {"role": "assistant", "content": "Two.", "reasoning_content": "I count."})
-
-
 @pytest.mark.parametrize(
     ("message", "words"),
     [
