@@ -11,6 +11,8 @@ import pytest
 
 from rl_vlm.zoo.geospot.places import MAX_CHARS, GeoAnswer, Kind, name_key, parse_answer
 
+TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/place_names.json").read_text())
+
 # Written by hand: text, city, region, country, coords, valid. None stands for what is missing or can be read in two ways.
 CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "places.json").read_text())
 
@@ -44,24 +46,7 @@ def test_a_long_thought_does_not_make_the_answer_behind_it_too_long() -> None:
     assert parse_answer(f"<think>Hm.</think>{'x' * MAX_CHARS}\n{answer}") == GeoAnswer()
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("city", ["St. Louis", "Saint Louis", "SAINT-LOUIS", "St Louis", "saint  louis"]),
-        ("city", ["São Paulo", "Sao Paulo", "SÃO PAULO", "City of São Paulo"]),
-        ("city", ["New York", "New York City", "City of New York"]),
-        ("city", ["L'Aquila", "L’Aquila", "LAquila"]),
-        ("city", ["Łódź", "Lodz"]),
-        ("city", ["Düsseldorf", "Dusseldorf"]),
-        ("region", ["Bavaria", "State of Bavaria", "the State of Bavaria", "Bavaria State", "bavaria"]),
-        ("region", ["Hyōgo", "Hyogo Prefecture"]),
-        ("region", ["Udine", "Province of Udine"]),
-        ("region", ["Madrid", "Autonomous Region of Madrid"]),
-        ("country", ["Netherlands", "The Netherlands"]),
-        ("country", ["U.S.A.", "USA", "usa"]),
-        ("country", ["Trinidad & Tobago", "Trinidad and Tobago"]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "names"), TABLES["spellings_of_one_name_share_a_key"])
 def test_spellings_of_one_name_share_a_key(kind: Kind, names: list[str]) -> None:
     assert len({name_key(name, kind) for name in names}) == 1
 

@@ -170,7 +170,7 @@ def test_a_client_that_goes_away_frees_its_rows(
             next(reply.iter_lines())
             wait_until(lambda: engine.stats().running > 0)
             raise httpx.ReadTimeout("seen enough")
-        wait_until(lambda: never_ending.running == 0 and engine.stats().running == 0, seconds=2)
+        wait_until(lambda: never_ending.running == 0 and engine.stats().running == 0)
         wait_until(lambda: server.gate.in_flight == 0)
 
 

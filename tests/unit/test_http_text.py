@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.http.replies import ReplyText, without_thoughts
+
+TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/thoughts.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +82,6 @@ def test_what_may_become_a_stop_string_is_held_back_and_released(codec: ChatCode
     assert fed == ["x", "", "", "aac"]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>why\nnot</think>\n\n1", "1"),
-        ("<think>a</think>0<think>b</think>", "0"),
-        ("the template opened it</think> -1 ", "-1"),
-        ("2 <think>cut off", "2"),
-        ("<think>nothing else", ""),
-        ("no thoughts", "no thoughts"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), TABLES["thoughts_are_removed"])
 def test_thoughts_are_removed(text: str, expected: str) -> None:
     assert without_thoughts(text) == expected

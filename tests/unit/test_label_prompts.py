@@ -1,5 +1,6 @@
 """Prompts: every task of RL-VLM-F has a goal, users bring their own, and mistakes are named."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,27 +8,10 @@ import pytest
 from rl_vlm.labelling.prompts import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
 from rl_vlm.types import UserInputError
 
+TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/label_tasks.json").read_text())
 
-@pytest.mark.parametrize(
-    ("original", "ours"),
-    [
-        ("CartPole-v1", "cartpole"),
-        ("ContinuousCartPole-v0", "cartpole"),
-        ("metaworld/drawer-open-v3", "drawer-open"),
-        ("metaworld_drawer-open-v2", "drawer-open"),
-        ("metaworld_sweep-into-v2", "sweep-into"),
-        ("metaworld_soccer-v2", "soccer"),
-        ("metaworld_door-open-v2", "door-open"),
-        ("metaworld_assembly-v2", "assembly"),
-        ("metaworld_box-close-v2", "box-close"),
-        ("metaworld_coffee-push-v2", "coffee-push"),
-        ("metaworld_stick-pull-v2", "stick-pull"),
-        ("softgym_RopeFlattenEasy", "rope-flatten"),
-        ("softgym_PassWater", "pass-water"),
-        ("softgym_ClothFoldDiagonal", "cloth-fold"),
-        ("Meta-World/drawer-open-v3", "drawer-open"),
-    ],
-)
+
+@pytest.mark.parametrize(("original", "ours"), TABLES["names_of_the_original_lead_to_prompts"])
 def test_names_of_the_original_lead_to_prompts(original: str, ours: str) -> None:
     prompts = task_prompts(original)
     assert prompts.name == ours

@@ -23,6 +23,8 @@ from rl_vlm.rewards.math import (
     normalize_answer,
 )
 
+TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/math_texts.json").read_text())
+
 # Pairs of an answer and a truth, judged by what is mathematically right and not by what the code gives. "malformed" is no answer to
 # anything; "hostile" was made to cost time or memory, or to run code.
 TABLE = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "math.json").read_text())
@@ -115,18 +117,7 @@ def test_rationals_are_equal_exactly_when_their_fractions_are(
 # --- normalisation --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "normal"),
-    [
-        (r"\dfrac12\text{ cm}.", r"\frac{1}{2}"),
-        (r"m\angle ABC = 45^\circ", "45"),
-        (r" \left( 1 ,\, 2 \right) ", "(1,2)"),
-        ("1,000", "1000"),
-        (r"\pi r^2", r"\pi r^{2}"),
-        ("2 3", "2 3"),
-        (r"\sin 30^\circ", r"\sin(\frac{30\pi}{180})"),
-    ],
-)
+@pytest.mark.parametrize(("text", "normal"), TABLES["normal_forms"])
 def test_normal_forms(text: str, normal: str) -> None:
     assert normalize_answer(text) == normal
 
@@ -141,38 +132,7 @@ def test_any_text_is_graded_without_an_exception_and_equals_itself(text: str) ->
 # --- boxes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"so \boxed{5}.", "5"),
-        (r"\boxed{4} no, \boxed{5}", "5"),
-        (r"\fbox{5}", "5"),
-        (r"\boxed{4} then \fbox{5}", "5"),
-        (r"\boxed {5}", "5"),
-        ("\\boxed\n{5}", "5"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
-        (r"\boxed 5", "5"),
-        (r"$\boxed 5$", "5"),
-        (r"\boxed5", "5"),
-        (r"\boxed -3.5, I think", "-3.5"),
-        (r"\boxed \frac{1}{2}$", r"\frac{1}{2}"),
-        (r"\\boxed{5}", "5"),
-        (r"\boxed{\boxed{5}}", "5"),
-        (r"\boxed{5} and \boxed{6", "5"),
-        (r"{ \boxed{5}", "5"),
-        (r"} \boxed{5}", "5"),
-        (r"\boxed{5} goes in \boxed{}", "5"),
-        (r"\boxed{5} as \boxed to show", "5"),
-        (r"\boxed{  }", None),
-        (r"\boxed{5", None),
-        (r"\boxed", None),
-        (r"\boxedx{5}", None),
-        (r"boxed{5}", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "content"), TABLES["the_last_box_with_balanced_braces"])
 def test_the_last_box_with_balanced_braces(text: str, content: str | None) -> None:
     assert extract_boxed(text) == content
 

@@ -172,7 +172,7 @@ def world(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-async def until(condition: Any, seconds: float = 20.0) -> None:
+async def until(condition: Any, seconds: float = 120.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

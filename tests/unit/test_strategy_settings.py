@@ -94,7 +94,7 @@ def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: py
 
 def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vision tower in a step without images: neither momentum nor decay may move it, whatever the number of learners."""
-    together, shared = threading.Barrier(2, timeout=30), [torch.zeros(0)] * 2
+    together, shared = threading.Barrier(2, timeout=300), [torch.zeros(0)] * 2
 
     def all_reduce(tensor: torch.Tensor) -> None:
         rank = int(threading.current_thread().name)
