@@ -15,7 +15,6 @@ from core_support import (
     conversation,
     picture,
     reference_logprobs,
-    text_side,
     train_sample,
 )
 from torch import Tensor
@@ -29,11 +28,6 @@ from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Trajectory
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import expand, picture, plain_model, processor, text_side
+from core_support import expand, picture, processor, text_side
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -56,11 +56,6 @@ PARTS = st.lists(st.one_of(TEXTS, st.just(IMAGE)), min_size=1, max_size=4).map(t
 # What follows "assistant\n" as a sampled turn: leading white space would merge with the template's newline.
 REPLIES = TEXTS.map(lambda text: "x" + text)
 RELAXED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -320,11 +315,6 @@ def test_a_wrong_number_of_images_names_the_sample(codec: ChatCodec, counts: lis
 # --- rotary positions
 
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda size: (1, 2 * size[0], 2 * size[1]))
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return plain_model(tiny_folder)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -31,16 +31,6 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, StopReason
 Parts = list[str | EncodedImage]
 
 
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return plain_model(tiny_folder)
-
-
 @pytest.fixture
 def endless(model: Any, text: TextSide) -> Iterator[Backbone]:
     """A backbone that never ends a turn, so that lengths are what the test says."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import plain_model, reference_logits, request, text_side
+from core_support import reference_logits, request
 
 from rl_vlm.engines.base import EngineError, encode_choices
 from rl_vlm.engines.decoder import Decoder
@@ -18,16 +18,6 @@ from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, GenerationRequest, StopReason
 
 PREFIXES = ("red", "red square", "redder", "0", "1", "-1")
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return plain_model(tiny_folder)
 
 
 @pytest.fixture

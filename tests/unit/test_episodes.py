@@ -113,11 +113,6 @@ class Speaker:
         return self.change(Completion(request.request_id, prompt, tuple(samples), self.version, name))
 
 
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
-
 @pytest.fixture
 def speaker(tiny_folder: Path) -> Speaker:
     return Speaker(tiny_folder)

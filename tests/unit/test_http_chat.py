@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from core_support import adapted_policy, picture, text_side
+from core_support import adapted_policy, picture
 from engine_support import endless
 from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
 from openai.types.chat import ChatCompletion
@@ -23,11 +23,6 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, S
 
 IMAGE = picture(np.random.default_rng(3), 96, 64)
 HI = [{"role": "user", "content": "How many shapes are there?"}]
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

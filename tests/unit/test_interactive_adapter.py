@@ -1,7 +1,6 @@
 """Foreign interactive environments, unchanged, by file, by module and by id; and the registry's ways to name them."""
 
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from PIL import Image
 
 import rl_vlm
-from rl_vlm.envs import registry
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.envs.interactive import InteractiveEnvAdapter, to_message
@@ -22,21 +20,6 @@ GUESS = TESTS / "fixtures" / "envs" / "guess_env.py"
 SCORE = TESTS / "fixtures" / "envs" / "score_env.py"
 GEO3K = str(TESTS / "fixtures" / "geo3k")
 QUESTIONS = pa.schema([("problem", pa.string()), ("answer", pa.string()), ("images", pa.list_(pa.binary()))])
-
-
-@pytest.fixture
-def on_path(monkeypatch):
-    """Makes tests/fixtures/envs importable as a user's own packages are."""
-    monkeypatch.syspath_prepend(str(TESTS / "fixtures"))
-    yield
-    for name in [name for name in sys.modules if name == "envs" or name.startswith("envs.")]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Restores the registry after the test."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 def opened(env: VisionEnv, index=3):

@@ -22,7 +22,7 @@ from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Qu
 from rl_vlm.config import RewardSection, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.loading import TextSide
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout import scoring as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError
@@ -268,11 +268,6 @@ def test_the_labellers_token_is_not_sent_to_a_judge() -> None:
 
 
 # --- the served model as judge, really
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return load_text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

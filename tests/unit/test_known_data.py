@@ -18,7 +18,6 @@ import pytest
 from hub_server import Hub
 from PIL import Image
 
-from rl_vlm.cli import fetch
 from rl_vlm.envs.registry import make
 
 # One process for many commands: it answers each line, a list of arguments, with the exit code and what was printed.
@@ -187,13 +186,6 @@ def test_a_download_that_breaks_off_says_so_and_goes_on(hub: Hub, tmp_path: Path
         assert outcomes[0][0] == 1 and "broke off" in outcomes[0][2] and not outcomes[0][1]
     assert outcomes[1][0] == 0 and pq.read_table(Path(outcomes[1][1]) / "test.parquet").num_rows == 5
     assert not list(Path(outcomes[1][1]).glob(".*"))  # no draft is left
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else"])
-def test_a_file_that_a_crash_of_the_machine_cut_short_is_fetched_again(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "train.parquet"
-    file.write_bytes(content)
-    assert not fetch._is_complete(file)
 
 
 def test_a_hub_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update, text_side
+from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update
 
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder
@@ -240,11 +240,6 @@ def test_the_control_permutes_the_penalty_too() -> None:
 
 
 # --- gradients
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

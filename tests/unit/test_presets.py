@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from rl_vlm.cli.app import app
 from rl_vlm.config import load_config, parse_config, save_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.config.loading import apply_overrides
-from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.types import UserInputError
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
@@ -175,19 +173,6 @@ def test_settings_that_recipes_and_sweeps_hold_fixed_are_told_where_they_have_no
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_no_recipe_sets_what_it_does_not_read(path: Path) -> None:
     assert list(load_config(path).notes()) == []
-
-
-def test_a_dry_run_and_a_start_tell_what_has_no_effect(tiny_folder: Path) -> None:
-    sentence = "algorithm.clip_high has no effect with algorithm.loss cispo, only with clipped or gspo."
-    overrides = [f"model.path={tiny_folder}", "algorithm.loss=cispo"]
-    result = CliRunner().invoke(app, ["train", str(QUICKSTART), *overrides, "--dry-run"])
-    assert result.exit_code == 0 and sentence in result.output
-    said: list[str] = []
-    start: Any = SimpleNamespace(
-        config=load_config(QUICKSTART, overrides), display=SimpleNamespace(message=said.append)
-    )
-    RunLifecycle._announce(start, serves=True)
-    assert said[0] == sentence and said[-1].startswith("Starting Ray")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -1,6 +1,5 @@
 """The registry's ways to name an environment: id, module and file."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,6 @@ from rl_vlm.types import UserInputError
 
 TESTS = Path(__file__).parents[1]
 BROKEN = TESTS / "fixtures" / "envs" / "broken_env.py"
-
-
-@pytest.fixture
-def on_path(monkeypatch):
-    """Makes tests/fixtures/envs importable as a user's own packages are."""
-    monkeypatch.syspath_prepend(str(TESTS / "fixtures"))
-    yield
-    for name in [name for name in sys.modules if name == "envs" or name.startswith("envs.")]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Restores the registry after the test."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 def test_a_vision_env_is_made_by_file_and_by_module(on_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from core_support import adapted_policy, request, run_config, text_side
+from core_support import adapted_policy, request, run_config
 from engine_support import endless, until
 from ray import serve
 from registry_support import Direct, arrived
@@ -58,11 +58,6 @@ def make(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(deploy, "deploy_shared", lambda *_: None)
     monkeypatch.setattr(deploy, "_was_restarted", lambda: False)
     yield lambda **dotted: Place(tiny_folder, **dotted)
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import Sample, adapted_policy, batch_of, conversation, picture, text_side, train_sample
+from core_support import Sample, adapted_policy, batch_of, conversation, picture, train_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -70,11 +70,6 @@ def test_values_and_gradients_equal_the_dense_mask(rows: list[list[int]], seed: 
         *(torch.autograd.grad((mixed * weight).sum(), sides) for mixed in (ours, expected)), strict=True
     ):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.envs.rows import BadRowError
-from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.loading import TextSide
 from rl_vlm.supervised.conversations import ConversationEncoder, read_conversation
 from rl_vlm.types import Trajectory
 
@@ -33,11 +32,6 @@ TURN = r"""
             {{- content }}
         {%- endif %}
 """
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return load_text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

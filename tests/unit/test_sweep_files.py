@@ -24,13 +24,11 @@ from rl_vlm.runs.train import kind_of
 from rl_vlm.sweeps.results import SweepProgress, group_by_setting, read_results, write_results
 from rl_vlm.sweeps.sweep import (
     _MARKER,
-    _scheduler,
     check_folder,
     run_sweep,
-    sweep_folder,
     write_settings,
 )
-from rl_vlm.sweeps.trial import Room, own_cpus, trial_class, trials_at_once
+from rl_vlm.sweeps.trial import Room, trial_class, trials_at_once
 from rl_vlm.types import UserInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -242,13 +240,6 @@ def test_population_based_training_needs_values_that_it_can_vary(changes: dict[s
         SweepConfig.model_validate({**given, **changes})
 
 
-def test_a_random_search_holds_back_what_may_not_run_yet() -> None:
-    """Tune ignores its own bound where it is given such a search."""
-    from rl_vlm.sweeps.sweep import _search
-
-    assert _search(sweep(), 2).max_concurrent == 2
-
-
 # --- how many trials fit
 
 
@@ -269,14 +260,6 @@ def test_a_space_that_varies_sizes_needs_room_for_the_largest() -> None:
     space = {"serving.num_replicas": {"grid": [1, 4]}, "rollout.num_env_runners": {"randint": [1, 4]}}
     room = Room.of(RUN, SweepConfig.model_validate({"space": space}), trial_class(ALGORITHM, list(space)))
     assert room.each["CPU"] == 1 + 3 * 0.25 + 4 * 0.5
-
-
-def test_a_private_cluster_has_room_for_the_trials_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_vlm.sweeps.trial.available_cpus", lambda: 2)
-    assert own_cpus(RUN, sweep(), ROOM) == 3  # for one, on two cores
-    assert own_cpus(RUN, sweep(max_concurrent=2), ROOM) == 5
-    assert own_cpus(RUN, sweep(max_concurrent=20), ROOM) == 10  # there are four
-    assert own_cpus(load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), ROOM) == 4
 
 
 def test_no_more_trials_start_than_fit_with_their_replicas() -> None:
@@ -346,15 +329,6 @@ def test_a_sweep_is_resumed_with_the_configuration_that_it_began_with(tmp_path: 
         check_folder(other, sweep(), folder, resume=True)
 
 
-def test_a_sweep_is_written_only_where_it_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="s3://bucket/run is a URL"):
-        sweep_folder("s3://bucket/run")
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    with pytest.raises(UserInputError, match="which Ray deletes"):
-        sweep_folder(tmp_path / "working_dir_files" / "runs")
-    assert sweep_folder(tmp_path / "runs") == tmp_path / "runs"
-
-
 def test_two_processes_do_not_run_one_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "sweep"
     monkeypatch.setattr("rl_vlm.sweeps.sweep.inspect_run", lambda run: None)
@@ -376,11 +350,3 @@ def test_two_processes_do_not_run_one_sweep(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(InterruptedRun):
             run_sweep(RUN, sweep(), folder, resume=resume)
     assert tried and (folder / _MARKER).is_file()
-
-
-def test_population_based_training_stays_in_the_space() -> None:
-    """It scales by 0.8 and 1.2, and the configuration may refuse what lies beyond: 1.08 is no gamma."""
-    space = {"algorithm.gamma": {"uniform": [0.8, 1.0]}, "rollout.group_size": {"randint": [4, 9]}}
-    scheduler = _scheduler(sweep(space=space, stopping={"name": "pbt"}))
-    explored = scheduler._custom_explore_fn({"algorithm.gamma": 1.08, "rollout.group_size": 10, "run_config": {}})
-    assert explored == {"algorithm.gamma": 1.0, "rollout.group_size": 8, "run_config": {}}
