@@ -290,7 +290,7 @@ def test_choices_have_the_distribution_of_the_transformers_engine(
         np.testing.assert_allclose(ours[choice], theirs[choice], rtol=0, atol=TOLERANCE)
     (greedy,) = drawn(engine, temperature=0.0)
     assert (greedy,) == tuple(drawn(other_engine, temperature=0.0))
-    with pytest.raises(EngineError, match="max_new_tokens is 2"):
+    with pytest.raises(EngineError, match="max_new_tokens"):
         drawn(engine, max_new_tokens=2)
 
 
@@ -340,7 +340,7 @@ def test_closing_a_stream_aborts_its_requests_and_errors_end_it(engine: VLLMEngi
                 await asyncio.sleep(0.01)
 
     asyncio.run(leave())
-    with pytest.raises(EngineError, match="exceed the context"):
+    with pytest.raises(EngineError, match="context"):
         asyncio.run(read_stream(engine, ask(text, "long", max_new_tokens=5000)))
 
 
@@ -358,7 +358,7 @@ def test_what_cannot_be_sampled_is_named_and_leaves_the_engine_working(
             generate(engine, good, replace(request, request_id="bad"))
     with monkeypatch.context() as patch:
         patch.setattr(ImageProcessorSpec, "count_tokens", lambda self, width, height: 5)
-        with pytest.raises(EngineError, match=r"Request good: vLLM expanded the prompt .* grids"):
+        with pytest.raises(EngineError, match="grids"):
             generate(engine, good)
     (completion,) = generate(engine, good)
     counts = [text.images.count_tokens(96, 64)]
@@ -511,7 +511,7 @@ def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
 
 
 def test_a_start_that_fails_says_why(model: Path) -> None:
-    with pytest.raises(EngineError, match=r"vLLM did not start: .*max_model_len"):
+    with pytest.raises(EngineError, match="max_model_len"):
         VLLMEngine(model, dtype="float32", serving=ServingSection(engine="vllm", max_context=1_000_000))
 
 

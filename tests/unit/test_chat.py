@@ -229,14 +229,14 @@ def test_text_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None
 
 
 def test_an_image_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="0 image placeholders for 1 images"):
+    with pytest.raises(UserInputError, match="placeholders"):
         codec.encode_prompt([Message.of("system", IMAGE, "a"), Message.of("user", "b")])
 
 
 def test_half_a_character_is_an_error_wherever_it_stands(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="leave lone surrogates out"):
+    with pytest.raises(UserInputError, match="surrogates"):
         codec.encode_prompt([Message.of("user", "cut emoji \ud83d")])
-    with pytest.raises(UserInputError, match="leave lone surrogates out"):
+    with pytest.raises(UserInputError, match="surrogates"):
         codec.encode_text("cut emoji \ud83d")
 
 
@@ -363,5 +363,5 @@ def test_thinking_is_switched_where_the_template_can(text: TextSide, ending: str
         if thinking in accepted:
             assert codec.decode(codec.encode_prompt(messages, thinking).token_ids) == plain + accepted[thinking]
         else:
-            with pytest.raises(UserInputError, match="leave enable_thinking out"):
+            with pytest.raises(UserInputError, match="enable_thinking"):
                 codec.encode_prompt(messages, thinking)

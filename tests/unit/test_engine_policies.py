@@ -140,7 +140,7 @@ def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights
         await engine.load_adapter(payloads["a", 1])
         await engine.generate([asked])
         await engine.drop_policy("a")
-        with pytest.raises(EngineError, match="policy a has no version 1 here"):
+        with pytest.raises(EngineError, match="version 1"):
             await engine.generate([asked])
         await engine.load_adapter(other)
         return (await engine.generate([asked]))[0]

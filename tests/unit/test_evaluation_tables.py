@@ -169,7 +169,7 @@ def test_outcomes_are_in_the_file_at_once_and_read_as_they_were(tmp_path: Path) 
         log.add([one])
         head, line = path.read_text().splitlines()
         assert read_outcome(json.loads(line)) == one and json.loads(head)["identity"] == {"seed": 0}
-        with pytest.raises(UserInputError, match="Another evaluation is writing"):
+        with pytest.raises(UserInputError, match="Another evaluation"):
             OutcomeLog(path, {"seed": 0}, resume=True)
     with OutcomeLog(path, {"seed": 0}, resume=True) as log:
         assert log.outcomes == [one] and [t.index for t in log.missing([task(2), task(3)], "policy")] == [2]

@@ -153,7 +153,7 @@ def test_a_version_survives_transport_folders_and_checkpoints(tiny_folder: Path,
     saved = save_checkpoint(tmp_path / "checkpoints", 3, Checkpoint(payload, {}, {"updates": 3}), keep=1)
     assert read_checkpoint(saved).adapter == payload
     (saved / "weights" / "model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(UserInputError, match="incomplete or corrupt"):
+    with pytest.raises(UserInputError, match="corrupt"):
         read_checkpoint(saved)
 
 

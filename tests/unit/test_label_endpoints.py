@@ -223,7 +223,7 @@ def test_no_key_of_openai_is_sent_to_another_endpoint(token: str, monkeypatch: p
 
 
 def test_an_address_must_be_http() -> None:
-    with pytest.raises(UserInputError, match="must be an http"):
+    with pytest.raises(UserInputError, match="http"):
         OpenAIEndpoint(EndpointSection(url="file:///etc/passwd"))
 
 
@@ -257,6 +257,6 @@ def test_probabilities_of_choices_from_first_tokens() -> None:
     "url", ["http://localhost:80a0/v1", "http://localhost:80000/v1", "http:///v1", "http://a:secret/1@b/v1"]
 )
 def test_an_address_that_cannot_be_read_is_refused_at_once_and_not_shown(url: str) -> None:
-    with pytest.raises(UserInputError, match="address cannot be read") as found:
+    with pytest.raises(UserInputError, match="address") as found:
         OpenAIEndpoint(EndpointSection(url=url))
     assert "secret" not in str(found.value)

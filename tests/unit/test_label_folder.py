@@ -65,25 +65,25 @@ def test_a_label_store_can_be_labelled_anew(tmp_path: Path) -> None:
 
 
 def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="There is no folder"):
+    with pytest.raises(UserInputError, match="folder"):
         find_pairs(tmp_path / "none")
     with pytest.raises(UserInputError, match="holds no pairs"):
         find_pairs(tmp_path)
     save(tmp_path / "first_1.png", 3)
-    with pytest.raises(UserInputError, match=r"other picture of first_1\.png is missing"):
+    with pytest.raises(UserInputError, match=r"first_1\.png"):
         find_pairs(tmp_path)
     save(tmp_path / "first_1.jpg", 3)
-    with pytest.raises(UserInputError, match=r"first_1\.jpg and first_1\.png in .* are the same side of one pair"):
+    with pytest.raises(UserInputError, match="same side"):
         find_pairs(tmp_path)
     (tmp_path / "first_1.jpg").unlink()
     (tmp_path / "second_1.png").write_bytes(b"no picture")
-    with pytest.raises(UserInputError, match=r"Cannot read the picture .*second_1\.png"):
+    with pytest.raises(UserInputError, match=r"second_1\.png"):
         find_pairs(tmp_path)
     (tmp_path / "pairs.csv").write_text("a,b\n")
-    with pytest.raises(UserInputError, match="needs the columns first and second"):
+    with pytest.raises(UserInputError, match="first and second"):
         find_pairs(tmp_path)
     (tmp_path / "pairs.csv").write_text("first,second,first\na,b,c\n")
-    with pytest.raises(UserInputError, match="pairs.csv has the column first more than once"):
+    with pytest.raises(UserInputError, match="pairs.csv"):
         find_pairs(tmp_path)
 
 
@@ -170,5 +170,5 @@ def test_a_picture_outside_of_the_folder_is_not_read(tmp_path: Path, escape: str
     (folder / "link.jpg").symlink_to(passport)
     name = str(passport) if escape == "absolute" else escape
     (folder / "pairs.csv").write_text(f"first,second\na.png,{name}\n")
-    with pytest.raises(UserInputError, match="Cannot read the picture .* leaves the folder"):
+    with pytest.raises(UserInputError, match="leaves the folder"):
         find_pairs(folder)

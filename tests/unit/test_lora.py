@@ -138,9 +138,7 @@ def test_what_an_adapter_holds_beside_its_pairs_is_not_left_out_silently(
         first = next(iter(state)).partition(".lora_")[0]
         state[f"{first}.bias" if name == "bias" else name] = torch.zeros(4)
     whole = AdapterPayload.packed(payload.version, state, payload.config_json)
-    with pytest.raises(
-        UserInputError, match=r"holds 1 tensors that are no LoRA of a linear layer.*merge it into the model"
-    ):
+    with pytest.raises(UserInputError, match="1 tensors"):
         merged_weights(whole, linear_weights(plain_model(tiny_folder)))
 
 
@@ -212,7 +210,7 @@ def test_loading_a_state_brings_back_every_bit(tiny_folder: Path, payload: Adapt
 
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"tensors": b"x"}])
 def test_bytes_that_do_not_match_their_hash_are_refused(payload: AdapterPayload, change: dict[str, Any]) -> None:
-    with pytest.raises(UserInputError, match="version 3 is corrupt"):
+    with pytest.raises(UserInputError, match="corrupt"):
         dataclasses.replace(payload, **change).verify()
 
 

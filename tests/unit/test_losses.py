@@ -182,7 +182,7 @@ def test_k1_as_a_loss_is_refused_because_its_expected_gradient_is_zero() -> None
     # The expectation over the policy's own samples: probabilities without a gradient, times the estimate.
     (gradient,) = torch.autograd.grad((new.detach().exp() * (new - reference)).sum(), logits)
     assert gradient.abs().max() < 1e-12
-    with pytest.raises(ValueError, match="no expected gradient"):
+    with pytest.raises(ValueError, match="gradient"):
         AlgorithmSection(kl_estimator="k1")  # type: ignore[arg-type]
 
 

@@ -196,7 +196,7 @@ def test_the_object_store_holds_the_versions_of_an_adapter() -> None:
     run = recipe("geo3k_qwen3vl_8b")
     assert adapters_mib(run) == 999  # three times 349 * 10^6 bytes
     assert object_store_mib(run) == 999 + 128
-    with pytest.raises(UserInputError, match=r"object_store_mib 256 is too small: 3 versions .* rank 32, take 999 MiB"):
+    with pytest.raises(UserInputError, match="999 MiB"):
         object_store_mib(recipe("geo3k_qwen3vl_8b", "resources.object_store_mib=256"))
     assert object_store_mib(RunConfig()) == 256
     assert adapters_mib(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml")) == 0

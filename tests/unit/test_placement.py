@@ -42,7 +42,7 @@ def test_each_actor_asks_for_its_kind_of_node() -> None:
 def test_a_cluster_without_such_nodes_is_named_before_actors_wait_for_ever() -> None:
     offered = {"CPU": 8.0, "gpu_serving": 2.0}
     ray_session._check_placement(run(replicas_on="gpu_serving"), offered)
-    with pytest.raises(UserInputError, match=r"names gpu_learner and no node of the cluster offers it: .*gpu_learner"):
+    with pytest.raises(UserInputError, match="gpu_learner"):
         ray_session._check_placement(run(replicas_on="gpu_serving", learners_on="gpu_learner"), offered)
 
 

@@ -64,6 +64,6 @@ def test_an_iteration_that_shows_a_fault_is_recorded_before_the_run_ends() -> No
         log_iteration=lambda iteration, _: recorded.append(iteration), log_spans=lambda *_: None
     )
     run.display = SimpleNamespace(update=lambda *_: None)  # type: ignore[assignment]
-    with pytest.raises(SightError, match="Rows are missing"):
+    with pytest.raises(SightError):
         run._iterate()
     assert recorded == [5]

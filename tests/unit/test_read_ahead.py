@@ -66,7 +66,7 @@ def test_an_image_that_cannot_be_decoded_is_an_error_where_it_is_read() -> None:
     reader = ReadAhead(SPEC)
     reader.announce([broken, good])
     reader.read([good])
-    with pytest.raises(ImageError, match="cannot be decoded"):
+    with pytest.raises(ImageError):
         reader.read([broken])
 
 

@@ -76,5 +76,5 @@ def test_images_are_written_once(tmp_path):
 
 def test_unreadable_trajectories_are_named(tmp_path):
     (tmp_path / "iteration-000001.parquet").write_bytes(b"not parquet")
-    with pytest.raises(UserInputError, match="iteration-000001.parquet"):
+    with pytest.raises(UserInputError, match="iteration-000001"):
         read_trajectories(tmp_path)

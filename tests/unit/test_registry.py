@@ -71,9 +71,9 @@ def test_an_unknown_environment_is_refused(spec, message):
 def test_a_registered_function_or_class_is_made(registered):
     rl_vlm.register("Mine-v0", lambda size=1: InteractiveEnvAdapter(lambda sample, args: None, max_turns=size))
     assert isinstance(rl_vlm.make("Mine-v0", size=2), InteractiveEnvAdapter)
-    with pytest.raises(UserInputError, match="does not take these arguments"):
+    with pytest.raises(UserInputError, match="arguments"):
         rl_vlm.make("Mine-v0", sizes=2)
-    with pytest.raises(UserInputError, match="exists in this process only"):
+    with pytest.raises(UserInputError, match="this process"):
         registry.portable_id("Mine-v0")
     rl_vlm.register("Geo-v9", "rl_vlm.zoo.geo3k.environment:Geo3kEnv")
     assert registry.portable_id("Geo-v9") == "rl_vlm.zoo.geo3k.environment:Geo3kEnv"
@@ -89,5 +89,5 @@ def test_an_installed_package_registers_ids_by_entry_points(tmp_path, monkeypatc
     assert "hi" in rl_vlm.make("Packaged-v0", hello="hi").reset()[0].messages[0].text
     assert "Packaged-v0" in registry.registered()
     assert registry.portable_id("Packaged-v0") == "Packaged-v0"
-    with pytest.raises(UserInputError, match="Did you mean Packaged-v0"):
+    with pytest.raises(UserInputError, match="Packaged-v0"):
         rl_vlm.make("Packaged-v1")

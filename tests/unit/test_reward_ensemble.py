@@ -237,17 +237,17 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_inputs_of_another_size_are_refused() -> None:
     ensemble = image_ensemble()
-    with pytest.raises(UserInputError, match=r"sees inputs of \(48, 48, 3\), not of \(64, 64, 3\)"):
+    with pytest.raises(UserInputError, match=r"\(64, 64, 3\)"):
         ensemble.rewards(np.zeros((1, 64, 64, 3), np.uint8))
     with pytest.raises(UserInputError, match="sees inputs of"):
         ensemble.inputs_of(pair(1, 2, size=64).first)
-    with pytest.raises(UserInputError, match="needs segments with pictures"):
+    with pytest.raises(UserInputError, match="pictures"):
         ensemble.inputs_of(state_pairs(1)[0].first)
-    with pytest.raises(UserInputError, match="too small for the reward CNN"):
+    with pytest.raises(UserInputError, match="too small"):
         image_ensemble(size=20)
-    with pytest.raises(UserInputError, match="as many kernels"):
+    with pytest.raises(UserInputError, match="kernels"):
         image_ensemble(kernels=(3,))
-    with pytest.raises(UserInputError, match="sees states and actions"):
+    with pytest.raises(UserInputError, match="states"):
         RewardEnsemble((48, 48, 3), RewardModelSection(architecture="mlp"))
     with pytest.raises(UserInputError, match="sees pictures"):
         RewardEnsemble((5,), RewardModelSection())
@@ -272,9 +272,9 @@ def test_resnet_takes_local_weights(tmp_path: Path) -> None:
         assert (network.layer4[1].conv2.weight == state["layer4.1.conv2.weight"]).all()  # type: ignore[index, union-attr]
         assert network.fc.out_features == 1  # type: ignore[union-attr]
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "wrong.safetensors")
-    with pytest.raises(UserInputError, match="not those of a ResNet-18"):
+    with pytest.raises(UserInputError, match="ResNet-18"):
         resnet18(tmp_path / "wrong.safetensors")
-    with pytest.raises(UserInputError, match="Cannot read the weights"):
+    with pytest.raises(UserInputError, match="weights"):
         resnet18(tmp_path / "none.pth")
 
 

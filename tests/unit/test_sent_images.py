@@ -99,7 +99,7 @@ def test_more_images_than_fit_are_dropped_longest_unused_first() -> None:
     shelf.whole([shown(0), shown(1), shown(2)])
     shelf.whole([lean(0)])
     shelf.whole([shown(3)])
-    with pytest.raises(ImagesMissingError, match="1 images"):
+    with pytest.raises(ImagesMissingError):
         shelf.whole([lean(0, 1)])
     assert shelf.whole([lean(0, 2)]) == [shown(0, 2)]
 

@@ -59,7 +59,7 @@ def test_without_an_answer_nothing_is_served_in_place_of_the_adapter() -> None:
         registry = Registry(RayActorError(), 2)
         registry.free.set()
         backend = backend_of(registry)
-        with pytest.raises(GenerationFailedError, match="The adapter registry does not answer: try again"):
+        with pytest.raises(GenerationFailedError):
             await backend.models()
         assert await names(backend) == ["policy", "policy-v2", "tiny"]
 

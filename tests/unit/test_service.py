@@ -59,7 +59,7 @@ def test_a_registry_that_restarts_gets_the_version_when_its_tenant_joins_again(m
     assert joined == [Published(3, "hash", "reference")] and not answers  # type: ignore[arg-type]
     assert service.newest_version() == 3
     service = made({**calls, "publish": lambda published: ActorDiedError()}, monkeypatch, publish_timeout_s=1e-9)
-    with pytest.raises(ServingError, match="Version 4 could not be published"):
+    with pytest.raises(ServingError, match="Version 4"):
         service.publish(replace(PAYLOAD, version=4))
 
 
@@ -78,7 +78,7 @@ def test_a_full_object_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert not failures
     failures.append(ObjectStoreFullError("full"))
     service = made(calls, monkeypatch, publish_timeout_s=-1.0)
-    with pytest.raises(ServingError, match="Version 3 does not fit into the object store"):
+    with pytest.raises(ServingError, match="object store"):
         service.publish(PAYLOAD)
 
 

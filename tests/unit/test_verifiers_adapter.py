@@ -79,7 +79,7 @@ def test_tools_are_described_called_and_answered():
 def test_an_error_of_the_environment_aborts_the_episode_and_the_next_one_is_fine():
     env = made(kind="multi")
     opened(env)
-    with pytest.raises(EnvError, match="InfraError: the sandbox is gone"):
+    with pytest.raises(EnvError, match="InfraError"):
         env.step("broken")
     opened(env)
     opened(env)  # the rollout before it is cancelled
@@ -104,9 +104,9 @@ def test_signal_handlers_stay_and_it_is_made_outside_of_the_main_thread():
 
 
 def test_what_cannot_be_played_is_refused_by_name():
-    with pytest.raises(UserInputError, match="compares the answers of a group .ranked"):
+    with pytest.raises(UserInputError, match="ranked"):
         made(kind="group")
-    with pytest.raises(UserInputError, match="cannot be loaded"):
+    with pytest.raises(UserInputError, match="loaded"):
         rl_vlm.make("verifiers:no-such-environment")
-    with pytest.raises(UserInputError, match="cannot be loaded .*colour"):
+    with pytest.raises(UserInputError, match="colour"):
         made(colour=1)

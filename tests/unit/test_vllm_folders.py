@@ -24,7 +24,7 @@ def test_weights_that_do_not_fit_are_an_error_and_leave_nothing(monkeypatch: pyt
     try:
         payload = FullPayload.build(1, {"a": torch.ones(64)}, "base")
         monkeypatch.setattr(Path, "write_bytes", full)
-        with pytest.raises(EngineError, match=r"cannot be written to .* \(No space left on device\): free space there"):
+        with pytest.raises(EngineError, match="No space left"):
             versions._write(payload)
         assert not list(versions._root.iterdir())
         monkeypatch.undo()

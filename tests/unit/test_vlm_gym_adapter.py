@@ -56,9 +56,9 @@ def test_create_env_is_called_with_its_name_and_the_environments_arguments():
     assert rl_vlm.make(f"{CREATOR}:create_env", name="caption").num_items("train") == 1
     with pytest.raises(UserInputError, match="set env.kwargs.name"):
         rl_vlm.make(CREATOR)
-    with pytest.raises(UserInputError, match="cannot be made .KeyError: 'nope'"):
+    with pytest.raises(UserInputError, match="nope"):
         rl_vlm.make(CREATOR, name="nope")
-    with pytest.raises(UserInputError, match="does not take these arguments .*colour"):
+    with pytest.raises(UserInputError, match="colour"):
         rl_vlm.make(NLVR2, colour="red")
 
 
@@ -96,7 +96,7 @@ def test_splits_are_disjoint():
     assert endless.num_items("train") is None
     numbers = {split: {opened(endless, index, split)[1]["task"] for index in range(9)} for split in ("train", "test")}
     assert not numbers["train"] & numbers["test"]
-    with pytest.raises(UserInputError, match="outside the 1 tasks of the test"):
+    with pytest.raises(UserInputError, match="1 tasks"):
         opened(env, 1, "test")
 
 
@@ -116,7 +116,7 @@ def test_a_models_tokenizer_is_used_where_one_is_named(tmp_path):
     env = rl_vlm.make(CREATOR, name="countdown", tokenizer=str(tmp_path))
     opened(env)
     assert env.step("red square")[0].messages[0].text.startswith("You said red square; 2 left")
-    with pytest.raises(UserInputError, match="cannot be loaded"):
+    with pytest.raises(UserInputError, match="loaded"):
         rl_vlm.make(CREATOR, name="countdown", tokenizer="/no/such/folder")
 
 
@@ -148,7 +148,7 @@ def test_create_env_of_a_checkout_finds_its_modules_under_the_frameworks_name(tm
     env = rl_vlm.make(str(folder / "creator.py"), name="nlvr2", split="test")
     assert opened(env)[0].text.startswith("Look at the two images. test 0")
     (folder / "lacking.py").write_text("def create_env(name, tokenizer):\n    import vlmrl.envs.nowhere\n")
-    with pytest.raises(UserInputError, match="cannot be made .*vlmrl.envs.nowhere"):
+    with pytest.raises(UserInputError, match="vlmrl.envs.nowhere"):
         rl_vlm.make(str(folder / "lacking.py"), name="nlvr2")
 
 
