@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Generator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,14 +149,6 @@ def test_conversations_stay_on_their_replica() -> None:
     assert by_session["y"] == [["y0", "y1", "y2"]]
     assert by_session["#0"] == [["0", "2"]]
     assert by_session["#1"] == [["1"]]
-
-
-def test_the_base_model_is_asked_in_calls_of_its_own() -> None:
-    """An engine that merges adapters cannot answer for both in one batch, and refuses such calls."""
-    handle = Handle()
-    judged = [replace(ask(f"judge{k}"), min_version=-1) for k in range(2)]
-    run(client_of(handle, homes=[0]), ask("a"), judged[0], ask("b"), judged[1])
-    assert [[asked.request_id for asked in batch] for _, batch in handle.calls] == [["a", "b"], ["judge0", "judge1"]]
 
 
 def test_long_answers_are_asked_for_one_by_one() -> None:

@@ -50,20 +50,6 @@ def here() -> dict[str, Check]:
         os.environ.update(environment)
 
 
-@pytest.mark.parametrize(
-    ("variable", "compiled", "status"),
-    [(True, False, "warn"), (True, True, "ok"), (False, False, "ok"), (False, True, "ok")],
-)
-def test_modules_that_each_process_compiles_anew_are_told(monkeypatch, tmp_path, variable, compiled, status):
-    monkeypatch.setattr(doctor.sys, "dont_write_bytecode", variable)
-    kept = tmp_path / "torch.pyc"
-    if compiled:
-        kept.touch()
-    monkeypatch.setattr(doctor.importlib.util, "cache_from_source", lambda source: str(kept))
-    (check,) = found(doctor._bytecode()).values()
-    assert (check.name, check.status) == ("bytecode", status)
-
-
 def test_this_environment_loads(here):
     assert here["python"].status == here["ray"].status == here["import"].status == "ok"
     assert not any(check.status == "fail" for name, check in here.items() if not name.startswith("disk"))

@@ -77,20 +77,6 @@ def test_answers_come_in_the_order_of_their_requests(engine: TransformersEngine,
     assert all(answer.queue_s >= 0 and answer.generate_s > 0 for answer in answers)
 
 
-def test_calls_that_overlap_give_the_same_as_alone(engine: TransformersEngine, text: TextSide) -> None:
-    requests = [fixed(text, name=str(k), seeds=(k, 50 + k)) for k in range(8)]
-    alone = [asyncio.run(one(engine, asked)) for asked in requests]
-
-    async def staggered(k: int) -> Completion:
-        await asyncio.sleep(0.01 * k)
-        return await one(engine, requests[k])
-
-    async def together() -> list[Completion]:
-        return await asyncio.gather(*(staggered(k) for k in range(8)))
-
-    assert [words(answer) for answer in asyncio.run(together())] == [words(answer) for answer in alone]
-
-
 def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: TextSide) -> None:
     narrow = TransformersEngine(tiny_folder, max_context=CONTEXT, max_rows=3)
     most = 0
@@ -410,21 +396,6 @@ def test_a_broken_adapter_is_refused_and_the_engine_goes_on(
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
     asyncio.run(engine.load_adapter(later(payload, 3)))
     assert engine.version == 3
-
-
-def test_two_adapters_at_once_are_refused(engine: TransformersEngine, text: TextSide, payload: AdapterPayload) -> None:
-    async def two() -> None:
-        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=300)))
-        await until(lambda: rows(engine) > 0)
-        first = asyncio.ensure_future(engine.load_adapter(payload))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="one at a time"):
-            await engine.load_adapter(later(payload, 2))
-        await asyncio.gather(running, first)
-
-    with endless(engine, text):
-        asyncio.run(two())
-    assert engine.version == 1
 
 
 # --- lockstep

@@ -13,7 +13,7 @@ import torch
 from core_support import picture, plain_model, reference_logits, request
 from engine_support import endless, until
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError
+from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest, SampleChunk
@@ -142,17 +142,6 @@ def test_a_failing_step_ends_the_stream_after_the_tokens_it_had(
     with endless(engine, text), pytest.raises(EngineError, match="out of memory"):
         asyncio.run(count())
     assert got == 3
-
-
-def test_streams_and_calls_of_the_base_model_do_not_mix_with_the_policys(
-    engine: TransformersEngine, text: TextSide
-) -> None:
-    async def both() -> list[list[SampleChunk]]:
-        return await asyncio.gather(read(engine, ask(text, min_version=BASE_MODEL)), read(engine, ask(text)))
-
-    base, policy = asyncio.run(both())
-    assert {chunk.policy_version for chunk in base} == {BASE_MODEL}
-    assert {chunk.policy_version for chunk in policy} == {0}
 
 
 # --- alternatives

@@ -356,11 +356,6 @@ def test_a_prompt_beyond_the_context_fails_the_group_by_name(speaker: Speaker) -
     assert speaker.requests == []
 
 
-def test_a_task_may_restrict_what_is_sampled_from(speaker: Speaker) -> None:
-    play(pool_of(on("go on"), END), speaker, size=1, top_p=0.9, top_k=5)
-    assert [(asked.sampling.top_p, asked.sampling.top_k) for asked in speaker.requests] == [(0.9, 5)] * 2
-
-
 # --- how turns end
 
 
@@ -473,14 +468,6 @@ def test_a_policy_that_fails_fails_the_group_with_its_reason(speaker: Speaker) -
     assert (error.reason, str(error)) == ("engine", "overloaded")
 
 
-def test_an_unknown_error_leaves_no_environment_open(speaker: Speaker) -> None:
-    pool = pool_of(END)
-    speaker.answer = lambda request, k: KeyError("a bug")
-    with pytest.raises(KeyError):
-        play(pool, speaker)
-    wait_for(lambda: all(env.closed for env in made(pool)))
-
-
 def test_an_error_waits_for_the_other_episodes(speaker: Speaker) -> None:
     """No environment is still stepping when its group is given up."""
     stepping = threading.Event()
@@ -560,15 +547,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def test_slow_steps_after_many_quick_resets_run_side_by_side() -> None:
-    pool = pool_of()
-    for _ in range(30):
-        asyncio.run(pool.run([lambda: None], "reset"))
-    meeting = threading.Barrier(8)
-    numbers = asyncio.run(pool.run([lambda: meeting.wait(10)] * 8, "step"))
-    assert sorted(numbers) == list(range(8))  # one after the other none would meet the others
 
 
 # --- retry

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
+from tables import table
 
 from rl_vlm.zoo.geospot.places import Gazetteer, haversine_km, open_gazetteer
 
-TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/gazetteer.json").read_text())
+TABLES = table("gazetteer")
 
 
 @pytest.fixture(scope="module")

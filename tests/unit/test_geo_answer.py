@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from rl_vlm.zoo.geospot.places import MAX_CHARS, GeoAnswer, Kind, name_key, parse_answer
 
-TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/place_names.json").read_text())
+TABLES = table("place_names")
 
 # Written by hand: text, city, region, country, coords, valid. None stands for what is missing or can be read in two ways.
-CASES = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "places.json").read_text())
+CASES = table("places")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[repr(case[0][:40]) for case in CASES])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory_support import published_configs
-from packaging.version import Version
+from tables import table
 from torch._utils import _get_device_index
 
 from rl_vlm.algorithms.grpo import GRPOConfig
@@ -34,28 +34,7 @@ def run(serving: dict[str, Any] | None = None, learner: dict[str, Any] | None = 
     return parse_config({"serving": serving or {}, "learner": learner or {}, **other})
 
 
-@pytest.mark.parametrize(
-    ("serving", "learner", "message"),
-    [
-        ({}, {"num_learners": 2, "gpus_per_learner": 0.5}, "two learners on one GPU, which NCCL refuses"),
-        ({}, {"num_learners": 1, "gpus_per_learner": 2}, "gpus_per_learner"),
-        ({"gpus_per_replica": 1.5}, {}, r"1.5 GPUs: Ray gives a share of one GPU \(up to 1\) or whole GPUs; use 2"),
-        ({"gpus_per_replica": 2}, {}, "gpus_per_replica 2 and vllm.tensor_parallel_size 1 contradict .* set both to 2"),
-        ({"gpus_per_replica": 1, "vllm": {"tensor_parallel_size": 4}}, {}, "set both to 4"),
-        ({"gpus_per_replica": 0.5, "vllm": {"tensor_parallel_size": 2}}, {}, "or tensor_parallel_size to 1"),
-        ({"gpus_per_replica": 2, "engine": "transformers"}, {}, "engine transformers, which computes on one GPU"),
-        (
-            {"gpus_per_replica": 0.5, "num_replicas": 2, "vllm": {"gpu_memory_utilization": 0.85}},
-            {},
-            "gpu_memory_utilization 0.85 is more of the GPU than gpus_per_replica 0.5 .* set it to 0.5 or less",
-        ),
-        (
-            {"gpus_per_replica": 1, "vllm": {"max_num_batched_tokens": 128}},
-            {},
-            r"max_num_batched_tokens \(128\) is below vllm.max_num_seqs \(256\)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("serving", "learner", "message"), table("refused_settings")["gpu_settings"])
 def test_settings_that_contradict_each_other(serving: dict[str, Any], learner: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         run(serving, learner)
@@ -220,19 +199,3 @@ def test_an_adapter_is_packed_rounded_as_it_would_be_rounded_later() -> None:
 
 
 # --- drivers
-
-
-def test_doctor_compares_driver_and_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 570.124.06\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(doctor, "version_of", lambda name: Version("1"))
-    (check,) = doctor._gpus(doctor._Probe(cuda="13.0"))
-    assert check.status == "fail"
-    assert check.detail == "driver 570.124.06 is older than 580, which torch for CUDA 13.0 needs, so torch sees no GPU"
-    gpu = {"name": "GPU", "free": 80 * GIB, "total": 80 * GIB}
-    found = {check.name: check for check in doctor._gpus(doctor._Probe(gpus=(gpu,), cuda="13.0"))}
-    assert found["gpu driver"].status == "fail"
-    smi.write_text("#!/bin/sh\necho 580.65.06\n")
-    assert "gpu driver" not in {check.name for check in doctor._gpus(doctor._Probe(gpus=(gpu,), cuda="13.0"))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +10,12 @@ import pytest
 from core_support import text_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.http.replies import ReplyText, without_thoughts
 
-TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/thoughts.json").read_text())
+TABLES = table("thoughts")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tables import table
 from task_support import episode
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Question
@@ -178,7 +178,7 @@ def test_a_text_cannot_end_its_own_quotes_or_begin_a_line(panel: Panel) -> None:
     assert quoted("x" * 9, 4) == '"xxxx"'
 
 
-TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/judge.json").read_text())
+TABLES = table("judge")
 EXPLOITS = {
     **TABLES["exploits"],
     "very long": "a red circle " * 200,

@@ -1,14 +1,14 @@
 """Prompts: every task of RL-VLM-F has a goal, users bring their own, and mistakes are named."""
 
-import json
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from rl_vlm.labelling.prompts import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
 from rl_vlm.types import UserInputError
 
-TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/label_tasks.json").read_text())
+TABLES = table("label_tasks")
 
 
 @pytest.mark.parametrize(("original", "ours"), TABLES["names_of_the_original_lead_to_prompts"])
@@ -59,25 +59,7 @@ def test_users_bring_goals_and_templates(tmp_path: Path) -> None:
     assert task_prompts("soccer", file).name == "soccer"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "must map names"),
-        ("- a\n- b\n", "must map names"),
-        ("a: {goal: 3}", "goal"),
-        ("a: {description: x}", "goal"),
-        ("a: [1]", "goal"),
-        ("a: {goal: x, goals: x}", "task 'a'.*Did you mean goal"),
-        ("a: {goal: ' '}", "goal"),
-        ("a: {goal: x, templates: [1]}", "templates"),
-        ("a: {goal: x, templates: {decid: y}}", "Did you mean templates.decide"),
-        ("a: {goal: x, templates: {decide: 'Which one?'}}", "`decide` must hold {goal}"),
-        ("a: {goal: x, templates: {decide: '{goal} {}'}}", "`decide` must hold {goal}"),
-        ("a: {goal: x, templates: {summarise: '{goal}'}}", "`summarise` must hold {answer} and {goal}"),
-        ("a: {goal: x, templates: {first: '{goal}'}}", "`first` must hold no placeholder"),
-        ("a: [", "not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), table("refused_settings")["label_prompts"])
 def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "prompts.yaml"
     file.write_text(text)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from rl_vlm.rewards.math import (
     Grade,
@@ -23,11 +22,11 @@ from rl_vlm.rewards.math import (
     normalize_answer,
 )
 
-TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/math_texts.json").read_text())
+TABLES = table("math_texts")
 
 # Pairs of an answer and a truth, judged by what is mathematically right and not by what the code gives. "malformed" is no answer to
 # anything; "hostile" was made to cost time or memory, or to run code.
-TABLE = json.loads((Path(__file__).parents[1] / "fixtures" / "answers" / "math.json").read_text())
+TABLE = table("math")
 CASES = {kind: [tuple(pair) for pairs in groups.values() for pair in pairs] for kind, groups in TABLE.items()}
 CASES["hostile"] += [
     ("1" * 900, "5"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from core_support import conversation, picture, plan_update, randomize, run_config, text_side
+from tables import table
 
 from rl_vlm.algorithms.ppo import PPO
 from rl_vlm.config import RunConfig, parse_config
@@ -268,37 +269,7 @@ def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: 
     assert all(torch.equal(a, b) for a, b in zip(before, half.policy.parameters, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"algorithm": {"estimator": "gae"}}, "set algorithm.name to ppo"),
-        ({"algorithm": {"name": "ppo", "estimator": "group"}}, "needs no critic"),
-        ({"algorithm": {"name": "ppo", "kl_target": 0.02}}, "set algorithm.kl_in to reward"),
-        ({"algorithm": {"name": "ppo", "kl_in": "reward", "kl_target": 0.02, "kl_min": 0.4, "kl_max": 0.1}}, "exceeds"),
-        (
-            {"algorithm": {"preset": "dapo"}, "rollout": {"group_size": 1}},
-            "a group of one has nobody to be compared with",
-        ),
-        (
-            {"algorithm": {"estimator": "gigpo"}, "rollout": {"group_size": 1}},
-            "use a larger group, algorithm.estimator=",
-        ),
-        (
-            {"algorithm": {"name": "ppo", "iterations": 5}, "critic": {"warmup_iterations": 5}},
-            "leave none of algorithm.iter",
-        ),
-        (
-            {"algorithm": {"name": "ppo"}, "critic": {"kind": "adapter", "stop_gradient": True}},
-            "stop_gradient has no effect",
-        ),
-        ({"critic": {"kind": "adapter"}}, "critic: grpo has no critic"),
-        ({"evaluation": {"weights": "ema"}}, "needs learner.ema_decay"),
-        (
-            {"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}, "rollout": {"max_policy_lag": 1}},
-            "max_policy_lag 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), table("refused_settings")["ppo"])
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         parse_config(settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import table
 
 from rl_vlm.config import PreferenceSection, parse_config
 from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
@@ -45,17 +46,7 @@ def test_schedule_2_grows() -> None:
     assert [session_size(two, step, 0) for step in (1, 501, 901)] == [40, 80, 400]
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ({"preference": {"max_feedback": 0}}, "preference.max_feedback must be above 0"),
-        ({"preference": {"reward": "learn_from_score", "labels": {"source": "scripted"}}}, "needs labels.source vlm"),
-        ({"preference": {"random_steps": 0, "exploration_steps": 0}}, "something to show"),
-        ({"preference": {"sac": {"btach_size": 3}}}, "Did you mean preference.sac.batch_size"),
-        ({"preference": {"reward": "learn"}}, "preference.reward"),
-        ({"learner": {"num_learners": 2}}, "learner.num_learners must be 0 or 1"),
-    ],
-)
+@pytest.mark.parametrize(("data", "words"), table("refused_settings")["preference_schedule"])
 def test_settings_that_cannot_work_are_refused(data: dict[str, Any], words: str) -> None:
     with pytest.raises(UserInputError, match=words):
         parse_config({"algorithm": {"name": "preference_sac"}} | data)

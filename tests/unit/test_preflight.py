@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tables import table
 
 from rl_vlm.config import load_config, load_sft_config
 from rl_vlm.models.loading import load_model
@@ -60,20 +61,7 @@ def test_training_in_float16_is_refused_and_serving_in_it_is_not(tiny_folder: Pa
     assert plan(str(ROOT / "configs/quickstart.yaml"), overrides).run.model.dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("env", "weights", "sentence"),
-    [
-        (
-            "id: Shapes-v0, kwargs: {task: count}",
-            "{env: 1.0, style: 0.1}",
-            "names style, and the parts here are env, format, judge",
-        ),
-        ("id: Shapes-v0, kwargs: {task: count}", "{env: 1.0, relative_lenght: 0.1}", "Did you mean relative_length"),
-        ("id: GridWalk-v0", "{env: 1.0, formt: 0.1}", "Did you mean format"),  # its episode is cut off, not ended
-        ("id: GridWalk-v0", "{env: 1.0, format: 0.1, length: -0.1}", None),
-        ("id: GridWalk-v0", "{env: 1.0, style: 0.1}", None),  # which may come later
-    ],
-)
+@pytest.mark.parametrize(("env", "weights", "sentence"), table("refused_settings")["preflight"])
 def test_a_misspelt_reward_part_is_refused_before_a_model_loads(
     env: str, weights: str, sentence: str | None, tiny_folder: Path, tmp_path: Path
 ) -> None:

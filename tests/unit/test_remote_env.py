@@ -181,17 +181,6 @@ def test_a_step_that_takes_too_long_is_a_timeout():
         assert env.step("x")[4]["steps"] == 1
 
 
-def test_a_session_whose_call_timed_out_is_ended_on_the_server():
-    with served(Counting, max_sessions=1) as (url, server):
-        env = RemoteEnv(url, timeout_s=1.5)
-        env.reset()
-        with pytest.raises(EnvTimeoutError):
-            env.step("sleep")
-        assert server.num_sessions == 1  # while its environment is at work
-        RemoteEnv(url, retry_s=60.0).close()
-        assert server.num_sessions == 0
-
-
 def test_a_full_server_ends_the_session_that_is_longest_unused(monkeypatch):
     """A client that was killed never closes its own."""
     now = [0.0]

@@ -134,20 +134,6 @@ def test_held_out_items_that_are_bounded_are_so_over_all_runners(manager: Manage
     assert len(manager.runners[1].asked) == 2 + 2 + 2 + 4  # a single runner plays all that one item at a time leaves
 
 
-def test_a_runner_that_dies_while_it_opens_episodes_and_is_back_is_counted(manager: Manager) -> None:
-    sampler = sampler_of(manager)
-    manager.runners[2].outcomes = [DEAD]
-    sampler.open_ahead(TASKS)
-    assert manager.runners[1].opened == ["g0", "g2"] and manager.runners[2].opened == ["g1", "g3"]
-    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
-
-
-def test_a_death_that_rllib_finds_first_is_counted(manager: Manager) -> None:
-    sampler = sampler_of(manager)
-    manager.set_actor_state(1, healthy=False)
-    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
-
-
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("late", [DEAD, RolloutResult(needs_restart=True)])
 def test_a_late_answer_from_a_runners_earlier_life_says_nothing_about_its_health(

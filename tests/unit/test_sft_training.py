@@ -190,21 +190,6 @@ def test_conversations_with_one_beginning_share_it_and_the_loss_is_the_same(tiny
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
 
 
-def test_long_answers_share_their_beginning_where_attention_is_by_segments(tiny_folder: Path, tmp_path: Path) -> None:
-    """As in reinforcement learning: a dense mask over one long row would cost more than it saves."""
-    question = {"role": "user", "content": "Name a colour, any colour, please."}
-    answers = [f"{'red ' * 20}{number}" for number in range(6)]
-    lines = [{"messages": [question, {"role": "assistant", "content": answer}]} for answer in answers]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = {}
-    for attention in ("auto", "dense"):
-        settings = job(tiny_folder, f"sft.data={tmp_path / 'a.jsonl'}", f"learner.attention={attention}")
-        policy = policy_of(settings)
-        packed = SFTTrainer(policy, settings)._pack(batch_of(settings, policy))
-        rows[attention] = sum(len(micro.input_ids) for micro in packed)
-    assert rows == {"auto": 1, "dense": 6}
-
-
 def test_the_learning_rate_rises_and_falls(tiny_folder: Path) -> None:
     settings = job(
         tiny_folder, "learner.lr=1", "learner.lr_schedule=linear", "sft.warmup_steps=4", "learner.lr_final_fraction=0"

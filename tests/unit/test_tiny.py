@@ -174,15 +174,6 @@ def test_every_variant_is_a_built_in_model_under_its_own_name(tmp_path: Path, mo
     assert len(set(built)) == len(VARIANTS)
 
 
-def test_lessons_are_repeated_until_the_model_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[int] = []
-    verdicts = iter((False, True))
-    monkeypatch.setattr("rl_vlm.zoo.tiny.teach.teach", lambda *_, **__: rounds.append(1) or 0.0)
-    monkeypatch.setattr("rl_vlm.zoo.poles.lesson.can_compare", lambda *_: next(verdicts))
-    tiny.make_tiny(tmp_path / "model", variant="labeller")
-    assert len(rounds) == 2
-
-
 # --- tokenizer and template
 
 

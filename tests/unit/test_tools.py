@@ -2,15 +2,15 @@
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 
 from rl_vlm.envs.tools import MAX_CHARS, ToolCall, ToolCallError, parse_tool_call
 
-TABLES = json.loads((Path(__file__).parents[1] / "fixtures/answers/tool_calls.json").read_text())
+TABLES = table("tool_calls")
 
 
 def call(body: str) -> str:
