@@ -107,24 +107,6 @@ def test_groups_are_the_same_and_open_once(engine: TransformersEngine, tiny_fold
     in_loop(run)
 
 
-def test_a_round_that_never_comes_leaves_its_environments_to_the_next(
-    engine: TransformersEngine, tiny_folder: Path, resets: list[int]
-) -> None:
-    worker, _ = worker_of(engine, tiny_folder)
-
-    async def run() -> None:
-        await worker.open_ahead(tasks(0))
-        result = await worker.run(tasks(10))  # an evaluation between two rounds, say
-        assert [group.index for group in result.groups] == [10, 11, 12] and not result.lost
-        await worker.open_ahead(tasks(20))
-        result = await worker.run([dataclasses.replace(task, seed=99) for task in tasks(20)])
-        assert [group.index for group in result.groups] == [20, 21, 22]
-        assert resets.count(20) == 4  # the same names for other work: opened again
-        assert len(worker.pools.of(tasks(0)[0])._idle) == 12  # none is lost, none is made that was not needed at once
-
-    in_loop(run)
-
-
 def test_images_are_encoded_when_the_engine_is_idle(engine: TransformersEngine, tiny_folder: Path) -> None:
     text, rng = text_side(tiny_folder), np.random.default_rng(0)
     asked = [request(text, [picture(rng, 64, 64), "What?"], name=str(k), max_new_tokens=4) for k in range(20)]
