@@ -63,7 +63,7 @@ class Ours:
         ]
 
     def step(self, prompts: int) -> dict[str, float]:
-        if prompts != self._algorithm.run.rollout.prompts_per_iteration:
+        if prompts != self._algorithm.run_config.rollout.prompts_per_iteration:
             self._change_prompts(prompts)
         started, cpu_s = time.perf_counter(), self._engine_s()
         self._algorithm.train()
@@ -72,7 +72,7 @@ class Ours:
         seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
         return {
             **seconds, "total": total, "engine": self._engine_s() - cpu_s,
-            "trajectories": metrics.get("rollout/groups", 0.0) * self._algorithm.run.rollout.group_size,
+            "trajectories": metrics.get("rollout/groups", 0.0) * self._algorithm.run_config.rollout.group_size,
             "lag_max": metrics.get("rollout/lag_max", 0.0), "utilisation": metrics.get("rollout/utilisation", 0.0),
             "too_old": metrics.get("dropped/too_old", 0.0),
         }  # fmt: skip
@@ -85,7 +85,7 @@ class Ours:
         """Begin anew with other rollouts; the weights and their version stay."""
         algorithm = self._algorithm
         version, updates = algorithm.version, algorithm.updates
-        algorithm.run = _with_prompts(algorithm.run, prompts)
+        algorithm.run_config = _with_prompts(algorithm.run_config, prompts)
         algorithm.make_state()
         algorithm.version, algorithm.updates = version, updates
 

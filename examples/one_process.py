@@ -19,7 +19,7 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
 from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater, scale_lr
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.numerics import derive_seed
@@ -41,7 +41,7 @@ class OneProcess:
         self.policy = PolicyModel(folder, run)
         self.updater, self.optimizer = make_updater(self.policy, run), make_optimizer(self.policy, run)
         # A strategy sums gradients over learners. Here is only one.
-        self.strategy = SingleProcess()
+        self.strategy = Strategy()
         self.strategy.prepare(self.policy, self.optimizer)
         self.pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
         self.num_items = (

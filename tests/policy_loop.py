@@ -19,7 +19,7 @@ from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
@@ -60,7 +60,7 @@ class Loop:
         self.policy = PolicyModel(folder, self.run)
         self.updater = make_updater(self.policy, self.run)
         self.optimizer = make_optimizer(self.policy, self.run)
-        self.strategy = SingleProcess()
+        self.strategy = Strategy()
         self.strategy.prepare(self.policy, self.optimizer)
         self.pool = EnvPool(ThreeTurns, timeout_s=30.0, inline=True)
         self.version = 0

@@ -31,7 +31,7 @@ from common import (
 from rl_vlm.config import RunConfig
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess, gradient_vector
+from rl_vlm.learning.strategies import Strategy, gradient_vector
 from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.images import patchify
 from rl_vlm.types import Trajectory
@@ -187,7 +187,7 @@ class Bench:
         """The optimiser's state goes to the CPU and back: the next step is the same, and the state is on the device."""
         policy, run = self.policy("bfloat16")
         updater, stats = make_updater(policy, run), UpdateStats()
-        strategy, optimizer = SingleProcess(), make_optimizer(policy, run)
+        strategy, optimizer = Strategy(), make_optimizer(policy, run)
         strategy.prepare(policy, optimizer)
         (packed,) = updater.pack(self.minibatch(policy))
         updater.step(strategy, packed, 1.0, stats)

@@ -27,7 +27,7 @@ from common import Report, arguments, device_of, full_batch, make_policy, pictur
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.lora import lora_factors
 from rl_vlm.types import Completion, GenerationRequest, Message, SamplingParams, Trajectory, TrajectoryStatus, Turn
@@ -116,7 +116,7 @@ class Bench:
     def gap(self) -> None:
         """Engine against learner, before and after ten steps on what the engine has not seen."""
         with self.report.measured("gap"):
-            strategy, optimizer = SingleProcess(), make_optimizer(self.policy, self.run)
+            strategy, optimizer = Strategy(), make_optimizer(self.policy, self.run)
             for group in optimizer.param_groups:
                 group["lr"] = 1e-4
             strategy.prepare(self.policy, optimizer)
@@ -185,7 +185,7 @@ def learn_until(stop: Any, steps: Any, folder: Path, tokens: int, side: int, dev
             learner__gradient_checkpointing=True,
         )  # fmt: skip
         policy = make_policy(folder, run, device)
-    updater, strategy = make_updater(policy, run), SingleProcess()
+    updater, strategy = make_updater(policy, run), Strategy()
     strategy.prepare(policy, make_optimizer(policy, run))
     (packed,) = updater.pack(full_batch(policy.text, tokens, side, samples=4))
     while not stop.is_set():

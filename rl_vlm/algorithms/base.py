@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class RunAlgorithmConfig(AlgorithmConfig):
-    """An RLlib configuration whose `run_config` holds everything; `_apply_run_config` sets RLlib's own fields from it."""
+    """An RLlib configuration whose `run_config` holds everything; `_apply_run_config` sets RLlib's own fields from
+    it."""
 
     run_config: Any  # the kind's own class
 
@@ -42,12 +43,12 @@ class RunAlgorithmConfig(AlgorithmConfig):
 
     @classmethod
     def from_run_config(
-        cls, run: TrainConfig, scratch_folder: Path | None = None, service: PolicyService | None = None
+        cls, run_config: TrainConfig, scratch_folder: Path | None = None, service: PolicyService | None = None
     ) -> Self:
-        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk; `service` is the run's, if it has been
-        started already."""
+        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk; `service` is the run's,
+        if it has been started already."""
         config = cls()  # type: ignore[call-arg]  # the algorithms' configurations know their class
-        config.run_config = run
+        config.run_config = run_config
         config.scratch_folder, config.service = scratch_folder, service
         config._apply_run_config()
         return config
@@ -59,15 +60,16 @@ class RunAlgorithmConfig(AlgorithmConfig):
         return config.copy(copy_frozen=False)
 
     def update_from_dict(self, config_dict: dict[str, Any]) -> Self:
-        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends them.
+        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends
+        them.
 
         `seed` is the run's, from which RLlib's follows.
         """
         rest = dict(config_dict)
-        run = rest.pop("run_config", None)
+        run_config = rest.pop("run_config", None)
         dotted = {key: rest.pop(key) for key in list(rest) if "." in key or (key == "seed" and rest[key] is not None)}
-        if run is not None or dotted:
-            base = run if run is not None else self.run_config
+        if run_config is not None or dotted:
+            base = run_config if run_config is not None else self.run_config
             data = base.model_dump() if isinstance(base, CommonConfig) else dict(base)
             self.run_config = validated(type(self.run_config), apply_overrides(data, dotted))
             self._apply_run_config()
@@ -109,7 +111,7 @@ class RunAlgorithm(Algorithm):
     learners get their state back (`restore_learners`).
     """
 
-    run: CommonConfig
+    run_config: TrainConfig
     config_class: ClassVar[type[RunAlgorithmConfig]]
     learner_group: Any
     env_runner_group: Any
@@ -120,14 +122,14 @@ class RunAlgorithm(Algorithm):
         return cls.config_class()  # type: ignore[call-arg]  # the subclasses know their algorithm
 
     def __repr__(self) -> str:
-        """The class's name. RLlib's version reads the configuration; where the settings were rejected there is none, and Ray, which
-        prints this beside the error, would lose the error."""
+        """The class's name. RLlib's version reads the configuration; where the settings were rejected there is none,
+        and Ray, which prints this beside the error, would lose the error."""
         return type(self).__name__
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Start services, env runners and learners."""
         config = self.get_default_config().own_copy(config)
-        self.run = config.run_config
+        self.run_config = config.run_config
         self.folder: Path = config.scratch_folder or Path(self.logdir)
         self.restarts: Counter[str] = Counter()
         self.last_metrics: dict[str, float] = {}
@@ -142,7 +144,11 @@ class RunAlgorithm(Algorithm):
             with light_env_runners():
                 super().setup(config)
             self.learners = Learners(
-                self.learner_group, self.run.learner, self._rebuild_learners, self.restore_learners, self.restarts
+                self.learner_group,
+                self.run_config.learner,
+                self._rebuild_learners,
+                self.restore_learners,
+                self.restarts,
             )
             self.make_state()
         except BaseException:
@@ -172,7 +178,8 @@ class RunAlgorithm(Algorithm):
 
     @abstractmethod
     def progress(self) -> tuple[int, int, int]:
-        """How far the run is, where it ends and how often it is evaluated: in iterations, or in steps of a preference run."""
+        """How far the run is, where it ends and how often it is evaluated: in iterations, or in steps of a preference
+        run."""
 
     @abstractmethod
     def held_out(self) -> dict[str, float]:
@@ -206,14 +213,12 @@ class RunAlgorithm(Algorithm):
 
     def _traced(self) -> AbstractContextManager[list[Span]]:
         """Inside, what happens is traced, in every `logging.traces`-th iteration of this process."""
-        every, done = self.run.logging.traces, self.progress()[0]
+        every, done = self.run_config.logging.traces, self.progress()[0]
         if not every or (self.iteration + 1) % every:
             return nullcontext([])
-        return tracing.trace("driver", "iteration", run=self.run.name, algorithm=self.run.algorithm_name, done=done)
-
-    def on_learner(self, function: Callable[[Any], Any]) -> Any:
-        """See `Learners.call`."""
-        return self.learners.call(function)
+        return tracing.trace(
+            "driver", "iteration", run=self.run_config.name, algorithm=self.run_config.algorithm.name, done=done
+        )
 
     def _rebuild_learners(self) -> Any:
         self.learner_group = self.config.build_learner_group(
@@ -224,7 +229,8 @@ class RunAlgorithm(Algorithm):
     # RLlib's other hooks.
 
     def restore_env_runners(self, env_runner_group: Any) -> list[int]:
-        """RLlib calls this before each step. Nothing to do: the samplers replace runners, which have no state to restore."""
+        """RLlib calls this before each step. Nothing to do: the samplers replace runners, which have no state to
+        restore."""
         return []
 
     def cleanup(self) -> None:

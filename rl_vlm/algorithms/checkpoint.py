@@ -1,24 +1,25 @@
-"""Checkpoints of a run: adapter in peft's format or all weights, optimiser moments as safetensors, everything else as JSON.
+"""Checkpoints of a run: weights and other tensors as safetensors, everything else as JSON in `state.json`.
 
-A checkpoint appears complete or not at all, and loading one runs no code.
+A checkpoint appears complete or not at all, and loading one runs no code. `state.json` is written last and holds a
+digest of each file of tensors. A policy run (and supervised fine-tuning) saves a `Checkpoint`; what a preference run
+saves, its algorithm says.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from rl_vlm.files import replace_folder
+from rl_vlm.files import link_tree, replace_folder
 from rl_vlm.models.weights import (
     AdapterPayload,
     WeightPayload,
@@ -34,13 +35,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"iteration-(\d{6,})")
+_NAME = re.compile(r"(?:iteration|step)-(\d{6,})")
+_STATE = "state.json"
+AGENT = "agent.safetensors"  # of a preference run: the learner's tensors
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a checkpoint holds: the adapter (or all weights), the optimiser's moments by name, the algorithm's state, and further tensors
-    of the learners (a critic, averaged weights)."""
+    """What a checkpoint holds: the adapter (or all weights), the optimiser's moments by name, the algorithm's state,
+    and further tensors of the learners (a critic, averaged weights)."""
 
     adapter: WeightPayload
     moments: dict[str, Tensor]
@@ -60,87 +63,86 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     write_tensors(folder / "optimizer.safetensors", moments)
     if checkpoint.extras:
         write_tensors(folder / "learner.safetensors", checkpoint.extras)
-    state = {
-        **checkpoint.state,
-        "version": checkpoint.adapter.version,
-        "adapter_sha256": checkpoint.adapter.sha256,
-        "extras": bool(checkpoint.extras),
-        "sha256": digests(folder),
-    }
-    _write(folder / "state.json", json.dumps(state, sort_keys=True, indent=1).encode())
+    more = {"version": weights.version, "adapter_sha256": weights.sha256, "extras": bool(checkpoint.extras)}
+    write_state(folder, {**checkpoint.state, **more})
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint folder. Raises UserInputError when it is incomplete or corrupt."""
     from safetensors.torch import load_file
 
+    state = read_state(folder)
     try:
-        state = json.loads((folder / "state.json").read_text())
-        version, known = state["version"], state.pop("sha256", {})
-        check_digests(folder, known)
-        adapter = read_payload(trained_folder(folder) or folder / AdapterPayload.FOLDER, version)
+        adapter = read_payload(trained_folder(folder) or folder / AdapterPayload.FOLDER, state["version"])
+        if adapter.sha256 != state["adapter_sha256"]:
+            raise ValueError("its adapter has another SHA-256 than when it was written")
         moments = load_file(folder / "optimizer.safetensors")
-        extras = load_file(folder / "learner.safetensors") if state.get("extras") else {}
-        sha256 = state["adapter_sha256"]
+        extras = load_file(folder / "learner.safetensors") if state["extras"] else {}
     except (OSError, ValueError, TypeError, KeyError, SafetensorError, UserInputError) as error:
         raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}).") from error
-    # Full weights of several gigabytes had the plain SHA-256 before it was computed in pieces.
-    if adapter.sha256 != sha256 and hashlib.sha256(adapter.tensors).hexdigest() != sha256:
-        raise UserInputError(f"The checkpoint {folder} is corrupt: its adapter has another SHA-256.")
     return Checkpoint(adapter, moments, state, extras)
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """A digest of each file of tensors that lies in the folder itself, by name (see `file_digest`). Raises OSError."""
-    return {file.name: file_digest(file) for file in sorted(folder.glob("*.safetensors"))}
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the last file of a checkpoint. Raises OSError."""
+    digests = {file.name: file_digest(file) for file in sorted(folder.glob("*.safetensors"))}
+    _write(folder / _STATE, json.dumps({**state, "sha256": digests}, sort_keys=True, indent=1).encode())
 
 
-def check_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Compare the files with what `digests` said of them; older checkpoints know none. Raises OSError, TypeError and ValueError."""
-    for name, digest in dict(known).items():
-        if file_digest(folder / name) != digest:
-            raise ValueError(f"{name} has another SHA-256 than when it was written")
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint. Raises UserInputError when it is incomplete, or a file of tensors has changed."""
+    try:
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        for name, digest in dict(state.pop("sha256")).items():
+            if file_digest(folder / name) != digest:
+                raise ValueError(f"{name} has another SHA-256 than when it was written")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserInputError(f"The checkpoint {folder} is incomplete or corrupt ({error}).") from error
+    return state
 
 
-def save_checkpoint(checkpoints: Path, iteration: int, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write `checkpoints/iteration-000123` atomically, then delete all but the newest `keep`. Raises OSError."""
-    target = checkpoints / f"iteration-{iteration:06d}"
-    with replace_folder(target) as draft:
-        write_checkpoint(draft, checkpoint)
-    delete_old(list_checkpoints(checkpoints), target, keep)
+def save_checkpoint(
+    checkpoints: Path, name: str, write: Callable[[Path], None], keep: int, history: Path | None = None
+) -> Path:
+    """Let `write` fill `checkpoints/<name>`, which appears complete, then delete all but the newest `keep`. Raises
+    OSError.
+
+    With `history` every checkpoint stays in that folder, and `checkpoints` gets a copy of the latest alone.
+    """
+    target = checkpoints / name
+    with replace_folder(target if history is None else history / name) as draft:
+        write(draft)
+    if history is not None:
+        keep = 1
+        with replace_folder(target) as draft:
+            link_tree(history / name, draft)
+    # A run that was resumed from an older checkpoint may have left higher numbers behind: what was just written stays
+    # all the same.
+    others = [folder for folder in list_checkpoints(checkpoints) if folder != target]
+    for old in others[: max(len(others) + 1 - keep, 0)]:
+        shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def delete_old(checkpoints: list[Path], written: Path, keep: int) -> None:
-    """Delete the oldest checkpoints, so that `keep` stay.
-
-    `written` always stays, also where a higher number is left over from before the run was resumed.
-    """
-    others = [folder for folder in checkpoints if folder != written]
-    for old in others[: max(len(others) + 1 - keep, 0)]:
-        shutil.rmtree(old, ignore_errors=True)
+def checkpoint_number(folder: Path) -> int:
+    """The iterations, or steps, after which a checkpoint was saved."""
+    return int(folder.name.rpartition("-")[2])
 
 
-def list_checkpoints(checkpoints: Path, name: re.Pattern[str] = _NAME) -> list[Path]:
-    """Complete checkpoints, oldest first; `name` matches their names, with the number as its first group."""
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Checkpoints, oldest first."""
     if not checkpoints.is_dir():
         return []
-    found = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := name.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name)), key=checkpoint_number)
 
 
-def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest checkpoint that reads back whole, see `newest_readable`."""
-    return newest_readable(list_checkpoints(checkpoints), read_checkpoint)
-
-
-def newest_readable(checkpoints: Sequence[Path], read: Callable[[Path], object]) -> Path | None:
-    """The last of the checkpoints that `read` accepts; None without any. People are told of those that are passed over.
+def latest_checkpoint(checkpoints: Path, read: Callable[[Path], object] = read_checkpoint) -> Path | None:
+    """The newest checkpoint that `read` accepts; None without any. A warning names those that are passed over.
 
     Raises UserInputError when there are some and none can be read: beginning anew would delete the run's history.
     """
     passed: list[str] = []
-    for folder in reversed(checkpoints):
+    for folder in reversed(list_checkpoints(checkpoints)):
         try:
             read(folder)
         except UserInputError as error:

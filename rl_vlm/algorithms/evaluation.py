@@ -23,17 +23,18 @@ class HeldOut:
         self._algorithm = algorithm
 
     def evaluate(self) -> dict[str, Any]:
-        """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant and environment."""
-        algorithm, run = self._algorithm, self._algorithm.run
+        """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant and
+        environment."""
+        algorithm, run_config = self._algorithm, self._algorithm.run_config
         started = time.perf_counter()
         with self.evaluated_weights():
-            tasks = evaluation_tasks(run, algorithm.test_sizes, algorithm.version)
-            if algorithm.sight.needed and run.sight.blank_items:
-                tasks += viewed_tasks(tasks, "blank", run.sight.blank_items)
-            groups, result = algorithm.rollouts.evaluate(tasks, run.evaluation.timeout_s)
+            tasks = evaluation_tasks(run_config, algorithm.test_sizes, algorithm.version)
+            if algorithm.sight.needed and run_config.sight.blank_items:
+                tasks += viewed_tasks(tasks, "blank", run_config.sight.blank_items)
+            groups, result = algorithm.rollouts.evaluate(tasks, run_config.evaluation.timeout_s)
         algorithm.count_env_runners()
         return {
-            **summarize(run, tasks, outcomes_of_groups(run, tasks, groups), algorithm.env_metrics),
+            **summarize(run_config, tasks, outcomes_of_groups(run_config, tasks, groups), algorithm.env_metrics),
             "lost": len(result.lost),
             "policy_version": algorithm.version,
             "seconds": time.perf_counter() - started,
@@ -43,13 +44,14 @@ class HeldOut:
     def evaluated_weights(self) -> Iterator[None]:
         """Inside, the replicas hold what `evaluation.weights` names; each exchange takes a version."""
         algorithm = self._algorithm
-        if algorithm.run.evaluation.weights == "policy":
+        if algorithm.run_config.evaluation.weights == "policy":
             yield
             return
         version = algorithm.version
 
         def back(raised: type[BaseException] | None, *_: object) -> None:
-            """As an exit callback; of an error in the evaluation and one here the first counts. An interruption waits for nothing."""
+            """As an exit callback; of an error in the evaluation and one here the first counts. An interruption waits
+            for nothing."""
             if raised is not None and not issubclass(raised, Exception):
                 return
             with suppress(RLVLMError) if raised else nullcontext():  # such as a learner that is lost

@@ -35,7 +35,7 @@ class GRPO(PolicyAlgorithm):
         if not groups:
             return
         with self.replicas_at_rest():
-            if self.run.algorithm.kl_in_reward:
+            if self.run_config.algorithm.kl_in_reward:
                 # The learners must compare policy and base model before there are rewards.
                 minibatches = self.divide(groups)
                 scores = self.score(minibatches)

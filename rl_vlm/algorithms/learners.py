@@ -66,7 +66,8 @@ def light_env_runners() -> Iterator[None]:
 
 
 _TIMEOUT_S = 300.0
-_ALIVE_S = 30.0  # for a sign of life beside a learner that failed; others may wait for it in a collective, which NCCL does for ever
+# For a sign of life beside a learner that failed; the others may wait for it in a collective, which NCCL does for ever.
+_ALIVE_S = 30.0
 _POLL_S = 1.0  # how often to look for answers while some are missing
 _SLOWER, _LEAST_S = 10.0, 120.0  # an update may take ten times as long as the longest so far, and two minutes at least
 
@@ -107,7 +108,8 @@ def _value(answer: Any) -> Any:
 
 
 class UpdateDeadline:
-    """How long learners may take for a batch of some type: `limit_s` seconds at first, then a multiple of what they took."""
+    """How long learners may take for a batch of some type: `limit_s` seconds at first, then a multiple of what they
+    took."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -119,7 +121,8 @@ class UpdateDeadline:
         return self.limit_s if longest is None else min(self.limit_s, max(_LEAST_S, _SLOWER * longest))
 
     def took(self, batch: Any, seconds: float) -> None:
-        """Such a batch was answered after so long. An update whose steps all had no gradient says nothing of one that has."""
+        """Such a batch was answered after so long. An update whose steps all had no gradient says nothing of one that
+        has."""
         if not any(getattr(batch, "active", (True,))):
             return
         self._longest[type(batch)] = max(seconds, self._longest.get(type(batch), 0.0))
@@ -154,8 +157,8 @@ class Learners:
         self._replacements = 0  # by this process: a run that is resumed has all of `max_restarts` again
 
     def call(self, function: Callable[[Any], Any]) -> Any:
-        """`function(learner)` of one learner; all are called where they compute in step. Raises LearnerLostError, and what the
-        function raises of RLVLMError."""
+        """`function(learner)` of one learner; all are called where they compute in step. Raises LearnerLostError, and
+        what the function raises of RLVLMError."""
         return on_all_learners(self.group, function) if self._settings.in_step else on_one_learner(self.group, function)
 
     def call_each(self, function: Callable[[Any], Any]) -> None:
@@ -165,7 +168,8 @@ class Learners:
     def update(self, batches: Sequence[Any]) -> list[Any] | None:
         """Send one batch to each learner and return their results; None when learners died and were replaced.
 
-        Raises LearnerOutOfMemoryError, LearnerDiedError after `learner.max_restarts`, and whatever else a learner raises.
+        Raises LearnerOutOfMemoryError, LearnerDiedError after `learner.max_restarts`, and whatever else a learner
+        raises.
         """
         group = self.group
         try:
@@ -215,8 +219,9 @@ class Learners:
 def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float) -> list[Any]:
     """Send one batch to each remote learner and return their results in its order.
 
-    RLlib's `LearnerGroup.update` waits for ever, and the answer of a learner whose node was cut off may never come. Raises
-    LearnerLostError if one is gone or silent, and what a learner raised, as soon as it has: the others may wait for that one.
+    RLlib's `LearnerGroup.update` waits for ever, and the answer of a learner whose node was cut off may never come.
+    Raises LearnerLostError if one is gone or silent, and what a learner raised, as soon as it has: the others may wait
+    for that one.
     """
     manager = group._worker_manager
     learners = manager.healthy_actor_ids()
@@ -234,15 +239,15 @@ def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float)
                 raise result.get()
     if len(answers) < len(batches):
         raise LearnerLostError(
-            f"{len(batches) - len(answers)} of {len(batches)} learners did not answer an update within {timeout_s:.0f} s "
-            "(learner.update_timeout_s)"
+            f"{len(batches) - len(answers)} of {len(batches)} learners did not answer an update within "
+            f"{timeout_s:.0f} s (learner.update_timeout_s)"
         )
     return [answers[learner].get() for learner in learners]
 
 
 def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` of the first learner that answers; all hold the same weights. Raises LearnerLostError, and what the
-    function raises of RLVLMError.
+    """`function(learner)` of the first learner that answers; all hold the same weights. Raises LearnerLostError, and
+    what the function raises of RLVLMError.
 
     Learners are asked one after the other: an answer may be large.
     """
@@ -260,10 +265,11 @@ def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def on_all_learners(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` on all learners of a remote group at the same time; the first one's answer. Raises as `on_one_learner` does.
+    """`function(learner)` on all learners of a remote group at the same time; the first one's answer. Raises as
+    `on_one_learner` does.
 
-    For learners that answer only together, because each holds a part of the model or of the optimiser's state. Where one is
-    dead the others are not asked: they would wait for it.
+    For learners that answer only together, because each holds a part of the model or of the optimiser's state. Where
+    one is dead the others are not asked: they would wait for it.
     """
     if group._worker_manager.num_healthy_actors() < group.config.num_learners:
         raise LearnerLostError("Not all learners are alive")
@@ -284,7 +290,8 @@ def on_all_learners(group: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def on_every_learner(group: Any, function: Callable[[Any], Any]) -> None:
-    """`function(learner)` on all of them. Raises LearnerLostError if one is lost, and what the function raises of RLVLMError."""
+    """`function(learner)` on all of them. Raises LearnerLostError if one is lost, and what the function raises of
+    RLVLMError."""
     if group.is_local:
         function(group._learner)
         return

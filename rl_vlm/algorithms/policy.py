@@ -22,7 +22,7 @@ from rl_vlm.algorithms.recovery import Recovery
 from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
-from rl_vlm.envs.parts import survey
+from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate, Experience, ReturnScale, explained_variance, flat
@@ -68,16 +68,16 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
-        run = self.run_config
+        run_config = self.run_config
         self.environment(env=None, observation_space=ObservationSpace(), action_space=TextSpace())
         self.env_runners(
             env_runner_cls=VLMEnvRunner,
-            num_env_runners=run.rollout.num_env_runners,
-            num_cpus_per_env_runner=run.rollout.cpus_per_env_runner,
+            num_env_runners=run_config.rollout.num_env_runners,
+            num_cpus_per_env_runner=run_config.rollout.cpus_per_env_runner,
             create_local_env_runner=False,
         )
         self.learners(learner_class=VLMLearner)
-        self.training(lr=run.learner.lr)
+        self.training(lr=run_config.learner.lr)
 
     def serve_from(self, service: PolicyService) -> None:
         """Set the served policy's run id, key and model, which are known once it is started."""
@@ -101,18 +101,19 @@ class LearnersReplacedError(RLVLMError):
 class PolicyAlgorithm(RunAlgorithm):
     """The policy loop. A subclass writes an iteration (`sample_and_learn`) out of the steps below.
 
-    Collaborators: `learners` (calls, and new ones for those that died), `rollouts` (groups from the env runners), `recovery`
-    (checkpoints and the way back to one), `sight` (what the policy does with images) and `evaluation` (held-out accuracy).
+    Collaborators: `learners` (calls, and new ones for those that died), `rollouts` (groups from the env runners),
+    `recovery` (checkpoints and the way back to one), `sight` (what the policy does with images) and `evaluation`
+    (held-out accuracy).
     """
 
-    run: PolicyConfig
+    run_config: PolicyConfig
 
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
-        load_plugins(self.run.plugins)
-        self._service: PolicyService | None = config.service or start_service(self.run)
+        load_plugins(self.run_config.plugins)
+        self._service: PolicyService | None = config.service or start_service(self.run_config)
         config.serve_from(self._service)
-        if shares_gpu(self.run):
+        if shares_gpu(self.run_config):
             # vLLM rejects a GPU on which less is free than it was promised.
             self._service.wait_until_ready()
 
@@ -131,16 +132,16 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def make_state(self) -> None:
         """Make the rollouts, the state that checkpoints keep, and the collaborators."""
-        run = self.run
-        splits = survey(run.env, "train", run.evaluation.split)
-        self.test_sizes, self.env_metrics = splits.sizes[run.evaluation.split], splits.metrics
-        stream = TaskStream(make_task_source(run, splits.sizes["train"]), run)
-        self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run)
+        run_config = self.run_config
+        splits = survey(run_config.env, "train", run_config.evaluation.split)
+        self.test_sizes, self.env_metrics = splits.sizes[run_config.evaluation.split], splits.metrics
+        stream = TaskStream(make_task_source(run_config, splits.sizes["train"]), run_config)
+        self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run_config)
         self.rollouts.stop_requested = lambda: self.stop_requested()  # which is set later
-        self.rng = np.random.default_rng(derive_seed(run.seed, 1))
+        self.rng = np.random.default_rng(derive_seed(run_config.seed, 1))
         self.version = 0
         self.updates = 0  # iterations that are in the weights
-        settings = run.algorithm
+        settings = run_config.algorithm
         # An adapted coefficient that began at 0 would stay there.
         self.kl_coef = max(settings.kl_coef, settings.kl_min) if settings.kl_target else settings.kl_coef
         self.return_scale = ReturnScale()
@@ -152,7 +153,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.recovery = Recovery(self)
         self.evaluation = HeldOut(self)
         self.service.wait_until_ready()
-        if run.model.adapter is not None:
+        if run_config.model.adapter is not None:
             # All tasks ask for at least this version, so no replica answers as the base model.
             self.publish(self.learners.call(lambda learner: learner.adapter(1)))
         self.first_version = self.version
@@ -175,7 +176,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.last_groups, self.last_advantages = [], []
         with suppress(LearnersReplacedError):
             self.sample_and_learn()
-        if self.run.rollout.max_policy_lag and "rollout/tokens" in self._recorded:
+        if self.run_config.rollout.max_policy_lag and "rollout/tokens" in self._recorded:
             # Sampling goes on all the time, so waiting is not what it took.
             self._recorded["rollout/tokens_per_s"] = self._recorded["rollout/tokens"] / (time.perf_counter() - started)
         return {**self._recorded, **self.counts()}
@@ -189,15 +190,15 @@ class PolicyAlgorithm(RunAlgorithm):
     @property
     def iterations_left(self) -> int:
         """Iterations after the running one."""
-        return max(self.run.algorithm.iterations - self.updates - 1, 0)
+        return max(self.run_config.algorithm.iterations - self.updates - 1, 0)
 
     def sample(self) -> list[TrajectoryGroup]:
         """The groups that this iteration learns from; none where all were lost."""
-        run = self.run
+        run_config = self.run_config
         with self.timed("sample"):
             groups = self.rollouts.next_groups(self.version, self.iterations_left)
         self._recorded |= sampling_metrics(
-            groups, self.version, self._clock["sample"], run.rollout.max_turns, self.rollouts.crosses_versions
+            groups, self.version, self._clock["sample"], run_config.rollout.max_turns, self.rollouts.crosses_versions
         )
         self._recorded |= group_metrics(self.env_metrics, groups)
         if groups:
@@ -207,37 +208,38 @@ class PolicyAlgorithm(RunAlgorithm):
         return groups
 
     def divide(self, groups: Sequence[TrajectoryGroup], estimate: Estimate | None = None) -> list[list[Minibatch]]:
-        """Divide groups into the minibatches of an epoch and these among the learners. Samples whose advantage is known to be zero
-        are left out."""
-        run = self.run
+        """Divide groups into the minibatches of an epoch and these among the learners. Samples whose advantage is known
+        to be zero are left out."""
+        run_config = self.run_config
         return divide(
             groups,
-            run.algorithm,
+            run_config.algorithm,
             self.rng,
             estimate,
-            num_learners=max(run.learner.num_learners, 1),
-            max_new_tokens=run.rollout.max_new_tokens,
+            num_learners=max(run_config.learner.num_learners, 1),
+            max_new_tokens=run_config.rollout.max_new_tokens,
         )
 
     def score(self, minibatches: Sequence[Sequence[Minibatch]]) -> Scores:
-        """The critic's values and the log-probabilities of policy and base model; the learners keep what they have packed."""
+        """The critic's values and the log-probabilities of policy and base model; the learners keep what they have
+        packed."""
         with self.timed("score"):
             return Scores.merge(self._update_learners([ScoreBatch(list(own)) for own in minibatches]))
 
     def estimate(self, groups: Sequence[TrajectoryGroup], scores: Scores | None = None) -> Estimate:
         """Advantages by the configured estimator and, with a critic, the returns that it learns."""
-        run = self.run
+        run_config = self.run_config
         with self.timed("advantages"):
             experience = make_experience(
                 groups,
-                run.algorithm,
+                run_config.algorithm,
                 self.rng,
                 scores,
-                max_new_tokens=run.rollout.max_new_tokens,
+                max_new_tokens=run_config.rollout.max_new_tokens,
                 kl_coef=self.kl_coef,
                 scale=self.return_scale,
             )
-            estimate = estimate_advantages(experience, run.algorithm)
+            estimate = estimate_advantages(experience, run_config.algorithm)
         without = sum(not group.any() for group in estimate.learns)
         self._recorded["reward/zero_advantage_groups"] = without / len(groups)
         self._record_returns(experience, estimate)
@@ -260,16 +262,17 @@ class PolicyAlgorithm(RunAlgorithm):
         scored: bool = False,
         learn_policy: bool = True,
     ) -> WeightPayload:
-        """Clipped policy-gradient steps on the minibatches; with `learn_policy` False, of the critic alone. The new weights.
+        """Clipped policy-gradient steps on the minibatches; with `learn_policy` False, of the critic alone. The new
+        weights.
 
         `scored`: the learners have the minibatches from `score`. Env runners open the next episodes meanwhile.
         """
-        learner, algorithm = self.run.learner, self.run.algorithm
+        learner, algorithm = self.run_config.learner, self.run_config.algorithm
         factor = 1.0
         if learner.lr_schedule == "linear":
             factor = linear_schedule(self.updates, algorithm.iterations - 1, learner.lr_final_fraction)
         before = self.return_scale
-        critic = self.run.critic
+        critic = self.run_config.critic
         if estimate.returns is not None and critic is not None and critic.normalize_returns:
             self.return_scale = before.observe(flat(estimate.returns))
         if self.iterations_left:
@@ -311,13 +314,13 @@ class PolicyAlgorithm(RunAlgorithm):
         if (
             learn_policy
         ):  # while the critic learns alone the policy is the reference, which says nothing about the coefficient
-            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.run.algorithm)
+            self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.run_config.algorithm)
 
     def publish(self, adapter: WeightPayload) -> None:
         """Send new weights to all replicas, which load them while they sample."""
         with self.timed("publish"):
-            if self.run.model.train == "full" and self.run.published_dtype != "float32":
-                adapter = adapter.rounded(self.run.published_dtype)  # masters, of a checkpoint: twice the bytes
+            if self.run_config.model.train == "full" and self.run_config.published_dtype != "float32":
+                adapter = adapter.rounded(self.run_config.published_dtype)  # masters, of a checkpoint: twice the bytes
             previous = self.service.publish(adapter)
         if previous is not None:
             self._publication = {"weights/publish_s": previous.seconds, "weights/acked": float(len(previous.acked))}
@@ -325,8 +328,9 @@ class PolicyAlgorithm(RunAlgorithm):
 
     @contextmanager
     def replicas_at_rest(self) -> Iterator[None]:
-        """Inside, the learner has the replicas' memory of keys and values, where `serving.vllm.rest_while_learning` says so."""
-        if not self.run.serving.vllm.rest_while_learning:
+        """Inside, the learner has the replicas' memory of keys and values, where `serving.vllm.rest_while_learning`
+        says so."""
+        if not self.run_config.serving.vllm.rest_while_learning:
             yield
             return
         version = self.version
@@ -364,11 +368,11 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def progress(self) -> tuple[int, int, int]:
         """Iterations done and in all, and between evaluations."""
-        return self.updates, self.run.algorithm.iterations, self.run.evaluation.every
+        return self.updates, self.run_config.algorithm.iterations, self.run_config.evaluation.every
 
     def held_out(self) -> dict[str, float]:
         """Greedy accuracy and mean reward of the first variant."""
-        results, variant = self.evaluation.evaluate(), next(iter(self.run.evaluation.variants))
+        results, variant = self.evaluation.evaluate(), next(iter(self.run_config.evaluation.variants))
         return {name: float(results[f"{name}/{variant}"]) for name in ("accuracy", "reward")}
 
     def state(self) -> dict[str, Any]:
@@ -385,7 +389,9 @@ class PolicyAlgorithm(RunAlgorithm):
         """Go on from `state`; the rollouts are restored apart from it."""
         self.updates = int(state["updates"])
         self.rng.bit_generator.state = state["rng"]
-        if self.run.algorithm.kl_target:  # a fixed coefficient is the configuration's, which a resume may have changed
+        if (
+            self.run_config.algorithm.kl_target
+        ):  # a fixed coefficient is the configuration's, which a resume may have changed
             self.kl_coef = float(state["kl_coef"])
         self.return_scale = ReturnScale(**state["return_scale"])
 
@@ -404,7 +410,8 @@ class PolicyAlgorithm(RunAlgorithm):
 
 
 def adapted_kl_coef(coefficient: float, kl: float, settings: AlgorithmSection) -> float:
-    """The KL coefficient after an iteration with that KL per token: larger above twice the target, smaller below half of it."""
+    """The KL coefficient after an iteration with that KL per token: larger above twice the target, smaller below half
+    of it."""
     if settings.kl_target is None:
         return coefficient
     if kl > 2 * settings.kl_target:

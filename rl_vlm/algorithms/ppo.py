@@ -1,13 +1,14 @@
 """PPO: clipped policy-gradient steps on advantages that a critic estimates.
 
-Schulman et al., arXiv 1707.06347, with generalised advantage estimation (arXiv 1506.02438) over tokens, turns, or tokens
-inside turns (learning/gae.py). One iteration: env runners sample episodes through Ray Serve; the learners compute the
-critic's values (and log-probabilities of the base model, where a KL penalty is part of the reward); the driver computes
-advantages and returns; the learners take clipped steps on the policy's LoRA and on the critic; the new adapter goes to every
-replica.
+Schulman et al., arXiv 1707.06347, with generalised advantage estimation (arXiv 1506.02438) over tokens, turns, or
+tokens inside turns (learning/gae.py). One iteration: env runners sample episodes through Ray Serve; the learners
+compute the critic's values (and log-probabilities of the base model, where a KL penalty is part of the reward); the
+driver computes advantages and returns; the learners take clipped steps on the policy's LoRA and on the critic; the new
+adapter goes to every replica.
 
 The critic is a linear head on the policy's last hidden state, or has a LoRA adapter of its own on the same frozen model
-(learning/critic.py). Returns are normalised (PopArt). In the first `critic.warmup_iterations` the policy stays as it is.
+(learning/critic.py). Returns are normalised (PopArt). In the first `critic.warmup_iterations` the policy stays as it
+is.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class PPO(PolicyAlgorithm):
         groups = self.sample()
         if not groups:
             return
-        assert self.run.critic is not None
-        learn_policy = self.updates >= self.run.critic.warmup_iterations
+        assert self.run_config.critic is not None
+        learn_policy = self.updates >= self.run_config.critic.warmup_iterations
         with self.replicas_at_rest():
             minibatches = self.divide(groups)
             scores = self.score(minibatches)
@@ -44,5 +45,5 @@ class PPO(PolicyAlgorithm):
             with self.timed("learn"):
                 adapter = self.take_steps(minibatches, groups, advantages, scored=True, learn_policy=learn_policy)
                 self.publish(adapter)
-            if self.run.algorithm.kl_in_reward:
+            if self.run_config.algorithm.kl_in_reward:
                 self.adapt_kl(scores, learn_policy)

@@ -1,8 +1,9 @@
 """PreferenceSAC: SAC on a reward that is learned from preferences, as PEBBLE (arXiv 2106.05091) and RL-VLM-F do it.
 
-Random steps; exploration rewarded by the entropy of states; a first labelling session, after which the whole replay buffer
-is relabelled and the critics are reset; then a session every `num_interact` steps until `max_feedback`, each followed by
-relabelling. One SAC update per environment step throughout. With a reward that is not learned this is SAC alone.
+Random steps; exploration rewarded by the entropy of states; a first labelling session, after which the whole replay
+buffer is relabelled and the critics are reset; then a session every `num_interact` steps until `max_feedback`, each
+followed by relabelling. One SAC update per environment step throughout. With a reward that is not learned this is SAC
+alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from rl_vlm.algorithms import preference_checkpoint as checkpoints
 from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
+from rl_vlm.algorithms.checkpoint import AGENT, read_state, write_state
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
@@ -50,17 +51,22 @@ from rl_vlm.preference.schedule import (
 )
 from rl_vlm.types import UserInputError
 
+_REPLAY, _REWARD_MODEL, _LABELS = (
+    "replay.safetensors",
+    "reward_model.safetensors",
+    "labels",
+)  # beside AGENT in a checkpoint
 # With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.
 _WORTH_COMPILING = 100_000
-# The updater's statistics under the names of a run's figures.
-_FIGURES = {
+# The updater's statistics under the names of a run's metrics.
+_METRICS = {
     "critic_loss": "critic/loss",
     "q": "critic/q",
     "batch_reward": "critic/reward",
     "actor_loss": "policy/loss",
-    "entropy": "policy/entropy",
+    "actor_entropy": "policy/entropy",
     "alpha_loss": "policy/alpha_loss",
-    "alpha": "policy/alpha",
+    "alpha_value": "policy/alpha",
 }
 
 
@@ -114,14 +120,14 @@ class PreferenceSACConfig(RunAlgorithmConfig):
 class PreferenceSAC(RunAlgorithm):
     """The training loop. One `train()` is `steps_per_iteration` environment steps."""
 
-    run: PreferenceConfig
+    run_config: PreferenceConfig
     config_class = PreferenceSACConfig
 
     def start_services(self, config: PreferenceSACConfig) -> None:
         """Start what the labeller needs."""
-        load_plugins(self.run.plugins)
+        load_plugins(self.run_config.plugins)
         config.prepare()
-        self._labeller_service = LabellerService(self.run, config.service)
+        self._labeller_service = LabellerService(self.run_config, config.service)
 
     def stop_services(self) -> None:
         """Stop the labeller and what it needs. A second call does nothing."""
@@ -132,8 +138,8 @@ class PreferenceSAC(RunAlgorithm):
     def make_state(self) -> None:
         """Replay buffer, labels, reward model, env runners' sampler, and counters."""
         # The matrices are small: more threads gain little, and cost much where other processes use the same cores.
-        torch.set_num_threads(self.run.learner.num_threads)
-        settings = self.settings = self.run.preference
+        torch.set_num_threads(self.run_config.learner.num_threads)
+        settings = self.settings = self.run_config.preference
         observations, actions = (self.config.observation_space.shape[0], self.config.action_space.shape[0])
         capacity = settings.replay_capacity
         frame_capacity = settings.frame_capacity if settings.draws_frames else 0
@@ -144,10 +150,10 @@ class PreferenceSAC(RunAlgorithm):
         steps = -(-settings.total_steps // num_envs) * num_envs  # all environments step together, the last time, too
         self.replay = ReplayBuffer(min(capacity, steps), observations, actions, frame_capacity, settings.image_size)
         self.feedback: Feedback | None = build_feedback(
-            self.run, self.folder, self._labeller_service, (observations, actions)
+            self.run_config, self.folder, self._labeller_service, (observations, actions)
         )
         model = self.feedback.model if self.feedback is not None else None
-        self.reward = AgentReward(settings, self.run.env.id, model, driver_device(self.run))
+        self.reward = AgentReward(settings, self.run_config.env.id, model, driver_device(self.run_config))
         collection = settings.collection
         self.sampler = ControlSampler(self.env_runner_group, collection.envs_per_runner, collection.timeout_s)
         self.tracker = EpisodeTracker(self.sampler.num_envs)
@@ -155,8 +161,8 @@ class PreferenceSAC(RunAlgorithm):
         self.last_session = -1  # the step of the last one; -1: critics have not been reset yet
         self.on_episode: Callable[[FinishedEpisode], None] = lambda _: None
         self.on_session: Callable[[dict[str, float]], None] = lambda _: None
-        self._rng = np.random.default_rng(derive_seed(self.run.seed, 10))
-        self.target_entropy: float = self.on_learner(lambda learner: learner.updater.target_entropy)
+        self._rng = np.random.default_rng(derive_seed(self.run_config.seed, 10))
+        self.target_entropy: float = self.learners.call(lambda learner: learner.updater.target_entropy)
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._episodes: list[FinishedEpisode] = []
         self._remember_learner()
@@ -167,7 +173,7 @@ class PreferenceSAC(RunAlgorithm):
     # One iteration.
 
     def iterate(self) -> dict[str, float]:
-        """Environment steps until the next row of figures is due."""
+        """Environment steps until the next row of metrics is due."""
         started, first = time.perf_counter(), self.env_steps
         every = self.settings.steps_per_iteration
         end = min((self.env_steps // every + 1) * every, self.settings.total_steps)
@@ -185,7 +191,7 @@ class PreferenceSAC(RunAlgorithm):
         while self.sampler.is_running:
             self._advance(end)  # the user wants to stop; the running steps must be in the replay buffer too
         self._remember_learner()
-        return {**self._figures(time.perf_counter() - started, self.env_steps - first), **session}
+        return {**self._iteration_metrics(time.perf_counter() - started, self.env_steps - first), **session}
 
     def _advance(self, end: int) -> None:
         """Collect a round of steps, and make as many updates."""
@@ -218,7 +224,7 @@ class PreferenceSAC(RunAlgorithm):
 
     def _may_overlap(self, end: int) -> bool:
         over = self.env_steps >= end or self._session_is_due() or self.stop_requested()
-        return not (self.run.deterministic or self.sampler.is_local or over)
+        return not (self.run_config.deterministic or self.sampler.is_local or over)
 
     # Updates.
 
@@ -244,20 +250,22 @@ class PreferenceSAC(RunAlgorithm):
         self._actor = self._actor_of(layers)
 
     def _remember_learner(self) -> None:
-        """Copy the learner's state (a few megabytes) to the driver once per iteration, for the case that the learner dies."""
+        """Copy the learner's state (a few megabytes) to the driver once per iteration, for the case that the learner
+        dies."""
         if self.learner_group.is_local:
-            actor = self.on_learner(lambda learner: learner.actor_layers())
+            actor = self.learners.call(lambda learner: learner.actor_layers())
         else:
-            actor, *self._learner_state = self.on_learner(
+            actor, *self._learner_state = self.learners.call(
                 lambda learner: (learner.actor_layers(), learner.tensors(), learner.scalars())
             )
         self._actor = self._actor_of(actor)
 
     def restore_learners(self) -> None:
-        """Restore the last iteration's state in a new learner. Experience, labels and reward model are in the driver."""
+        """Restore the last iteration's state in a new learner. Experience, labels and reward model are in the
+        driver."""
         tensors, scalars = self._learner_state
-        self.on_learner(lambda learner: learner.restore(tensors, scalars))
-        self._actor = self._actor_of(self.on_learner(lambda learner: learner.actor_layers()))
+        self.learners.call(lambda learner: learner.restore(tensors, scalars))
+        self._actor = self._actor_of(self.learners.call(lambda learner: learner.actor_layers()))
 
     def _count(self, statistics: dict[str, float]) -> None:
         updates = statistics.get("updates", 0.0)
@@ -286,8 +294,9 @@ class PreferenceSAC(RunAlgorithm):
         return due is not None and self.env_steps >= due
 
     def _session(self) -> dict[str, float] | None:
-        """Ask for labels, train the reward model, relabel; the first session also resets the critics. None: the user wants to stop."""
-        figures: dict[str, float] = {}
+        """Ask for labels, train the reward model, relabel; the first session also resets the critics. None: the user
+        wants to stop."""
+        metrics: dict[str, float] = {}
         first = self.last_session < 0
         if self.feedback is not None:
             self.feedback.stop_requested = self.stop_requested
@@ -298,37 +307,37 @@ class PreferenceSAC(RunAlgorithm):
             if report is None and self.stop_requested():
                 return None
             if report is not None:
-                figures = report.metrics()
+                metrics = report.metrics()
                 with self.timed("relabel"):
                     self.reward.relabel(self.replay)
         if first:
             self._update(self.settings.reset_updates, reset=True)
             self._remember_learner()  # a learner that replaces this one must not have the critics from before
         self.last_session = self.env_steps
-        self.on_session(figures)
-        return figures
+        self.on_session(metrics)
+        return metrics
 
-    # Figures.
+    # Metrics.
 
-    def running_figures(self) -> dict[str, float]:
+    def update_statistics(self) -> dict[str, float]:
         """Means over the updates of the running iteration; empty before the first."""
         updates = self._sums.get("updates", 0.0)
-        return {name: self._sums[sum_] / updates for sum_, name in _FIGURES.items()} if updates else {}
+        return {name: self._sums[name] / updates for name in _METRICS} if updates else {}
 
-    def _figures(self, seconds: float, steps: int) -> dict[str, float]:
-        figures = self.running_figures()
+    def _iteration_metrics(self, seconds: float, steps: int) -> dict[str, float]:
+        metrics = {_METRICS[name]: value for name, value in self.update_statistics().items()}
         if self._episodes:
-            figures |= {
+            metrics |= {
                 "reward/mean": float(np.mean([episode.true_return for episode in self._episodes])),
                 "reward/learned": float(np.mean([episode.learned_return for episode in self._episodes])),
                 "rollout/success": float(np.mean([episode.success for episode in self._episodes])),
                 "rollout/length": float(np.mean([episode.length for episode in self._episodes])),
             }
         if self.feedback is not None:
-            figures["labels/total"] = float(self.feedback.asked)
+            metrics["labels/total"] = float(self.feedback.asked)
         self.restarts["env_runner"] = self.sampler.restarts
         return {
-            **figures,
+            **metrics,
             "rollout/episodes": float(self.tracker.finished),
             "rollout/steps_per_s": steps / max(seconds, 1e-9),
             "policy/updates": self._sums.get("updates", 0.0),
@@ -341,8 +350,8 @@ class PreferenceSAC(RunAlgorithm):
     def evaluate_policy(self, film: bool = True) -> list[EpisodeResult]:
         """The evaluation episodes, always from the same random starts; the first few with pictures if `film`."""
         evaluation = self.settings.evaluation
-        film_count, timeout = evaluation.film if film else 0, self.run.evaluation.timeout_s
-        return self.sampler.evaluate(self._actor, evaluation_seeds(self.run), film_count, timeout)
+        film_count, timeout = evaluation.film if film else 0, self.run_config.evaluation.timeout_s
+        return self.sampler.evaluate(self._actor, evaluation_seeds(self.run_config), film_count, timeout)
 
     def progress(self) -> tuple[int, int, int]:
         """Environment steps done and in all, and between evaluations."""
@@ -350,27 +359,27 @@ class PreferenceSAC(RunAlgorithm):
 
     def held_out(self) -> dict[str, float]:
         """Success rate and mean true return."""
-        figures = evaluation_metrics(self.evaluate_policy(film=False))
-        return {name: figures[f"{name}/success"] for name in ("accuracy", "reward")}
+        metrics = evaluation_metrics(self.evaluate_policy(film=False))
+        return {name: metrics[f"{name}/success"] for name in ("accuracy", "reward")}
 
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook, and a run's; the folder holds safetensors, parquet, PNG and JSON, no pickle."""
         folder = Path(checkpoint_dir)
-        tensors = self.on_learner(lambda learner: learner.tensors())
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / checkpoints.AGENT)
-        save_arrays(self.replay.state(), folder / checkpoints.REPLAY)
+        tensors = self.learners.call(lambda learner: learner.tensors())
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / AGENT)
+        save_arrays(self.replay.state(), folder / _REPLAY)
         if self.feedback is not None:
-            self.feedback.trainer.save(folder / checkpoints.REWARD_MODEL)
-            link_tree(self.feedback.store.folder, folder / checkpoints.LABELS)
-        checkpoints.write_state(
+            self.feedback.trainer.save(folder / _REWARD_MODEL)
+            link_tree(self.feedback.store.folder, folder / _LABELS)
+        write_state(
             folder,
             {
                 "step": self.env_steps,
                 "last_session": self.last_session,
                 "rng": self._rng.bit_generator.state,
-                "learner": self.on_learner(lambda learner: learner.scalars()),
+                "learner": self.learners.call(lambda learner: learner.scalars()),
                 "feedback": self.feedback.state() if self.feedback is not None else None,
                 "tracker": self.tracker.state(),
                 "collectors": self.sampler.states(),
@@ -381,19 +390,19 @@ class PreferenceSAC(RunAlgorithm):
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook, and `--resume`. Raises UserInputError when the checkpoint is incomplete or does not fit."""
         folder = Path(checkpoint_dir)
-        state = checkpoints.read_state(folder)
+        state = read_state(folder)
         try:
-            tensors = load_file(folder / checkpoints.AGENT)
-            replay = load_arrays(folder / checkpoints.REPLAY)
+            tensors = load_file(folder / AGENT)
+            replay = load_arrays(folder / _REPLAY)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserInputError(f"The checkpoint {folder} is corrupt ({error}): use an older one.") from error
         scalars = state["learner"]
-        self.on_learner(lambda learner: learner.restore(tensors, scalars))
+        self.learners.call(lambda learner: learner.restore(tensors, scalars))
         self._remember_learner()
         self.replay.load(replay)
         if self.feedback is not None:
-            checkpoints.restore_labels(folder / checkpoints.LABELS, self.feedback.store)
-            self.feedback.load(state["feedback"], folder / checkpoints.REWARD_MODEL)
+            self.feedback.store.restore(folder / _LABELS)
+            self.feedback.load(state["feedback"], folder / _REWARD_MODEL)
         self.env_steps, self.last_session = int(state["step"]), int(state["last_session"])
         self._rng.bit_generator.state = state["rng"]
         self.tracker.load(state["tracker"])

@@ -1,4 +1,5 @@
-"""SightProbe: checks before training that engine and learner see the same images, and measures during training what they do with them."""
+"""SightProbe: checks before training that engine and learner see the same images, and measures during training what
+they do with them."""
 
 from __future__ import annotations
 
@@ -31,13 +32,14 @@ _EARLY = 2  # iterations that are measured whatever `sight.every` says: a stale 
 
 
 class SightProbe:
-    """The sight of one run. `needed` is whether tasks have images; `agreement` the gate's distance in nats, NaN before."""
+    """The sight of one run. `needed` is whether tasks have images; `agreement` the gate's distance in nats, NaN
+    before."""
 
     def __init__(self, algorithm: PolicyAlgorithm) -> None:
         self._algorithm = algorithm
-        self._settings = algorithm.run.sight
-        run = algorithm.run
-        exact = run.model.dtype == "float32" and run.serving.quantization == "none"
+        self._settings = algorithm.run_config.sight
+        run_config = algorithm.run_config
+        exact = run_config.model.dtype == "float32" and run_config.serving.quantization == "none"
         self._limits = EXACT if exact else ROUNDED
         self.needed = False
         self.agreement = self.effect = float("nan")
@@ -56,7 +58,7 @@ class SightProbe:
         return faults if blind is None else [blind, *(fault for fault in faults if fault.name != blind.name)]
 
     def measure(self, groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], list[Fault]]:
-        """Figures of some trajectories of an iteration, before it is learned from, and the faults that they show."""
+        """Metrics of some trajectories of an iteration, before it is learned from, and the faults that they show."""
         done, every = self._algorithm.updates, self._settings.every
         if not every or (done % every and done >= _EARLY):
             return {}, []
@@ -69,10 +71,10 @@ class SightProbe:
         faults = self._compared(chosen, counterfactuals=fresh and done < _EARLY)
         if np.isnan(self.effect):
             return {}, faults
-        figures = {"sight/kl_blank": self.effect}
+        metrics = {"sight/kl_blank": self.effect}
         if fresh:
-            figures["sight/gap"] = self.agreement
-        return figures, faults
+            metrics["sight/gap"] = self.agreement
+        return metrics, faults
 
     def _compared(self, trajectories: Sequence[Trajectory], counterfactuals: bool = True) -> list[Fault]:
         """The faults that the learner's log-probabilities of these trajectories show."""
@@ -94,14 +96,16 @@ class SightProbe:
 
     def _sample(self, view: View) -> list[Trajectory]:
         algorithm = self._algorithm
-        groups, _ = algorithm.rollouts.evaluate(self._tasks(view), algorithm.run.evaluation.timeout_s)
+        groups, _ = algorithm.rollouts.evaluate(self._tasks(view), algorithm.run_config.evaluation.timeout_s)
         return [group.trajectories[0] for group in sorted(groups, key=lambda group: group.group_id)]
 
     def _tasks(self, view: View) -> list[RolloutTask]:
-        run = self._algorithm.run
-        tasks = evaluation_tasks(run, self._algorithm.test_sizes, self._algorithm.version)
+        run_config = self._algorithm.run_config
+        tasks = evaluation_tasks(run_config, self._algorithm.test_sizes, self._algorithm.version)
         # Sampled as in training: greedy answers have no log-probabilities to compare.
         return [
-            replace(task, group_id=f"sight/{view}/{task.group_id}", temperature=run.rollout.temperature, view=view)
+            replace(
+                task, group_id=f"sight/{view}/{task.group_id}", temperature=run_config.rollout.temperature, view=view
+            )
             for task in tasks[: self._settings.items]
         ]

@@ -1,4 +1,4 @@
-"""Questions, answers and who gives them: the served model, or an engine in this process. HTTP is in http_endpoints.py. No Ray.
+"""Questions to the served model or to an engine in this process, without Ray; `http_endpoints.py` asks over HTTP.
 
 An endpoint answers many questions at once. A failure is an `EndpointError`, never an answer.
 """
@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,9 @@ _HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
 class EndpointError(RLVLMError):
     """A question got no answer.
 
-    retryable: asking again may help, after `retry_after_s` at the earliest. status: of the HTTP reply, 0 without one. busy: the
-    endpoint has no room, or has just gone away; this says nothing about the question, which is asked until its deadline.
+    retryable: asking again may help, after `retry_after_s` at the earliest. status: of the HTTP reply, 0 without one.
+    busy: the endpoint has no room, or has just gone away; this says nothing about the question, which is asked until
+    its deadline.
     """
 
     def __init__(
@@ -172,8 +173,9 @@ async def ask_again(
 ) -> Answer:
     """One answer within `deadline_s` and after at most `attempts`; `question(n)` makes the question of attempt n.
 
-    Attempts at which the endpoint is busy do not count: only the deadline ends them. `on_retry` gets the error that the next
-    attempt follows. Raises EndpointError, which names `who` was asked; an error that is not retryable ends it at once.
+    Attempts at which the endpoint is busy do not count: only the deadline ends them. `on_retry` gets the error that the
+    next attempt follows. Raises EndpointError, which names `who` was asked; an error that is not retryable ends it at
+    once.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
@@ -202,13 +204,3 @@ async def ask_again(
         asked += 1
     limit = f"in {attempts} attempts" if failed >= attempts else f"within {deadline_s:g} s"
     raise EndpointError(f"The {who} gave no answer {limit}: {reason}")
-
-
-async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once; the first that raises an exception ends the others and is raised itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -5,55 +5,133 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
-import json
 import os
-import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.envs.adapters.address import is_loopback, token_header
+from rl_vlm.envs.address import is_loopback, token_header
 from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import Message, Part, UserInputError, as_encoded
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+M = TypeVar("M", bound=BaseModel)
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _BUSY_STATUS = (429, 503)
 _MAX_REPLY_BYTES = 2**20  # thoughts and log-probabilities included
-_OPENAI_HEADERS = (
-    "Authorization",
-    "OpenAI-Organization",
-    "OpenAI-Project",
-)  # it would take them from OPENAI_* variables
+# The client would take these from OPENAI_* variables.
+_OPENAI_HEADERS = ("Authorization", "OpenAI-Organization", "OpenAI-Project")
 # Ways to enforce choices, in the order in which `auto` tries them.
 _FORMS = ("structured_outputs", "guided_choice", "none")
 
 
+def _at(default: Any, *path: str | int) -> Any:
+    return Field(default, validation_alias=AliasPath(*path))  # type: ignore[arg-type]  # the first part is a key
+
+
+class _Alternative(BaseModel):
+    token: str
+    logprob: float
+
+
+class ChatCompletion(BaseModel):
+    """What is read of a chat completion. Counts of tokens may be anything: they are only reported."""
+
+    message: dict[str, Any] = _at(..., "choices", 0, "message")
+    content: str | None = _at(None, "choices", 0, "message", "content")
+    finish_reason: Any = _at(None, "choices", 0, "finish_reason")
+    first_token: list[_Alternative] = _at([], "choices", 0, "logprobs", "content", 0, "top_logprobs")
+    prompt_tokens: Any = _at(0, "usage", "prompt_tokens")
+    sampled_tokens: Any = _at(0, "usage", "completion_tokens")
+
+
+class GenerateReply(BaseModel):
+    text: str
+
+
 class _HTTPEndpoint(ABC):
-    """What both kinds share: one address, and a client for it while it is open."""
+    """One address, and a client for it while it is open."""
 
     def __init__(self, settings: EndpointSection, url: str, transport: httpx.AsyncBaseTransport | None) -> None:
         self._settings, self._url, self._transport = settings, url, transport
+        self._has_answered = False
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
-        async with _Server(self._settings, self._url, self._transport) as server:
-            yield functools.partial(self._ask, server)
+        import openai  # takes a second, and most commands ask no endpoint
+
+        token = token_header(self._settings.token_env) if self._settings.token_env else {}
+        self._headers = {**dict.fromkeys(_OPENAI_HEADERS, openai.Omit()), **token}
+        client = openai.AsyncOpenAI(
+            api_key="none",  # the token is in the headers
+            base_url=self._url,
+            timeout=self._settings.timeout_s,
+            max_retries=0,  # `ask_again` has one deadline for all attempts and counts them
+            http_client=_BoundedClient(
+                headers={"Accept-Encoding": "identity"},
+                # Every pair is in flight at once: no request may wait for a free connection.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+                transport=self._transport,
+                trust_env=not is_loopback(self._url),
+            ),
+        )
+        async with client:
+            yield functools.partial(self._ask, client)
 
     @abstractmethod
-    async def _ask(self, server: _Server, question: Question) -> Answer:
+    async def _ask(self, client: AsyncOpenAI, question: Question) -> Answer:
         """Ask one question. Raises EndpointError."""
+
+    async def _post(self, client: AsyncOpenAI, body: dict[str, Any], kind: type[M], what: str) -> M:
+        """The reply, which `what` names in an error. Raises EndpointError."""
+        import openai
+
+        url = self._url
+        try:
+            text = await client.post(url, cast_to=str, body=body, options={"headers": self._headers})
+        except openai.APIStatusError as error:
+            status, response = error.status_code, error.response
+            raise EndpointError(
+                f"{url} answered with HTTP {status}: {excerpt(response.text, 300)}",
+                retryable=status in _RETRYABLE_STATUS,
+                status=status,
+                retry_after_s=_seconds(response.headers.get("retry-after", "")),
+                busy=status in _BUSY_STATUS,
+            ) from error
+        except openai.APIConnectionError as error:
+            cause = error.__cause__
+            if isinstance(cause, EndpointError):
+                raise cause from None
+            # A server that has never answered may have another address, so it is not waited for. A session waits for it
+            # as a whole.
+            gone = self._has_answered and isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(f"{url} gave no answer: {type(cause).__name__} {cause}".rstrip(), busy=gone) from error
+        except UnicodeEncodeError as error:
+            raise EndpointError(f"A question holds text that is no Unicode ({error}).", retryable=False) from error
+        try:
+            reply = kind.model_validate_json(text)
+        except ValidationError as error:
+            # What is no JSON may come from a proxy whose server is starting; JSON of another form stays as it is.
+            retryable = error.errors()[0]["type"] == "json_invalid"
+            raise EndpointError(f"{url} answered with no {what}: {excerpt(text, 200)!r}", retryable) from error
+        self._has_answered = True
+        return reply
 
 
 class OpenAIEndpoint(_HTTPEndpoint):
-    """Asks an endpoint that speaks OpenAI's chat completions. `settings.url` is the base, such as http://127.0.0.1:8000/v1.
+    """Asks for OpenAI's chat completions. `settings.url` is the base, such as http://127.0.0.1:8000/v1.
 
-    Where choices are enforced with guidance `auto`, it begins with the first of `_FORMS` and goes on to the next form when a
-    request is refused or an answer is none of the choices.
+    Where choices are enforced with guidance `auto`, it begins with the first of `_FORMS` and goes on to the next form
+    when a request is refused or an answer is none of the choices.
     """
 
     def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -61,17 +139,17 @@ class OpenAIEndpoint(_HTTPEndpoint):
         super().__init__(settings, f"{base}/chat/completions", transport)
         self._form = 0 if settings.guidance == "auto" else _FORMS.index(settings.guidance)
 
-    async def _ask(self, server: _Server, question: Question) -> Answer:
+    async def _ask(self, client: AsyncOpenAI, question: Question) -> Answer:
         form = self._form
         while True:
             unguided = self._settings.guidance != "auto" or not question.choices or _FORMS[form] == "none"
             try:
-                reply = await server.post(self._body(question, _FORMS[form]))
+                reply = await self._post(client, self._body(question, _FORMS[form]), ChatCompletion, "chat completion")
             except EndpointError as error:
                 if unguided or error.status not in (400, 422):
                     raise
             else:
-                answer = _read_completion(reply, question)
+                answer = _read_completion(self._url, reply, question)
                 if unguided or answer.text.strip() in question.choices:
                     # Only an answer tells that this form works: a question that is too long is refused in every form.
                     self._form = max(self._form, form)
@@ -100,11 +178,9 @@ class GenerateEndpoint(_HTTPEndpoint):
     def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
         super().__init__(settings, _checked_url(settings.url or server_url()), transport)
 
-    async def _ask(self, server: _Server, question: Question) -> Answer:
-        reply = await server.post(_body(question, lambda uri: {"type": "image", "image": uri}))
-        if not isinstance(reply.get("text"), str):
-            raise EndpointError(f"The server's reply holds no text: {_excerpt(reply)}", retryable=False)
-        return Answer(reply["text"])
+    async def _ask(self, client: AsyncOpenAI, question: Question) -> Answer:
+        body = _body(question, lambda uri: {"type": "image", "image": uri})
+        return Answer((await self._post(client, body, GenerateReply, "text")).text)
 
 
 def server_url() -> str:
@@ -128,71 +204,13 @@ def _checked_url(url: str) -> str:
             return url
     # The address is not shown: the part that is wrong may be a password.
     raise UserInputError(
-        "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as %XX."
+        "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as "
+        "%XX."
     )
 
 
-class _Server(contextlib.AbstractAsyncContextManager["_Server"]):
-    """One address, while a client for it is open."""
-
-    def __init__(self, settings: EndpointSection, url: str, transport: httpx.AsyncBaseTransport | None) -> None:
-        import openai  # takes a second, and most commands ask no endpoint
-
-        self._openai, self._url, self._has_answered = openai, url, False
-        token = token_header(settings.token_env) if settings.token_env else {}
-        self._headers = {**dict.fromkeys(_OPENAI_HEADERS, openai.Omit()), **token}
-        self._client = openai.AsyncOpenAI(
-            api_key="none",  # the token is in the headers
-            base_url=url,
-            timeout=settings.timeout_s,
-            max_retries=0,  # `ask_again` has one deadline for all attempts and counts them
-            http_client=_BoundedClient(
-                headers={"Accept-Encoding": "identity"},
-                # Every pair is in flight at once: no request may wait for a free connection.
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
-                transport=transport,
-                trust_env=not is_loopback(url),
-            ),
-        )
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
-
-    async def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply, a JSON object. Raises EndpointError."""
-        url = self._url
-        try:
-            text = await self._client.post(url, cast_to=str, body=body, options={"headers": self._headers})
-        except self._openai.APIStatusError as error:
-            status, response = error.status_code, error.response
-            raise EndpointError(
-                f"{url} answered with HTTP {status}: {excerpt(response.text, 300)}",
-                retryable=status in _RETRYABLE_STATUS,
-                status=status,
-                retry_after_s=_seconds(response.headers.get("retry-after", "")),
-                busy=status in _BUSY_STATUS,
-            ) from error
-        except self._openai.APIConnectionError as error:
-            cause = error.__cause__
-            if isinstance(cause, EndpointError):
-                raise cause from None
-            # A server that has never answered may have another address, so it is not waited for. A session waits for it as a whole.
-            gone = self._has_answered and isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout)
-            raise EndpointError(f"{url} gave no answer: {type(cause).__name__} {cause}".rstrip(), busy=gone) from error
-        except UnicodeEncodeError as error:
-            raise EndpointError(f"A question holds text that is no Unicode ({error}).", retryable=False) from error
-        try:
-            reply = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise EndpointError(f"{url} answered with something that is no JSON: {excerpt(text, 200)!r}") from error
-        if not isinstance(reply, dict):
-            raise EndpointError(f"{url} answered with a {type(reply).__name__}, not an object.", retryable=False)
-        self._has_answered = True
-        return reply
-
-
 class _BoundedClient(httpx.AsyncClient):
-    """Reads no more of a reply than `_MAX_REPLY_BYTES`, and none that is compressed: a megabyte may unpack to a gigabyte."""
+    """Reads at most `_MAX_REPLY_BYTES` of a reply, and no compressed one: a megabyte may unpack to a gigabyte."""
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         """The whole reply as UTF-8, with the headers that the caller needs. Raises EndpointError."""
@@ -219,41 +237,24 @@ def _seconds(text: str) -> float:
     return float(text[:9]) if text.isdecimal() else 0.0
 
 
-def _excerpt(reply: Any) -> str:
-    """The beginning of a reply; its depth and length are the endpoint's choice."""
-    return excerpt(reprlib.repr(reply), 200)
-
-
 def _count(value: Any) -> int:
     """A number of tokens as an endpoint reports it; 0 for what is none."""
     plain = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 10**9
     return int(value) if plain else 0
 
 
-def _read_completion(reply: dict[str, Any], question: Question) -> Answer:
-    try:
-        choice = reply["choices"][0]
-        content = choice["message"].get("content")
-        text = "" if content is None else content
-        if not isinstance(text, str):  # its Python form would be graded as the answer
-            raise TypeError("content")
-        usage = reply.get("usage") or {}
-        probabilities = None
-        tokens = (choice.get("logprobs") or {}).get("content") or []
-        if question.choices and tokens:
-            first = [(str(entry["token"]), float(entry["logprob"])) for entry in tokens[0]["top_logprobs"]]
+def _read_completion(url: str, reply: ChatCompletion, question: Question) -> Answer:
+    probabilities = None
+    if question.choices and reply.first_token:
+        first = [(token.token, token.logprob) for token in reply.first_token]
+        try:
             probabilities = choice_probabilities(first, question.choices)
-        return Answer(
-            text,
-            _count(usage.get("prompt_tokens")),
-            _count(usage.get("completion_tokens")),
-            choice.get("finish_reason") == "length",
-            probabilities,
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise EndpointError(
-            f"The endpoint's reply is no chat completion: {_excerpt(reply)}", retryable=False
-        ) from error
+        except ValueError as error:
+            raise EndpointError(f"{url} answered with no chat completion: {error}.", retryable=False) from error
+    cut_off = reply.finish_reason == "length"
+    return Answer(
+        reply.content or "", _count(reply.prompt_tokens), _count(reply.sampled_tokens), cut_off, probabilities
+    )
 
 
 def _body(question: Question, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:

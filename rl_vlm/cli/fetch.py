@@ -28,14 +28,20 @@ if TYPE_CHECKING:
 def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
     """Download a model, or a data set with `data`, into the hub's cache; return its folder there.
 
-    What is there already is not downloaded again. `tiny` builds the built-in model. With `data` a short name of `known_data.py`
-    gives a folder for `env.data`, with at most `max_rows` of each split. Raises UserInputError for a name that is wrong or
-    locked, FetchError when the hub cannot be reached.
+    What is there already is not downloaded again. `tiny` builds the built-in model. With `data` a short name of `KNOWN`
+    gives a folder for `env.data`, with at most `max_rows` of each split. Raises UserInputError for a name that is wrong
+    or locked, FetchError when the hub cannot be reached.
     """
     if name in builtin_models() and not data:
         return builtin_models()[name].folder()
+    if data and name in KNOWN:
+        with hub_errors(KNOWN[name].repo, data=True):
+            return fetch_known(name, max_rows)
     if data and "/" not in name:
-        return _fetch_known(name, max_rows)
+        raise UserInputError(
+            f"There is no data set {name!r}: give one of {', '.join(KNOWN)}, or owner/name of the hub such as "
+            "hiyouga/geometry3k."
+        )
     if max_rows is not None:
         raise UserInputError("--max-rows is for the data sets with short names, which `rl-vlm fetch --help` lists.")
     if name.count("/") != 1 or name.startswith((".", "/")):
@@ -48,16 +54,6 @@ def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
         folder = snapshot_download(name, repo_type="dataset")
     _prepare(name)
     return Path(folder)
-
-
-def _fetch_known(name: str, max_rows: int | None) -> Path:
-
-    if name not in KNOWN:
-        raise UserInputError(
-            f"There is no data set {name!r}: give one of {', '.join(KNOWN)}, or owner/name of the hub such as hiyouga/geometry3k."
-        )
-    with hub_errors(KNOWN[name].repo, data=True):
-        return fetch_known(name, max_rows)
 
 
 def _prepare(name: str) -> None:
@@ -81,15 +77,19 @@ MAX_ROWS = 2000  # of each split, unless told otherwise
 _PATIENCE_S = 20.0  # for the hub's first answer
 _BATCH = 64  # rows of a row group
 _MAX_IMAGE_BYTES = 20 * 2**20
-_PLACE = ("latitude", "longitude", "country", "region", "city")  # columns of a street view beside its image
+# The columns of a street view beside its image.
+_LOCATION = {"latitude": pa.float64(), "longitude": pa.float64()} | dict.fromkeys(
+    ("country", "region", "city"), pa.string()
+)
+_STREET_VIEW = pa.schema({"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), **_LOCATION})
 
 
 @dataclass(frozen=True, slots=True)
 class KnownData:
     """A data set of the hub and the environment that reads it.
 
-    columns: the environment's column -> its names on the hub, the first that is there counts. shards: split -> how the names of
-    its parquet files begin. last_is_test: there is one split, whose last file is the test split.
+    columns: the environment's column -> its names on the hub, the first that is there counts. shards: split -> how the
+    names of its parquet files begin. last_is_test: there is one split, whose last file is the test split.
     """
 
     env: str
@@ -112,7 +112,7 @@ KNOWN: dict[str, KnownData] = {
         "GeoSpot-v0",
         "osv5m/osv5m",
         "street views with their places; its tables are read through, 3 GB for train, and only the pictures kept",
-        {name: (name,) for name in _PLACE},
+        {name: (name,) for name in _LOCATION},
         {"train": "images/train/", "test": "images/test/"},
     ),
     "nlvr2": KnownData(
@@ -139,7 +139,7 @@ KNOWN: dict[str, KnownData] = {
 
 
 def fetch_known(name: str, max_rows: int | None = None) -> Path:
-    """The folder with train.parquet and test.parquet of a data set of KNOWN, at most `max_rows` of each split (MAX_ROWS).
+    """The folder with train.parquet and test.parquet of a data set of KNOWN, `max_rows` (MAX_ROWS) of each at most.
 
     Raises UserInputError where the data set has other files or columns, and what the hub's client raises.
     """
@@ -155,17 +155,13 @@ def fetch_known(name: str, max_rows: int | None = None) -> Path:
 
         HfApi().dataset_info(known.repo, timeout=_PATIENCE_S)  # one question, without the client's many attempts
     for split in missing:
-        handle, draft = tempfile.mkstemp(prefix=f".{split}.", dir=folder)
-        os.close(handle)
-        try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as scratch:
+            draft = f"{scratch}/{split}.parquet"
             if name == "osv5m":
                 _write_street_views(known, split, rows, draft)
             else:
                 _stream(known, split).take(rows).to_parquet(draft, batch_size=_BATCH, write_page_checksum=True)
-            os.chmod(draft, 0o644)
             os.replace(draft, folder / f"{split}.parquet")
-        finally:
-            Path(draft).unlink(missing_ok=True)
     return folder
 
 
@@ -211,7 +207,8 @@ def _columns(known: KnownData, found: Sequence[str]) -> dict[str, str]:
     chosen = {name: next((other for other in others if other in found), "") for name, others in known.columns.items()}
     if missing := [name for name, other in chosen.items() if not other]:
         raise UserInputError(
-            f"{known.repo} has the columns {', '.join(found)} and none for {', '.join(missing)}: fetch it by its hub name and rename them."
+            f"{known.repo} has the columns {', '.join(found)} and none for {', '.join(missing)}: fetch it by its hub "
+            "name and rename them."
         )
     return chosen
 
@@ -223,8 +220,8 @@ def _write_street_views(known: KnownData, split: str, rows: int, draft: str) -> 
     """
     from huggingface_hub import HfFileSystem
 
-    hub, missing, schema = HfFileSystem(), rows, _street_view_schema()
-    with pq.ParquetWriter(draft, schema, write_page_checksum=True) as writer:
+    hub, missing = HfFileSystem(), rows
+    with pq.ParquetWriter(draft, _STREET_VIEW, write_page_checksum=True) as writer:
         for file in _files(known, split, ".zip"):
             with hub.open(f"datasets/{known.repo}/{file}", "rb") as remote, zipfile.ZipFile(remote) as archive:
                 pictures = {
@@ -233,39 +230,30 @@ def _write_street_views(known: KnownData, split: str, rows: int, draft: str) -> 
                     if member.filename.endswith(".jpg") and member.file_size <= _MAX_IMAGE_BYTES
                 }
                 with hub.open(f"datasets/{known.repo}/{split}.csv", "rb") as table:
-                    places = _places(table, known, set(islice(pictures, missing)))
-                found = [(identity, member) for identity, member in pictures.items() if identity in places]
-                missing -= len(found)
-                for start in range(0, len(found), _BATCH):
+                    locations = _locations(table, known, set(islice(pictures, missing)))
+                located = [(identity, member) for identity, member in pictures.items() if identity in locations]
+                missing -= len(located)
+                for start in range(0, len(located), _BATCH):
                     views = [
-                        {"image": {"bytes": archive.read(member), "path": f"{identity}.jpg"}, **places[identity]}
-                        for identity, member in found[start : start + _BATCH]
+                        {"image": {"bytes": archive.read(member), "path": f"{identity}.jpg"}, **locations[identity]}
+                        for identity, member in located[start : start + _BATCH]
                     ]
-                    writer.write_table(pa.Table.from_pylist(views, schema=schema))
+                    writer.write_table(pa.Table.from_pylist(views, schema=_STREET_VIEW))
             if not missing:
                 return
 
 
-def _street_view_schema() -> pa.Schema:
-    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    return pa.schema([("image", image), *((name, _place_type(name)) for name in _PLACE)])
-
-
-def _place_type(name: str) -> pa.DataType:
-    return pa.float64() if name in ("latitude", "longitude") else pa.string()
-
-
-def _places(table: Any, known: KnownData, wanted: set[str]) -> dict[str, dict[str, Any]]:
+def _locations(table: Any, known: KnownData, wanted: set[str]) -> dict[str, dict[str, Any]]:
     """The rows of these ids, from a table that is read from its start until all are found."""
-    kinds = {"id": pa.string(), **{name: _place_type(name) for name in _PLACE}}
+    kinds = {"id": pa.string(), **_LOCATION}
     convert = pa.csv.ConvertOptions(column_types=kinds, include_columns=list(kinds))
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     try:
         for batch in pa.csv.open_csv(table, convert_options=convert):
             for row in batch.filter(pa.compute.is_in(batch.column("id"), pa.array(wanted))).to_pylist():
-                found[row.pop("id")] = row
-            if len(found) == len(wanted):
+                rows[row.pop("id")] = row
+            if len(rows) == len(wanted):
                 break
     except (pa.ArrowInvalid, KeyError) as error:
         raise UserInputError(f"{known.repo}: its table cannot be read ({str(error).splitlines()[0]}).") from error
-    return found
+    return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -141,9 +141,6 @@ def learning_curve(
     ] = 5,
     title: Title = "",
     column: Annotated[str | None, typer.Option(help="What is drawn; success_rate, else true_episode_reward.")] = None,
-    unit: Annotated[
-        Literal["auto", "percent", "fraction"], typer.Option(help="Of the success rate in the files.")
-    ] = "auto",
 ) -> None:
     """Success rate, or return, over environment steps; mean and 95 % interval where a curve has several runs."""
     from rl_vlm.plots.curves import DEFAULT_FILE, draw_learning_curve
@@ -155,7 +152,7 @@ def learning_curve(
         named = bool(separator) and not Path(run).exists()
         kinds.setdefault(name if named else _run_name(run), []).append(path if named else run)
     outputs = out or [Path(DEFAULT_FILE)]
-    bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column, unit=unit)
+    bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column)
     for name, band in bands.items():
         say(f"{name}: {band.mean[-1]:.3f} at step {band.steps[-1]:.0f}, {band.runs} run(s)")
     say(f"Wrote {', '.join(map(str, outputs))}")

@@ -50,6 +50,6 @@ def parse_arguments(given: Sequence[str] | None) -> dict[str, Any]:
     from rl_vlm.config.loading import apply_override, parse_override
 
     arguments: dict[str, Any] = {}
-    for one in given or ():
-        apply_override(arguments, *parse_override(one))
+    for argument in given or ():
+        apply_override(arguments, *parse_override(argument))
     return arguments

@@ -25,7 +25,10 @@ def say(text: str, err: bool = False, nl: bool = True) -> None:
 
 
 class ErrorReport:
-    """Turns an exception into a sentence and an exit code. `folder` is where the traceback of an unexpected error is written."""
+    """Turns an exception into a sentence and an exit code.
+
+    `folder` is where the traceback of an unexpected error is written.
+    """
 
     def __init__(self) -> None:
         self.folder: Path | None = None

@@ -21,7 +21,10 @@ from rl_vlm.types import EncodedImage, Observation, Split
 
 
 def half_blocks(image: Image.Image, columns: int, rows: int) -> Text:
-    """The image in at most `columns` × `rows` characters, its sides in proportion. It is made larger by whole factors only."""
+    """The image in at most `columns` × `rows` characters, its sides in proportion.
+
+    It is made larger by whole factors only.
+    """
     limit = min(columns / image.width, 2 * rows / image.height)
     scale = limit if limit < 1 else int(limit)
     width = max(1, round(image.width * scale))
@@ -54,7 +57,7 @@ def play_episode(
     picture: str,
     console: Console | None = None,
 ) -> float:
-    """Show what the environment says, ask for answers until the episode ends or the person leaves; the sum of rewards."""
+    """Show what the environment says and ask for answers until the episode ends; return the sum of rewards."""
     console = console or Console(highlight=False)
     env = make(env_id, **kwargs)
     total = 0.0

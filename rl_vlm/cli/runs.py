@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,23 +40,12 @@ def train(
     refuse_both(resume, overwrite)
     run = load_run(config, overrides)
     from rl_vlm.runs import train as training
-    from rl_vlm.runs.train import inspect_run
 
     if dry_run:
-        for name, value in inspect_run(run).items():
-            say(f"{name}: {value}")
-        for sentence in run.notes():
-            say(sentence)
-        say(f"{run.name}: nothing is wrong with the configuration, the model and the data.")
+        _print_findings(run.name, training.inspect_run(run))
         return
-    if resume and config.is_dir():  # the run itself, wherever it is
-        run_dir = run_dir or str(config)
-    place = run_dir or str(training.default_run_dir(run))
-    error_report.folder = Path(place)
-    result = training.train(run, run_dir, resume=resume, overwrite=overwrite)
-    say(_summary(result, place))
-    if result.get("status") != "done":
-        raise typer.Exit(1)
+    folder = _run_folder(run_dir, config if resume else None, training.default_run_dir(run))
+    _print_result(training.train(run, folder, resume=resume, overwrite=overwrite), folder)
 
 
 @commands.command(epilog="Example: rl-vlm plan configs/geo3k_qwen3vl_4b.yaml --gpu-gib 47.4")
@@ -70,7 +60,10 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
-    """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone. Code 1: it does not fit."""
+    """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone.
+
+    Code 1: it does not fit.
+    """
     run = load_run(config, overrides)
     from rl_vlm.runs.memory import describe, make_plan
 
@@ -89,7 +82,7 @@ def export(
     model: Annotated[str | None, typer.Option(help="The base model; by default the one that the run names.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write what a run trained as an ordinary Hugging Face folder: its adapter merged into the model, or all weights."""
+    """Write what a run trained as a Hugging Face folder: its adapter merged into the model, or all weights."""
     from rl_vlm.models.export import export_model
     from rl_vlm.models.loading import quiet_libraries
 
@@ -97,18 +90,31 @@ def export(
     say(f"Wrote {export_model(source, out, model, overwrite)}: weights, processor and chat template.")
 
 
-def _summary(result: dict[str, Any], place: str) -> str:
+def _print_findings(name: str, findings: Mapping[str, Any]) -> None:
+    for key, value in findings.items():
+        say(f"{key}: {value}")
+    say(f"{name}: nothing is wrong with the configuration, the model and the data.")
+
+
+def _run_folder(run_dir: str | None, resumed: Path | None, default: Path) -> str:
+    """Where results go: what is named, the run folder that is resumed, or the default. Tracebacks go there, too."""
+    folder = run_dir or (str(resumed) if resumed is not None and resumed.is_dir() else str(default))
+    error_report.folder = Path(folder)
+    return folder
+
+
+def _print_result(result: dict[str, Any], folder: str) -> None:
+    """Print what a run came to in a line. Exit code 1 unless it is done."""
     parts = [f"{result.get('status')} after {result.get('iterations')} {result.get('unit', 'iterations')}"]
     # A preference run's own reward is learned and changes its scale: only its evaluation is comparable over a run.
     reward = "evaluation_reward" if "evaluation_reward_after" in result else "reward"
-    for label, name in (("accuracy", "accuracy"), ("reward", reward)):
+    for label, name in (("held-out loss", "eval_loss"), ("accuracy", "accuracy"), ("reward", reward)):
         before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
         if after is not None:  # there is no before of a single row
             parts.append(f"{label} {after:.3f}" if before is None else f"{label} {before:.3f} → {after:.3f}")
-    return f"{', '.join(parts)}; see {place}/curve.png"
-
-
-# The commands of supervised fine-tuning: `rl-vlm sft` and `rl-vlm sft-example`.
+    say(f"{', '.join(parts)}; see {folder}/curve.png")
+    if result.get("status") != "done":
+        raise typer.Exit(1)
 
 
 @commands.command(epilog="Example: rl-vlm sft configs/sft_tiny.yaml sft.data=my-data learner.lr=1e-4")
@@ -130,18 +136,10 @@ def sft(
     from rl_vlm.runs import sft as tuning
 
     if dry_run:
-        for name, value in tuning.inspect_sft(job)[0].items():
-            say(f"{name}: {value}")
-        say(f"{job.name}: nothing is wrong with the configuration, the model and the data.")
+        _print_findings(job.name, tuning.inspect_sft(job)[0])
         return
-    if resume and config.is_dir():  # the run itself, wherever it is
-        run_dir = run_dir or str(config)
-    place = run_dir or str(tuning.default_run_dir(job))
-    error_report.folder = Path(place)
-    result = tuning.sft(job, run_dir, resume=resume, overwrite=overwrite, progress=say)
-    say(_sft_summary(result, place))
-    if result.get("status") != "done":
-        raise typer.Exit(1)
+    folder = _run_folder(run_dir, config if resume else None, tuning.default_run_dir(job))
+    _print_result(tuning.sft(job, folder, resume=resume, overwrite=overwrite, progress=say), folder)
 
 
 @commands.command(
@@ -157,23 +155,11 @@ def sft_example(
     say(f"Wrote {folder}: {counts}.")
 
 
-def _sft_summary(result: dict[str, Any], place: str) -> str:
-    parts = [f"{result.get('status')} after {result.get('iterations')} steps"]
-    for label, name in (("held-out loss", "eval_loss"), ("exact answers", "accuracy")):
-        before, after = result.get(f"{name}_before"), result.get(f"{name}_after")
-        if before is not None and after is not None:
-            parts.append(f"{label} {before:.3f} → {after:.3f}")
-    return f"{', '.join(parts)}; the adapter is in {place}/adapter, the curve in {place}/curve.png"
-
-
-# `rl-vlm sweep`: many runs of one configuration with Ray Tune.
-
-
 @commands.command(epilog="Example: rl-vlm sweep configs/quickstart.yaml --space tune/spaces/grpo.yaml")
 def sweep(
     config: Config,
     overrides: Overrides = None,
-    space: Annotated[Path, typer.Option(help="The YAML file that says what varies; see tune/spaces/.")] = ...,  # type: ignore[assignment]
+    space: Annotated[Path, typer.Option(help="The YAML file of what varies, see tune/spaces/.")] = ...,  # type: ignore
     run_dir: Annotated[str | None, typer.Option(help="Where the results go; runs/NAME-sweep by default.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted sweep; nothing is repeated.")
@@ -190,14 +176,12 @@ def sweep(
     best = trials[0]
     settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
     say(
-        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {found.metric} {best.best:.3f} with {settings}"
+        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {found.metric} "
+        f"{best.best:.3f} with {settings}"
     )
     say(f"See {folder / 'results.md'}, {folder / 'results.png'} and {folder / 'best'}.")
     if not all(trial.finished for trial in trials):
         raise typer.Exit(1)
-
-
-# The command `rl-vlm serve`.
 
 
 @commands.command(epilog="Example: rl-vlm serve tiny http.max_queue=64 --port 8080")
@@ -213,7 +197,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="127.0.0.1 by default, or SERVER_HOST.")] = None,
     port: Annotated[int | None, typer.Option(help="8000 by default, or SERVER_PORT; 0: any free one.")] = None,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's chat completions and /generate. Beyond loopback RL_VLM_API_TOKEN is required."""
+    """Serve a model over HTTP: OpenAI's chat completions and /generate.
+
+    Beyond loopback RL_VLM_API_TOKEN is required.
+    """
     if model is not None and "=" in model and not Path(model).exists():
         overrides = [model, *(overrides or [])]
         model = None  # it comes from LOCAL_MODEL_PATH

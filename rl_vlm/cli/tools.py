@@ -1,4 +1,4 @@
-"""The commands that prepare, check and watch machines: `rl-vlm fetch`, `doctor`, `model make-tiny`, `cluster drain` and `top`."""
+"""The commands around machines: `rl-vlm fetch`, `doctor`, `model make-tiny`, `cluster drain` and `top`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def fetch(
         bool,
         typer.Option(
             "--data",
-            help="It is a data set: owner/name, or geo3k (Geo3k-v0), osv5m (GeoSpot-v0), nlvr2 (NLVR2-v0), flickr30k (Caption-v0). "
-            "A short name prints a folder for env.data.",
+            help="It is a data set: owner/name, or geo3k (Geo3k-v0), osv5m (GeoSpot-v0), nlvr2 (NLVR2-v0), flickr30k "
+            "(Caption-v0). A short name prints a folder for env.data.",
         ),
     ] = False,
     max_rows: Annotated[
@@ -92,8 +92,6 @@ def make_tiny(
     say(str(folder))
 
 
-# The command around clusters: `rl-vlm cluster drain`.
-
 cluster = typer.Typer(help="What the nodes of a cluster call.", no_args_is_help=True)
 commands.add_typer(cluster, name="cluster")
 
@@ -122,8 +120,6 @@ def drain(
         say(f"Still running after {timeout:g} s: {', '.join(map(str, left))}.", err=True)
         raise typer.Exit(1)
 
-
-# `rl-vlm top`: what runs on a cluster, from its metrics.
 
 WIDE = 180  # columns
 

@@ -12,7 +12,6 @@ from rl_vlm.config.learner import LearnerActors
 from rl_vlm.config.section import ResourcesSection, Section, TrainLogging
 from rl_vlm.config.serving import HTTPSection, ServedModelSection, ServingSection
 from rl_vlm.files import resolved
-from rl_vlm.types import InFlightUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +50,11 @@ class CommonConfig(Section, ABC):
         """Settings of serving that do not fit the run."""
         uses_vllm, quantization = self.serving.expected_engine == "vllm", self.serving.quantization
         if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
-            yield "serving.quantization: nf4 needs serving.engine transformers (vLLM has no NF4), fp8 needs vllm on a GPU"
-        if self.deterministic and (uses_vllm or self.model.dtype != "float32" or self.max_policy_lag):
-            yield "deterministic: true needs serving.engine transformers, model.dtype float32 and rollout.max_policy_lag 0"
-        if self.serving.shared and (self.deterministic or self.in_flight_updates):
-            yield (
-                "serving.shared: replicas that several runs share know neither deterministic: true nor rollout.in_flight_updates: "
-                "leave these out, or give the run its own replicas"
-            )
-
-    def notes(self) -> Iterator[str]:
-        """A sentence on each setting that changes nothing in this run and is accepted all the same."""
-        yield from ()
-
-    @property
-    @abstractmethod
-    def algorithm_name(self) -> str:
-        """`algorithm.name`."""
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """What people call the environment."""
+            yield "serving.quantization: nf4 needs serving.engine transformers, and fp8 needs vllm on a GPU"
+        if self.deterministic and (uses_vllm or self.model.dtype != "float32"):
+            yield "deterministic: true needs serving.engine transformers and model.dtype float32"
+        if self.serving.shared and self.deterministic:
+            yield "serving.shared: replicas that several runs share are not deterministic: leave out one of the two"
 
     @property
     @abstractmethod
@@ -92,16 +74,6 @@ class CommonConfig(Section, ABC):
         return False
 
     @property
-    def max_policy_lag(self) -> int:
-        """How many versions old a sample may be."""
-        return 0
-
-    @property
-    def in_flight_updates(self) -> InFlightUpdates | None:
-        """What happens to the keys and values of running samples when a new version comes; None: they keep their version."""
-        return None
-
-    @property
     def lora_rank(self) -> int:
         """The rank of the adapters that the run publishes."""
         return 1
@@ -114,10 +86,8 @@ class CommonConfig(Section, ABC):
     @property
     def lora_slots(self) -> int:
         """Adapter versions that a replica may sample with at the same time (engine vllm)."""
-        if self.serving.shared:
-            return self.serving.sharing.lora_slots
-        # Samples of older versions may still run when a new one comes, unless they take it.
-        return 1 if self.in_flight_updates else self.max_policy_lag + 2
+        # Samples of the version before may still run when a new one comes.
+        return self.serving.sharing.lora_slots if self.serving.shared else 2
 
     @property
     def samples_per_round(self) -> int:

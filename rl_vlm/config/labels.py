@@ -27,8 +27,8 @@ def names_no_cache(value: str | Path | None) -> bool:
 class TeacherSection(Section):
     """B-Pref's simulated teacher, which labels by the true reward (Lee et al. 2021, arXiv 2111.03026, section 4).
 
-    RL-VLM-F's teacher_beta, teacher_gamma and teacher_eps_*. The thresholds are shares of a segment's average return, see
-    `ScriptedTeacher.set_margin`.
+    RL-VLM-F's teacher_beta, teacher_gamma and teacher_eps_*. The thresholds are shares of a segment's average return,
+    see `ScriptedTeacher.set_margin`.
     """
 
     beta: float = Field(-1.0, description="0 or less: the higher return wins; above: Bradley-Terry with this scale.")
@@ -37,7 +37,8 @@ class TeacherSection(Section):
     eps_skip: float = Field(
         0.0,
         ge=0,
-        description="Pairs below this share of the average return are skipped; none where that is below 0, as in B-Pref.",
+        description="Pairs below this share of the average return are skipped; none where that is below 0, as in "
+        "B-Pref.",
     )
     eps_equal: float = Field(
         0.0, ge=0, description="Pairs nearer than this share of the average return are equal; see eps_skip."
@@ -95,7 +96,8 @@ class LabelsSection(Section):
     rounds: int = Field(
         4,
         ge=1,
-        description="Undecided pairs are replaced by fresh ones up to this many times, within max_feedback; the original: 1.",
+        description="Undecided pairs are replaced by fresh ones up to this many times, within max_feedback; the "
+        "original: 1.",
     )
     teacher: TeacherSection = TeacherSection()
     endpoint: EndpointSection = EndpointSection()
@@ -110,8 +112,8 @@ class LabelsSection(Section):
             yield "preference.labels.endpoint.url is needed for source endpoint, such as http://host:8000/v1"
         if not names_no_cache(self.cache) and (self.flip or self.coin_flips):
             yield (
-                "preference.labels.flip and coin_flips change what a labeller says, and the sessions of labels.cache are replayed "
-                "as they were labelled: leave out one of the two"
+                "preference.labels.flip and coin_flips change what a labeller says, and the sessions of labels.cache "
+                "are replayed as they were labelled: leave out one of the two"
             )
         if self.source == "cache" and names_no_cache(self.cache):
             yield "preference.labels.cache must name a label store for source cache"

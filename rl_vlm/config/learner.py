@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_vlm.config.section import Beta, Section
+from rl_vlm.config.section import Beta, OnlyWith, Section
 
 StrategyName: TypeAlias = Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 class ComputeSection(Section):
     """How a learner computes on a CPU."""
+
+    place: ClassVar[str] = "learner."
 
     num_threads: int = Field(1, ge=1)
 
@@ -28,8 +30,8 @@ class LearnerActors(ComputeSection):
     update_timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="A learner that has not answered its first update within this counts as dead. Later updates get ten times the "
-        "longest one so far, at least two minutes and at most this.",
+        description="A learner that has not answered its first update within this counts as dead. Later updates get "
+        "ten times the longest one so far, at least two minutes and at most this.",
     )
 
     def problems(self) -> Iterator[str]:
@@ -37,18 +39,25 @@ class LearnerActors(ComputeSection):
         yield from super().problems()
         if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
             yield (
-                f"learner.gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would put two learners on "
-                'one GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to 1, or num_learners to 1'
+                f"learner.gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would "
+                'put two learners on one GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to '
+                "1, or num_learners to 1"
             )
 
     @property
     def in_step(self) -> bool:
-        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state together."""
+        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state
+        together."""
         return False
 
 
 class OptimizerSection(ComputeSection):
     """How the model is optimised: of reinforcement learning and of supervised fine-tuning."""
+
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("lr_final_fraction",), "lr_schedule", ("linear",)),
+        OnlyWith(("betas",), "optimizer", ("adamw",)),
+    )
 
     lr: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear"] = "constant"
@@ -65,30 +74,26 @@ class OptimizerSection(ComputeSection):
     share_prompts: bool = True
     attention: Literal["auto", "segments", "dense"] = Field(
         "auto",
-        description="Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by itself, "
-        "which pays for what is seen; auto: segments where that is cheaper.",
+        description="Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by "
+        "itself, which pays for what is seen; auto: segments where that is cheaper.",
     )
     gradient_checkpointing: bool = False
-
-    def problems(self) -> Iterator[str]:
-        """Keys that another choice reads."""
-        yield from super().problems()
-        for key, chooser, value in (("lr_final_fraction", "lr_schedule", "linear"), ("betas", "optimizer", "adamw")):
-            if getattr(self, chooser) != value and any(self.changed(key)):
-                yield (
-                    f"learner.{key} has no effect with learner.{chooser} {getattr(self, chooser)}: remove it, or set "
-                    f"learner.{chooser} to {value}"
-                )
 
 
 class LearnerSection(LearnerActors, OptimizerSection):
     """The learner group that trains the policy."""
 
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        *OptimizerSection.conditional,
+        OnlyWith(("offload_optimizer",), "strategy", ("zero1", "zero2", "zero3")),
+        OnlyWith(("offload_params",), "strategy", ("fsdp2", "zero3")),
+    )
+
     strategy: StrategyName | None = Field(
         None,
-        description="How learners share a step. single: one learner; all_reduce: each holds all and gradients are added; fsdp2: "
-        "the frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, gradients, frozen layers. null: single "
-        "or all_reduce, by num_learners.",
+        description="How learners share a step. single: one learner; all_reduce: each holds all and gradients are "
+        "added; fsdp2: the frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, "
+        "gradients, frozen layers. null: single or all_reduce, by num_learners.",
     )
     offload_optimizer: bool = Field(
         False, description="Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3."
@@ -100,11 +105,13 @@ class LearnerSection(LearnerActors, OptimizerSection):
         None,
         gt=0,
         lt=1,
-        description="Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights uses it.",
+        description="Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights "
+        "uses it.",
     )
     log_entropy: bool = Field(
         True,
-        description="Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it anyway.",
+        description="Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it "
+        "anyway.",
     )
 
     def problems(self) -> Iterator[str]:
@@ -112,17 +119,13 @@ class LearnerSection(LearnerActors, OptimizerSection):
         yield from super().problems()
         name = self.strategy
         if name == "single" and self.num_learners > 1:
-            yield f"learner.strategy single with num_learners {self.num_learners}: use all_reduce, or set num_learners to 1"
+            yield f"learner.strategy single is for one learner, and num_learners is {self.num_learners}: use all_reduce"
         if name not in (None, "single") and self.num_learners == 0:
             yield f"learner.strategy {name} needs learners that are actors: set num_learners to 2 or more"
-        if self.offload_optimizer and not self.zero_stage:
-            yield f"learner.offload_optimizer has no effect with strategy {name or 'null'}: use zero1, zero2 or zero3"
-        if self.offload_params and not self.shards_layers:
-            yield f"learner.offload_params has no effect with strategy {name or 'null'}: use fsdp2 or zero3"
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
-                f"learner.strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and columns for adafactor: "
-                "use adamw, or strategy fsdp2"
+                f"learner.strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and "
+                "columns for adafactor: use adamw, or strategy fsdp2"
             )
 
     @property
@@ -137,15 +140,14 @@ class LearnerSection(LearnerActors, OptimizerSection):
 
     @property
     def in_step(self) -> bool:
-        """See LearnerActors."""
         return self.strategy == "fsdp2" or bool(self.zero_stage)
-
-
-# `critic`: PPO's value function.
 
 
 class CriticSection(Section):
     """The value function of PPO: a linear head on the last hidden state of the policy, or of an adapter of its own."""
+
+    place: ClassVar[str] = "critic."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (OnlyWith(("stop_gradient",), "kind", ("head",)),)
 
     kind: Literal["head", "adapter"] = Field(
         "head",
@@ -161,13 +163,6 @@ class CriticSection(Section):
     stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
     warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
 
-    def problems(self) -> Iterator[str]:
-        """A gradient that is stopped where there is none."""
-        if self.stop_gradient and self.kind == "adapter":
-            yield "critic.stop_gradient has no effect with kind adapter, which never trains the policy's LoRA: remove it"
-
-
-# `algorithm`: which algorithm, and how it learns.
 
 # The losses that need no plugin. Importing their module would import torch.
 BUILTIN_LOSSES = ("clipped", "gspo", "cispo", "sapo")
@@ -181,13 +176,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
-    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is overlong_buffer's, whose
-    # size depends on the token budget (there a fifth of it).
+    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is
+    # overlong_buffer's, whose size depends on the token budget (there a fifth of it).
     "dapo": {
         "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0,
     },
-    # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a token's.
+    # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a
+    # token's.
     "gspo": {
         "loss": "gspo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "clip_low": 3e-4, "clip_high": 4e-4,
@@ -202,8 +198,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": "sapo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
         "advantage_scale": 1.0, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05,
     },
-    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing is
-    # clipped.
+    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing
+    # is clipped.
     "rloo": {
         "loss": "clipped", "aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none",
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
@@ -224,40 +220,41 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
 }  # fmt: skip
-# Keys that some choices alone read: the keys, the key that chooses, and its values.
-_ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (("dual_clip",), "loss", ("clipped", "gspo")),
-    (("cispo_cap",), "loss", ("cispo",)),
-    (("sapo_tau_pos", "sapo_tau_neg"), "loss", ("sapo",)),
-    (("gigpo_gamma", "gigpo_step_weight"), "estimator", ("gigpo",)),
-    (("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), "estimator", ("gae",)),
-    (("gamma", "gae_lambda"), "gae_level", ("token", "bilevel")),
-    (("turn_gamma", "turn_lambda"), "gae_level", ("turn", "bilevel")),
-    (("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
-    (("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
-    (("kl_estimator",), "kl_in", ("loss",)),
-)
-# The same for keys that recipes set: choosing otherwise on the command line or in a sweep is noted, and no error.
-_NOTED_WITH: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (("advantage_normalization",), "estimator", ("group", "gigpo", "gae")),
-    (("clip_low", "clip_high"), "loss", ("clipped", "gspo")),
-)
-# exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says nothing.
-# Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the mean over T
-# tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
+# exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says
+# nothing.
+# Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the
+# mean over T tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
 _MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 
 class AlgorithmSection(Section):
-    """GRPO and PPO. Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised."""
+    """GRPO and PPO.
+
+    Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised.
+    """
+
+    place: ClassVar[str] = "algorithm."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("dual_clip",), "loss", ("clipped", "gspo")),
+        OnlyWith(("cispo_cap",), "loss", ("cispo",)),
+        OnlyWith(("sapo_tau_pos", "sapo_tau_neg"), "loss", ("sapo",)),
+        OnlyWith(("gigpo_gamma", "gigpo_step_weight"), "estimator", ("gigpo",)),
+        OnlyWith(("gae_level", "gamma", "gae_lambda", "turn_gamma", "turn_lambda"), "estimator", ("gae",)),
+        OnlyWith(("gamma", "gae_lambda"), "gae_level", ("token", "bilevel")),
+        OnlyWith(("turn_gamma", "turn_lambda"), "gae_level", ("turn", "bilevel")),
+        OnlyWith(("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
+        OnlyWith(("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
+        OnlyWith(("kl_estimator",), "kl_in", ("loss",)),
+        OnlyWith(("kl_rate", "kl_min", "kl_max"), "kl_target"),
+    )
 
     name: Literal["grpo", "ppo"] = Field("grpo", description="grpo or ppo; preference_sac is set by `preference`.")
     iterations: int = Field(100, ge=1)
     preset: str | None = Field(
         None,
-        description="Sets loss, aggregation, estimator and their published constants together: grpo (arXiv 2402.03300), dapo "
-        "(2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo (2402.14740), reinforce_pp (2501.03262), "
-        "dr_grpo (2503.20783), ppo (1707.06347).",
+        description="Sets loss, aggregation, estimator and their published constants together: grpo (arXiv "
+        "2402.03300), dapo (2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo "
+        "(2402.14740), reinforce_pp (2501.03262), dr_grpo (2503.20783), ppo (1707.06347).",
     )
     loss: str = Field("clipped", description="Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.")
     aggregation: Literal["sequence_mean", "token_mean", "constant"] = Field(
@@ -266,7 +263,8 @@ class AlgorithmSection(Section):
     )
     estimator: str = Field(
         "group",
-        description="Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a plugin registers.",
+        description="Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a "
+        "plugin registers.",
     )
     advantage_normalization: Literal["std", "none"] = Field(
         "std", description="Of the estimators group, gigpo and gae."
@@ -277,7 +275,8 @@ class AlgorithmSection(Section):
     overlong_buffer: int = Field(
         0,
         ge=0,
-        description="The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); 0: off.",
+        description="The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); "
+        "0: off.",
     )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Of the losses clipped and gspo, as is clip_high.")
     clip_high: float = Field(0.28, gt=0)
@@ -289,8 +288,9 @@ class AlgorithmSection(Section):
     sapo_tau_neg: float = Field(1.05, gt=0, description="Temperature of sapo's gate for negative advantages.")
     mismatch: Literal["truncate", "mask", "sequence_mask", "none"] = Field(
         "truncate",
-        description="What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens outside "
-        "[mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, and the rest truncated; none.",
+        description="What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens "
+        "outside [mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, "
+        "and the rest truncated; none.",
     )
     tis_cap: float | None = Field(2.0, gt=0, description="Cap of the engine-to-learner importance weight; null: off.")
     mismatch_low: float | None = Field(None, gt=0, lt=1, description="null: 0.5 with mask, 0.99 with sequence_mask.")
@@ -319,9 +319,9 @@ class AlgorithmSection(Section):
     max_refill: float = Field(
         0.0,
         ge=0,
-        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are "
-        "replaced by further groups in each iteration (dynamic sampling). Rewards are the environment's: what overlong_buffer takes off "
-        "does not count, as in DAPO. 0: off.",
+        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of "
+        "them are replaced by further groups in each iteration (dynamic sampling). Rewards are the "
+        "environment's: what overlong_buffer takes off does not count, as in DAPO. 0: off.",
     )
     shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
 
@@ -379,10 +379,7 @@ class AlgorithmSection(Section):
 
     def problems(self) -> Iterator[str]:
         """Keys that nothing reads, and bounds that contradict each other."""
-        for key, chooser, readers in self._unread(_ONLY_WITH):
-            yield f"{self._no_effect(key, chooser)}: remove it, or set algorithm.{chooser} to {readers}"
-        for key in self.changed("kl_rate", "kl_min", "kl_max") if self.kl_target is None else ():
-            yield f"algorithm.{key} has no effect without algorithm.kl_target: remove it, or set that"
+        yield from super().problems()
         if self.kl_target and self.kl_in != "reward":
             yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
         if self.kl_min > self.kl_max:
@@ -392,31 +389,16 @@ class AlgorithmSection(Section):
         if self.estimator in WITHOUT_CRITIC and self.name == "ppo":
             yield f"algorithm.estimator {self.estimator} needs no critic: use gae, or algorithm.name grpo"
 
-    def notes(self) -> Iterator[str]:
-        """A sentence on each key that is set and read by nothing, where that is accepted."""
-        for key, chooser, readers in self._unread(_NOTED_WITH):
-            yield f"{self._no_effect(key, chooser)}, only with {readers}."
-        if not self.kl_coef and not self.kl_target:  # 0 may be one coefficient of a sweep
-            for key in self.changed("kl_in", "kl_estimator"):
-                yield f"algorithm.{key} has no effect with algorithm.kl_coef 0."
-
-    def _unread(self, rules: Iterable[tuple[tuple[str, ...], str, tuple[str, ...]]]) -> Iterator[tuple[str, str, str]]:
-        """Changed keys that the choice does not read: the key, the key that chooses, and its values that do."""
-        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}
-        for keys, chooser, readers in rules:
-            chosen = getattr(self, chooser)
-            # What a plugin's loss or estimator reads is unknown.
-            if chosen not in readers and chosen in builtin.get(chooser, (chosen,)):
-                yield from ((key, chooser, " or ".join(readers)) for key in self.changed(*keys))
-
-    def _no_effect(self, key: str, chooser: str) -> str:
-        return f"algorithm.{key} has no effect with algorithm.{chooser} {getattr(self, chooser)}"
+    def reads(self, rule: OnlyWith) -> bool:
+        """As in the base class. What a plugin's loss or estimator reads is unknown."""
+        builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}.get(rule.chooser)
+        return super().reads(rule) or (builtin is not None and getattr(self, rule.chooser) not in builtin)
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """As in the base class. What the preset sets is no change either, nor is null."""
+        """As in the base class. What the preset sets is no change either."""
         preset = PRESETS.get(_preset_of(self.preset, self.name) or "", {})
         for key in super().changed(*keys):
-            if getattr(self, key) not in (None, preset.get(key)):
+            if getattr(self, key) != preset.get(key):
                 yield key
 
 

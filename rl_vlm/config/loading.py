@@ -21,32 +21,15 @@ from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
-# Reads YAML that may come from elsewhere: plain values, of bounded size also after its aliases are followed.
-
-MAX_CHARACTERS = 4 * 2**20
-MAX_DEPTH = 64
-MAX_VALUES = 200_000
-
+MAX_VALUES = 200_000  # of a document, those behind aliases counted each time
 _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses deep nesting before Python's own limit (an error of that is too late for what is half made), and a key that stands twice.
+    """Rejects a key that stands twice.
 
-    Of two equal keys YAML's libraries take the last: a section that was pasted a second time would lose the first without a word.
+    Others take the last one: a section that was pasted a second time would lose the first.
     """
-
-    _depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """As the base class, at most `MAX_DEPTH` deep."""
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise yaml.YAMLError("it is nested too deeply")
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """As the base class, with keys that differ; what `<<` merges may be set anew."""
@@ -68,19 +51,13 @@ _StrictLoader.add_implicit_resolver(*EXPONENTS)
 
 def load_yaml(text: str) -> Any:
     """The document as plain values. Raises yaml.YAMLError, also for one that is too large, too deep or holds itself."""
-    if len(text) > MAX_CHARACTERS:
-        raise yaml.YAMLError(f"it has {len(text)} characters, more than {MAX_CHARACTERS}")
     try:
         value = yaml.load(text, Loader=_StrictLoader)
         if _count(value, {}) > MAX_VALUES:
             raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES} values")
-    except RecursionError as error:  # of aliases, one inside the other
+    except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # what the constructors of values raise, of dates for example
+    except (ValueError, TypeError, OverflowError) as error:  # of the constructors of values, such as dates
         raise yaml.YAMLError(str(error)) from error
     return value
 
@@ -98,8 +75,6 @@ def _count(value: Any, known: dict[int, int]) -> int:
         found = known[id(value)] = 1 + sum(_count(part, known) for part in parts)
     return found
 
-
-# Error messages for configurations: a line for each error; for an unknown key they suggest the nearest known one.
 
 # What has the keys of each class, in error messages.
 _KINDS: dict[type[Section], str] = {
@@ -122,62 +97,13 @@ _COUNTERPARTS = (
     ("learner.gpus_per_learner", "sft.device"),
 )
 
-# Names of a key in other libraries (TRL, verl, slime, vLLM, RLlib, Stable-Baselines3, RL-VLM-F). A name may stand for
-# several keys: the one in the section where the unknown key was found is suggested.
-_SYNONYMS: dict[str, tuple[str, ...]] = {
-    "alpha": ("lora_alpha",),
-    "batch_size": ("train_batch_size", "minibatch_size"),
-    "cache": ("cached_label_path", "label_cache"),
-    "checkpoint_every": ("checkpoint_interval", "save_every", "save_freq", "save_interval", "save_steps"),
-    "clip_high": ("clip_ratio_high", "eps_clip_high", "epsilon_high"),
-    "clip_low": ("clip_eps", "clip_param", "clip_range", "clip_ratio", "clip_ratio_low", "eps_clip", "epsilon"),
-    "dual_clip": ("clip_ratio_c", "delta", "dual_clip_c", "eps_clip_c"),
-    "dtype": ("precision", "torch_dtype"),
-    "entropy_coef": ("ent_coef", "entropy_bonus", "entropy_coeff"),
-    "epochs": ("num_epochs", "num_train_epochs", "ppo_epochs", "reward_update", "update_epochs"),
-    "every": ("eval_every", "eval_freq", "eval_interval", "interval"),
-    "gamma": ("discount",),
-    "gpu_memory_utilization": ("gpu_utilization", "mem_fraction_static"),
-    "gigpo_step_weight": ("step_advantage_w",),
-    "group_size": ("n_samples_per_prompt", "num_generations", "samples_per_prompt"),
-    "iterations": ("max_steps", "num_iterations", "num_rollout", "num_steps", "training_steps"),
-    "keep_checkpoints": ("save_total_limit",),
-    "id": ("env_id", "env_name", "name"),
-    "kl_coef": ("beta", "kl_beta", "kl_coeff", "kl_loss_coef", "kl_penalty"),
-    "loss": ("loss_mode", "loss_type", "policy_loss"),
-    "lr": ("actor_lr", "learning_rate", "reward_lr"),
-    "lr_schedule": ("learning_rate_schedule", "lr_decay_style", "lr_scheduler", "lr_scheduler_type", "scheduler"),
-    "max_context": ("context_length", "max_length", "max_model_len", "max_seq_len"),
-    "max_grad_norm": ("clip_grad", "clip_grad_norm", "grad_clip", "grad_norm", "gradient_clipping"),
-    "max_new_tokens_per_turn": ("max_completion_length", "max_response_length", "max_response_len", "max_tokens"),
-    "micro_batch_tokens": ("max_tokens_per_gpu", "micro_batch_size"),
-    "mismatch": ("rollout_is", "vllm_importance_sampling_mode"),
-    "minibatches": ("num_minibatches", "mini_batches"),
-    "num_env_runners": ("num_rollout_workers", "num_runners", "num_workers"),
-    "overlong_buffer": ("overlong_buffer_len", "soft_overlong_length"),
-    "path": ("hf_checkpoint", "model", "model_name", "model_name_or_path", "model_path", "name"),
-    "prompts_per_iteration": ("batch_size", "num_prompts", "rollout_batch_size", "train_batch_size"),
-    "estimator": ("adv_estimator", "advantage_estimator"),
-    "rank": ("lora_r", "lora_rank", "r"),
-    "replay_capacity": ("buffer_size", "replay_buffer_capacity", "replay_buffer_size"),
-    "rule": ("feed_type",),
-    "session_pairs": ("reward_batch",),
-    "size": ("ensemble_size",),
-    "target_modules": ("lora_target_modules",),
-    "tau": ("critic_tau", "polyak"),
-    "tensor_parallel_size": ("tensor_parallel", "tp", "tp_size"),
-    "tis_cap": ("tis_clip", "tis_imp_ratio_cap"),
-    "total_steps": ("num_timesteps", "num_train_steps", "total_timesteps"),
-    "wandb_project": ("project", "project_name"),
-}
 _NO_TRUNCATION = "the learner cannot reproduce a truncated distribution, so training samples from the whole one"
-# Keys of other libraries that cannot be supported, or of another command, and why.
+# Keys that cannot be supported, or of another command, and why.
 _UNSUPPORTED = {
     "sft": "this is a configuration of `rl-vlm sft`",
     "rollout.top_p": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-p",
     "rollout.top_k": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-k",
 }
-_CLOSE, _FAINT = 0.75, 0.55  # similarity (difflib) of names that are probably, and possibly, the same
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:
@@ -229,45 +155,17 @@ def _suggest(location: Sequence[str], root: type[Section]) -> str:
     for part in location[:-1]:
         if part in section.model_fields:  # and not a place in a list
             section = section_of(section.model_fields[part].annotation) or section
-    meant = nearest_key(section, location, root)
+    key = ".".join(location)
+    meant = _nearest(location[-1], keys_of(section), ".".join(location[:-1])) or _nearest(location[-1], keys_of(root))
     hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
-    return f"Unknown config key {'.'.join(location)}. {hint}"
+    return f"Unknown config key {key}. {hint}"
 
 
-def nearest_key(section: type[Section], location: Sequence[str], root: type[Section]) -> str | None:
-    """The full name of the key that was probably meant by the unknown one at `location`, which is in `section`.
-
-    The keys of that section come first: the same name apart from singular and plural, or a synonym. Then that name in
-    another section, a close spelling in this section, one anywhere, and last what is faintly alike in this section.
-    """
-    *parents, name = location
-    here = [".".join([*parents, key]) for key in section.model_fields]
-    everywhere = list(keys_of(root))
-    return (
-        _most_alike(name, here, 1.0)
-        or _most_alike(name, everywhere, 1.0, synonyms=False)
-        or _most_alike(name, here, _CLOSE)
-        or _most_alike(name, everywhere, _CLOSE + 0.1)
-        or _most_alike(name, here, _FAINT)
-    )
-
-
-def _most_alike(name: str, keys: Iterable[str], least: float, synonyms: bool = True) -> str | None:
-    likeness: dict[str, float] = {}
-    for key in keys:
-        last = key.rsplit(".", 1)[-1]
-        likeness[key] = max(_likeness(name, known) for known in (last, *(_SYNONYMS.get(last, ()) if synonyms else ())))
-    best = max(likeness, key=lambda key: likeness[key])  # the first of equals
-    return best if likeness[best] >= least else None
-
-
-def _likeness(name: str, known: str) -> float:
-    """1 for the same words, singular or plural; less for other spellings."""
-    return difflib.SequenceMatcher(None, _singular(name), _singular(known)).ratio()
-
-
-def _singular(name: str) -> str:
-    return "_".join(word.removesuffix("s") for word in name.lower().replace("-", "_").split("_"))
+def _nearest(name: str, keys: Iterable[str], parent: str = "") -> str | None:
+    """The first of the keys whose last part is most like the name, if one is like it."""
+    known = {key.rpartition(".")[2]: key for key in reversed(list(keys))}
+    alike = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.75)
+    return ".".join(filter(None, (parent, known[alike[0]]))) if alike else None
 
 
 _Config = TypeVar("_Config", bound=Section)
@@ -296,7 +194,8 @@ def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> S
 
 
 def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> PolicyConfig:
-    """The configuration of a run folder whose model is to be served; of a run that trains no policy its model alone counts."""
+    """The configuration of a run folder whose model is to be served; of a run that trains no policy its model alone
+    counts."""
     data = read_yaml(path, ())
     if "sft" in data or "preference" in data:
         data = {
@@ -380,7 +279,10 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def save_config(config: TrainConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration, atomically. What YAML holds comes back as it was: as JSON nan would be null, a date a text."""
+    """Write the resolved configuration, atomically.
+
+    What YAML holds comes back as it was: as JSON nan would be null, a date a text.
+    """
     write_atomic(path, yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 

@@ -19,7 +19,6 @@ from rl_vlm.config.rollout import (
 )
 from rl_vlm.config.section import LoggingSection
 from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
-from rl_vlm.types import InFlightUpdates
 
 _COMPARE_IN_GROUP = ("group", "rloo", "reinforce_pp_baseline", "gigpo")
 _COMPARE_BEYOND_GROUP = ("gae", "gigpo", "reinforce_pp")  # with more than the rewards of the group
@@ -57,7 +56,7 @@ class PolicyConfig(CommonConfig):
         yield from self._serving_problems()
         yield from self._sampling_problems()
         yield from self._learning_problems()
-        if self.trains_full:
+        if self.model.train == "full":
             yield from self._full_problems()
         if self.serving.vllm.rest_while_learning:
             yield from self._rest_problems()
@@ -65,6 +64,10 @@ class PolicyConfig(CommonConfig):
 
     def _serving_problems(self) -> Iterator[str]:
         uses_vllm = self.serving.expected_engine == "vllm"
+        if self.deterministic and self.rollout.max_policy_lag:
+            yield "deterministic: true needs rollout.max_policy_lag 0"
+        if self.serving.shared and self.rollout.in_flight_updates:
+            yield "serving.shared and rollout.in_flight_updates exclude each other: leave out one of the two"
         judged = [part.reward for part in self.env.parts.values() if "judge" in part.reward.weights]
         if self.deterministic and any(reward.judge.probabilities for reward in judged):
             # Which questions share a batch depends on time, and their last bits on the batch.
@@ -72,13 +75,13 @@ class PolicyConfig(CommonConfig):
         coldest, hottest = VLLM_TEMPERATURES
         if uses_vllm and not coldest <= self.rollout.temperature <= hottest:
             yield (
-                f"rollout.temperature {self.rollout.temperature:g}: vLLM samples at {coldest:g} to {hottest:g}; change it, or set "
-                "serving.engine to transformers"
+                f"rollout.temperature {self.rollout.temperature:g}: vLLM samples at {coldest:g} to {hottest:g}; change "
+                "it, or set serving.engine to transformers"
             )
-        if uses_vllm and not self.trains_full and self.model.lora.target_modules == "vision":
+        if uses_vllm and self.model.train != "full" and self.model.lora.target_modules == "vision":
             yield (
-                "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the adapted "
-                "vision tower: change the engine, or set target_modules to all"
+                "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the "
+                "adapted vision tower: change the engine, or set target_modules to all"
             )
 
     def _sampling_problems(self) -> Iterator[str]:
@@ -90,25 +93,27 @@ class PolicyConfig(CommonConfig):
             )
         if rollout.group_size == 1 and settings.estimator in _COMPARE_IN_GROUP:
             yield (
-                f"rollout.group_size 1 with algorithm.estimator {settings.estimator}: a group of one has nobody to be compared with, so "
-                "nothing would be learned; use a larger group, algorithm.estimator=reinforce_pp, or algorithm.name=ppo"
+                f"rollout.group_size 1 with algorithm.estimator {settings.estimator}: a group of one has nobody to be "
+                "compared with, so nothing would be learned; use a larger group, algorithm.estimator=reinforce_pp, or "
+                "algorithm.name=ppo"
             )
         if settings.max_refill and rollout.group_size == 1:
             yield (
-                "algorithm.max_refill replaces groups whose rewards are all equal, and all groups of one are: set it to 0, or "
-                "rollout.group_size to 2 or more"
+                "algorithm.max_refill replaces groups whose rewards are all equal, and all groups of one are: set it "
+                "to 0, or rollout.group_size to 2 or more"
             )
         elif settings.max_refill and (own := self._gradient_of_equal_rewards()):
             yield (
-                f"algorithm.max_refill replaces groups whose rewards are all equal, and with {own} these have a gradient: set it to 0"
+                f"algorithm.max_refill replaces groups whose rewards are all equal, and with {own} these have a "
+                "gradient: set it to 0"
             )
         if not rollout.max_policy_lag:
             for key in rollout.changed("groups_per_runner", "late_groups", "partial_tokens", "in_flight_updates"):
                 yield f"rollout.{key} has no effect with rollout.max_policy_lag 0: remove it, or allow a lag"
         if rollout.partial_tokens and rollout.in_flight_updates:
             yield (
-                "rollout.partial_tokens and rollout.in_flight_updates both let a turn go on with newer weights, at the end of a piece "
-                "and between any two tokens: set one of them"
+                "rollout.partial_tokens and rollout.in_flight_updates both let a turn go on with newer weights, at the "
+                "end of a piece and between any two tokens: set one of them"
             )
         if settings.overlong_buffer:
             yield from self._overlong_problems()
@@ -125,72 +130,74 @@ class PolicyConfig(CommonConfig):
         begins, longest = rollout.max_new_tokens - buffer, rollout.max_turns * rollout.max_new_tokens_per_turn
         if begins < 0:
             yield (
-                f"algorithm.overlong_buffer ({buffer}) exceeds rollout.max_new_tokens ({rollout.max_new_tokens}): it is the last part "
-                "of that budget"
+                f"algorithm.overlong_buffer ({buffer}) exceeds rollout.max_new_tokens ({rollout.max_new_tokens}): it "
+                "is the last part of that budget"
             )
         if begins >= longest:
             yield (
-                f"algorithm.overlong_buffer has no effect: its penalty begins after {begins} tokens, and rollout.max_turns x "
-                f"max_new_tokens_per_turn allows {longest}; lower rollout.max_new_tokens ({rollout.max_new_tokens})"
+                f"algorithm.overlong_buffer has no effect: its penalty begins after {begins} tokens, and "
+                f"rollout.max_turns x max_new_tokens_per_turn allows {longest}; lower rollout.max_new_tokens "
+                f"({rollout.max_new_tokens})"
             )
 
     def _learning_problems(self) -> Iterator[str]:
         learner, critic = self.learner, self.critic
         if learner.zero_stage and critic is not None:
             yield (
-                f"learner.strategy {learner.strategy} clips all gradients by one norm, and algorithm.name {self.algorithm.name} clips the "
-                "critic's by their own: use fsdp2 or all_reduce"
+                f"learner.strategy {learner.strategy} clips all gradients by one norm, and algorithm.name "
+                f"{self.algorithm.name} clips the critic's by their own: use fsdp2 or all_reduce"
             )
-        if learner.zero_stage and not self.trains_full and self.model.lora.target_modules == "vision":
+        if learner.zero_stage and self.model.train != "full" and self.model.lora.target_modules == "vision":
             yield (
-                f"learner.strategy {learner.strategy} adds up gradients while a backward pass runs, and the vision tower has some only "
-                "where there are images: use fsdp2 or all_reduce with model.lora.target_modules vision"
+                f"learner.strategy {learner.strategy} adds up gradients while a backward pass runs, and the vision "
+                "tower has some only where there are images: use fsdp2 or all_reduce with model.lora.target_modules "
+                "vision"
             )
         if critic is not None and critic.warmup_iterations >= self.algorithm.iterations:
             yield (
                 f"critic.warmup_iterations ({critic.warmup_iterations}) leave none of algorithm.iterations "
                 f"({self.algorithm.iterations}) to the policy: lower them"
             )
-        if self.evaluation.weights == "ema" and (learner.ema_decay is None or self.max_policy_lag):
+        if self.evaluation.weights == "ema" and (learner.ema_decay is None or self.rollout.max_policy_lag):
             yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
 
     def _full_problems(self) -> Iterator[str]:
         """What `model.train: full` cannot be combined with."""
         if self.model.adapter is not None:
             yield (
-                "model.adapter belongs to model.train: lora: export it into its model with `rl-vlm export`, and give that folder as "
-                "model.path"
+                "model.adapter belongs to model.train: lora: export it into its model with `rl-vlm export`, and give "
+                "that folder as model.path"
             )
         if self.model.dtype == "float16":
             yield (
-                "model.train: full computes gradients in the model's precision, and those of float16 underflow: set model.dtype to "
-                "bfloat16 or float32"
+                "model.train: full computes gradients in the model's precision, and those of float16 underflow: set "
+                "model.dtype to bfloat16 or float32"
             )
         if self.serving.shared:
             yield (
-                "serving.shared serves several policies on one set of weights, which model.train: full changes: leave it out, or set "
-                "model.train to lora"
+                "serving.shared serves several policies on one set of weights, which model.train: full changes: leave "
+                "it out, or set model.train to lora"
             )
         if self.serving.quantization != "none":
             yield (
-                f"serving.quantization {self.serving.quantization} is computed when a model is loaded, and model.train: full sends new "
-                "weights after every update: set it to none, or model.train to lora"
+                f"serving.quantization {self.serving.quantization} is computed when a model is loaded, and "
+                "model.train: full sends new weights after every update: set it to none, or model.train to lora"
             )
         if self.learner.in_step:
             yield (
-                f"learner.strategy {self.learner.strategy} shards frozen weights, of which model.train: full has none: use all_reduce "
-                "(every learner holds the whole model), or set model.train to lora"
+                f"learner.strategy {self.learner.strategy} shards frozen weights, of which model.train: full has none: "
+                "use all_reduce (every learner holds the whole model), or set model.train to lora"
             )
         if self.critic is not None and self.critic.kind == "adapter":
-            yield "critic.kind adapter needs frozen weights beside it, of which model.train: full has none: use critic.kind head"
+            yield "critic.kind adapter needs frozen weights, of which model.train: full has none: use critic.kind head"
         if self.serving.expected_engine == "vllm":
             yield from self._full_vllm_problems()
 
     def _full_vllm_problems(self) -> Iterator[str]:
         if self.rollout.in_flight_updates == "keep":
             yield (
-                "rollout.in_flight_updates keep would mix image features and cached prompts of several versions with model.train: full "
-                "and vLLM: set it to recompute"
+                "rollout.in_flight_updates keep would mix image features and cached prompts of several versions with "
+                "model.train: full and vLLM: set it to recompute"
             )
         if any(
             "judge" in part.reward.weights
@@ -198,17 +205,18 @@ class PolicyConfig(CommonConfig):
             for part in self.env.parts.values()
         ):
             yield (
-                "env.reward.judge asks the base model, which replicas of vLLM no longer hold with model.train: full: give it an "
-                "endpoint and against: reference, or set serving.engine to transformers"
+                "env.reward.judge asks the base model, which replicas of vLLM no longer hold with model.train: full: "
+                "give it an endpoint and against: reference, or set serving.engine to transformers"
             )
 
     def _rest_problems(self) -> Iterator[str]:
-        """What `serving.vllm.rest_while_learning`, where sampling and learning take turns on one GPU, cannot be combined with."""
+        """What `serving.vllm.rest_while_learning`, where sampling and learning take turns on one GPU, cannot be
+        combined with."""
         key, serving, learner = "serving.vllm.rest_while_learning", self.serving, self.learner
-        if self.max_policy_lag:
+        if self.rollout.max_policy_lag:
             yield (
-                f"{key} stops sampling while the learner works, and rollout.max_policy_lag {self.max_policy_lag} samples then: remove "
-                "one of them"
+                f"{key} stops sampling while the learner works, and rollout.max_policy_lag "
+                f"{self.rollout.max_policy_lag} samples then: remove one of them"
             )
         if serving.shared:
             yield f"{key} would stop the other runs of serving.shared: remove it, or give the run its own replicas"
@@ -217,8 +225,8 @@ class PolicyConfig(CommonConfig):
         # Without a GPU they take the same turns, to try them out; a CPU's memory stays where it is.
         if shares[0] and not (one_pair and all(0 < share < 1 for share in shares) and sum(shares) <= 1):
             yield (
-                f"{key} is for one replica and one learner on one GPU: set serving.gpus_per_replica and learner.gpus_per_learner to 0.5 "
-                "and serving.num_replicas to 1, or remove it"
+                f"{key} is for one replica and one learner on one GPU: set serving.gpus_per_replica and "
+                "learner.gpus_per_learner to 0.5 and serving.num_replicas to 1, or remove it"
             )
 
     def _task_problems(self) -> Iterator[str]:
@@ -234,26 +242,10 @@ class PolicyConfig(CommonConfig):
         for number, stage in enumerate(self.curriculum.stages):
             yield from _weight_problems(f"curriculum.stages.{number}.mixture", stage, weights)
 
-    def notes(self) -> Iterator[str]:
-        """As in the base class."""
-        yield from self.algorithm.notes()
-        for name, part in self.env.parts.items():
-            yield from part.reward.notes(f"env.mixture.{name}.reward" if name else "env.reward")
-
     def variant_arguments(self, variant: str, env: str) -> dict[str, Any]:
         """What an evaluation variant changes in the arguments of an environment, which `env.parts` names."""
         arguments = self.evaluation.variants.get(variant, {})
         return dict(arguments.get(env, {})) if self.env.mixture else arguments
-
-    @property
-    def algorithm_name(self) -> str:
-        """`algorithm.name`."""
-        return self.algorithm.name
-
-    @property
-    def title(self) -> str:
-        """What people call the environment, or the mixture of several."""
-        return self.env.title
 
     @property
     def serves(self) -> bool:
@@ -271,14 +263,12 @@ class PolicyConfig(CommonConfig):
         return self.model.train == "full"
 
     @property
-    def max_policy_lag(self) -> int:
-        """`rollout.max_policy_lag`."""
-        return self.rollout.max_policy_lag
-
-    @property
-    def in_flight_updates(self) -> InFlightUpdates | None:
-        """`rollout.in_flight_updates`."""
-        return self.rollout.in_flight_updates
+    def lora_slots(self) -> int:
+        """Adapter versions that a replica may sample with at the same time (engine vllm)."""
+        if self.serving.shared:
+            return super().lora_slots
+        # Samples of older versions may still run when a new one comes, unless they take it.
+        return 1 if self.rollout.in_flight_updates else self.rollout.max_policy_lag + 2
 
     @property
     def lora_rank(self) -> int:
@@ -288,26 +278,27 @@ class PolicyConfig(CommonConfig):
     @property
     def samples_per_round(self) -> int:
         """Samples of a round, of all replicas: what they can be asked for at once."""
-        return self.rollout.prompts_per_iteration * self.rollout.group_size * max(self.max_policy_lag, 1)
+        return self.rollout.prompts_per_iteration * self.rollout.group_size * max(self.rollout.max_policy_lag, 1)
 
     @property
     def held_out_at_once(self) -> int | None:
-        """Held-out items that an evaluation in training plays at a time; None: all, where no environment is a process of its own."""
+        """Held-out items that an evaluation in training plays at a time; None: all, where no environment is a process
+        of its own."""
         return self.evaluation.at_once if self.env.isolation == "process" else None
 
     @property
     def published_dtype(self) -> str:
-        """The precision of what is published: vLLM rounds adapters to that of the model, and the learner itself computes with full
-        weights in it; checkpoints keep float32."""
-        return self.model.dtype if self.serving.expected_engine == "vllm" or self.trains_full else "float32"
+        """The precision of what is published: vLLM rounds adapters to that of the model, and the learner itself
+        computes with full weights in it; checkpoints keep float32."""
+        return self.model.dtype if self.serving.expected_engine == "vllm" or self.model.train == "full" else "float32"
 
 
 def _argument_problems(key: str, arguments: dict[str, Any], names: list[str]) -> Iterator[str]:
     for name, inner in arguments.items():
         if name not in names:
             yield (
-                f"{key}: with env.mixture it maps names ({', '.join(names)}) to arguments, such as {names[0]}: {{seed: 1}}; {name} "
-                "is not one of them"
+                f"{key}: with env.mixture it maps names ({', '.join(names)}) to arguments, such as {names[0]}: {{seed: "
+                f"1}}; {name} is not one of them"
             )
         elif not isinstance(inner, dict):
             yield f"{key}.{name}: arguments are a mapping, such as {{seed: 1}}, not {inner!r}"

@@ -50,9 +50,6 @@ class RewardModelSection(Section):
         return self.batch or {"cnn": 64, "resnet18": 32, "mlp": 128}[self.architecture]
 
 
-# `preference.sac`: the agent of the preference loop.
-
-
 class SACSection(Section):
     """The agent of the preference loop. Defaults are RL-VLM-F's for MetaWorld."""
 
@@ -143,7 +140,7 @@ class PreferenceSection(Section):
         if self.learns_reward and not self.max_feedback:
             yield "preference.max_feedback must be above 0 where the reward is learned from labels"
         if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
-            yield "preference.labels.cache holds labels of pairs, and reward learn_from_score asks for scores: leave it out"
+            yield "preference.labels.cache holds labels of pairs, not the scores of learn_from_score: leave it out"
         if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
             yield "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
@@ -154,8 +151,8 @@ class PreferenceSection(Section):
         name = min(holds, key=holds.__getitem__)
         if holds[name] < (rows := self.collection.num_envs * self.collection.steps):
             yield (
-                f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps in each "
-                "environment): raise it"
+                f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps "
+                "in each environment): raise it"
             )
 
     @property
@@ -188,6 +185,11 @@ class ControlEnvSection(Section):
     id: str = Field("ContinuousCartPole-v0", description="A registry id of a control environment.")
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.id
+
 
 class PreferenceAlgorithm(Section):
     """The algorithm; `preference` sets all else."""
@@ -210,16 +212,6 @@ class PreferenceConfig(CommonConfig):
             yield "learner.num_learners must be 0 or 1 for preference_sac: its networks are small"
         if self.serving.vllm.rest_while_learning:
             yield "serving.vllm.rest_while_learning has no effect with algorithm.name preference_sac: remove it"
-
-    @property
-    def algorithm_name(self) -> str:
-        """`algorithm.name`."""
-        return self.algorithm.name
-
-    @property
-    def title(self) -> str:
-        """What people call the environment."""
-        return self.env.id
 
     @property
     def serves(self) -> bool:

@@ -1,11 +1,12 @@
-"""`env`, `curriculum`, `rollout`, `evaluation` and `sight`: what is played, how it is sampled, and how it is measured."""
+"""`env`, `curriculum`, `rollout`, `evaluation` and `sight`: what is played, how it is sampled, and how it is
+measured."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -16,19 +17,20 @@ from pydantic import (
 )
 
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import OnlyWith, Section
 from rl_vlm.types import InFlightUpdates
 
 JUDGE_TOKEN = "RL_VLM_JUDGE_TOKEN"
 
 
 class JudgeSection(Section):
-    """The part `judge`: a model is shown the episode's images and two texts, in both orders, and says which describes them better."""
+    """The part `judge`: a model is shown the episode's images and two texts, in both orders, and says which describes
+    them better."""
 
     against: Literal["reference", "start"] = Field(
         "reference",
-        description="reference: the text that the environment gives in `info[key]`. start: what the base model itself answers, "
-        "greedily, to the same prompt.",
+        description="reference: the text that the environment gives in `info[key]`. start: what the base model itself "
+        "answers, greedily, to the same prompt.",
     )
     key: str = Field("reference", min_length=1, description="Where in the environment's `info` the reference is.")
     question: str = Field(
@@ -55,8 +57,8 @@ class JudgeSection(Section):
     max_in_flight: int = Field(256, ge=1, description="Questions of an env runner at once.")
     endpoint: EndpointSection | None = Field(
         None,
-        description="A judge elsewhere that speaks OpenAI's chat completions, its token in RL_VLM_JUDGE_TOKEN; null: the base "
-        "weights of the replicas that serve the policy.",
+        description="A judge elsewhere that speaks OpenAI's chat completions, its token in RL_VLM_JUDGE_TOKEN; null: "
+        "the base weights of the replicas that serve the policy.",
     )
 
     @field_validator("question")
@@ -81,25 +83,18 @@ class JudgeSection(Section):
 
 
 class RewardSection(Section):
-    """The reward as a weighted sum of named parts: the environment's own, built-in ones, and those that plugins register."""
+    """The reward as a weighted sum of named parts: the environment's own, built-in ones, and those that plugins
+    register."""
 
     weights: dict[str, float] = Field(
         default_factory=dict,
-        description="Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it is.",
+        description="Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it "
+        "is.",
     )
     length_budget: int = Field(
         0, ge=0, description="Sampled tokens of an episode that the part `length` does not count."
     )
     judge: JudgeSection = JudgeSection()
-
-    def notes(self, key: str) -> Iterator[str]:
-        """A sentence on each setting of a part that has no weight; `key` names this section."""
-        for name, part in (("length_budget", "length"), ("judge", "judge")):
-            if part not in self.weights and any(self.changed(name)):
-                yield f"{key}.{name} has no effect without a weight of the part {part} in {key}.weights."
-
-
-# `env`: the environment, or a mixture of several.
 
 
 class EnvPart(Section):
@@ -107,7 +102,8 @@ class EnvPart(Section):
 
     id: str = Field(
         "Shapes-v0",
-        description="A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` or `http://host:port`.",
+        description="A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` "
+        "or `http://host:port`.",
     )
     data: str | dict[str, str] | None = Field(
         None,
@@ -183,9 +179,6 @@ class EnvSection(EnvPart):
         return " + ".join(part.name for part in self.mixture) or self.id
 
 
-# `curriculum`: which tasks come when.
-
-
 class StageSection(Section):
     """One stage."""
 
@@ -217,6 +210,14 @@ class StageSection(Section):
 class CurriculumSection(Section):
     """Stages of difficulty, and how tasks are drawn inside a stage."""
 
+    place: ClassVar[str] = "curriculum."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("by", "blend"), "stages"),
+        OnlyWith(("blend_levels",), "blend"),
+        OnlyWith(("metric", "min_episodes", "fall_back_margin"), "by", ("metric",)),
+        OnlyWith(("prior", "floor", "half_life"), "sampling", ("solve_rate",)),
+    )
+
     stages: tuple[StageSection, ...] = ()
     by: Literal["episodes", "iterations", "metric"] = Field(
         "episodes", description="What moves a run to the next stage."
@@ -232,42 +233,33 @@ class CurriculumSection(Section):
     fall_back_margin: float | None = Field(
         None,
         gt=0,
-        description="Go back a stage where the metric is this much below the value that ended the stage before; null: never.",
+        description="Go back a stage where the metric is this much below the value that ended the stage before; null: "
+        "never.",
     )
     sampling: Literal["uniform", "solve_rate"] = Field(
         "uniform",
-        description="uniform: each task once per epoch. solve_rate: tasks and environments near a solve rate of one half first.",
+        description="uniform: each task once per epoch. solve_rate: tasks and environments near a solve rate of one "
+        "half first.",
     )
     prior: float = Field(2.0, gt=0, description="Episodes, half of them solved, that every task is taken to have had.")
     floor: float = Field(0.1, gt=0, le=1, description="Least weight of a task, as a share of the largest.")
     half_life: float = Field(64.0, gt=0, description="Episodes of a task after which an older episode counts half.")
 
     def problems(self) -> Iterator[str]:
-        """Keys that nothing reads, and stages that do not follow each other."""
-        yield from self._unread(("by", "blend"), not self.stages, "curriculum.stages")
-        yield from self._unread(("blend_levels",), not self.blend, "curriculum.blend")
-        yield from self._unread(
-            ("metric", "min_episodes", "fall_back_margin"), self.by != "metric", "curriculum.by metric"
-        )
-        yield from self._unread(
-            ("prior", "floor", "half_life"), self.sampling == "uniform", "curriculum.sampling solve_rate"
-        )
+        """Stages that do not follow each other."""
+        yield from super().problems()
         if self.stages:
             if len(set(self.names)) < len(self.stages):
                 yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
             yield from self._thresholds() if self.by == "metric" else self._starts()
-
-    def _unread(self, keys: tuple[str, ...], unread: bool, needs: str) -> Iterator[str]:
-        for key in self.changed(*keys) if unread else ():
-            yield f"curriculum.{key} has no effect without {needs}"
 
     def _starts(self) -> Iterator[str]:
         starts = [stage.start for stage in self.stages]
         known = [start for start in starts if start is not None]
         if len(known) < len(starts) or known[0] != 0 or sorted(set(known)) != known:
             yield (
-                f"curriculum.stages: with by {self.by} each stage has a start, the first 0 and each later than the one before; "
-                f"these are {', '.join(str(start) for start in starts)}"
+                f"curriculum.stages: with by {self.by} each stage has a start, the first 0 and each later than the one "
+                f"before; these are {', '.join(str(start) for start in starts)}"
             )
         if any(stage.until is not None for stage in self.stages):
             yield f"curriculum.stages: until needs curriculum.by metric; this one goes by {self.by}"
@@ -284,9 +276,6 @@ class CurriculumSection(Section):
     def names(self) -> tuple[str, ...]:
         """The stages' names."""
         return tuple(stage.name or str(place) for place, stage in enumerate(self.stages))
-
-
-# `rollout`: how the policy is sampled.
 
 
 class RolloutSection(Section):
@@ -308,35 +297,37 @@ class RolloutSection(Section):
     max_policy_lag: int = Field(
         0,
         ge=0,
-        description="0: sample, then learn. 1 or more: both at the same time, and a group is used when it is complete; none is "
-        "learned from that is more versions old than this.",
+        description="0: sample, then learn. 1 or more: both at the same time, and a group is used when it is complete; "
+        "none is learned from that is more versions old than this.",
     )
     late_groups: Literal["wait", "drop"] = Field(
         "wait",
-        description="With a lag, where a slow group would become too old: the learner waits for it, or it is dropped. Dropping "
-        "is faster and loses long episodes more often than short ones.",
+        description="With a lag, where a slow group would become too old: the learner waits for it, or it is dropped. "
+        "Dropping is faster and loses long episodes more often than short ones.",
     )
     groups_per_runner: int | None = Field(
         None,
         ge=1,
-        description="With a lag, groups that an env runner samples at once. Default: prompts_per_iteration × max_policy_lag over "
-        "all runners.",
+        description="With a lag, groups that an env runner samples at once. Default: prompts_per_iteration × "
+        "max_policy_lag over all runners.",
     )
     partial_tokens: int | None = Field(
         None,
         ge=1,
-        description="With a lag, partial rollouts: a turn is sampled in pieces of this many tokens, and each goes on with the newest "
-        "weights. The age of a group is then that of its newest token.",
+        description="With a lag, partial rollouts: a turn is sampled in pieces of this many tokens, and each goes on "
+        "with the newest weights. The age of a group is then that of its newest token.",
     )
     in_flight_updates: InFlightUpdates | None = Field(
         None,
-        description="With a lag, samples that are running take each new version between two tokens. keep: with the keys and values "
-        "that they have, of older versions; recompute: these are computed anew, so each token's log-probability is exactly "
-        "its version's. The age of a group is then that of its newest token.",
+        description="With a lag, samples that are running take each new version between two tokens. keep: with the "
+        "keys and values that they have, of older versions; recompute: these are computed anew, so each "
+        "token's log-probability is exactly its version's. The age of a group is then that of its newest "
+        "token.",
     )
     open_ahead: bool = Field(
         True,
-        description="Open the next round's episodes and encode their images while the learner works (max_policy_lag 0).",
+        description="Open the next round's episodes and encode their images while the learner works (max_policy_lag "
+        "0).",
     )
     group_retries: int = Field(2, ge=0, description="How often a failed group is tried again with fresh environments.")
     max_consecutive_failures: int = Field(32, ge=1, description="Lost groups in a row after which the run stops.")
@@ -348,7 +339,10 @@ class RolloutSection(Section):
         return self.partial_tokens is not None or self.in_flight_updates is not None
 
     def with_turns_of(self, tokens: int) -> RolloutSection:
-        """With up to so many sampled tokens per turn. A trajectory's budget that is smaller grows to that of all its turns."""
+        """With up to so many sampled tokens per turn.
+
+        A trajectory's budget that is smaller grows to that of all its turns.
+        """
         budget = self.max_new_tokens if tokens <= self.max_new_tokens else tokens * self.max_turns
         return self.model_copy(update={"max_new_tokens_per_turn": tokens, "max_new_tokens": budget})
 
@@ -358,9 +352,6 @@ class RolloutSection(Section):
         if self.groups_per_runner is not None:
             return self.groups_per_runner
         return math.ceil(self.prompts_per_iteration * max(self.max_policy_lag, 1) / self.num_env_runners)
-
-
-# `evaluation`: held-out evaluation of the policy.
 
 
 class EvaluationDeadline(Section):
@@ -390,12 +381,9 @@ class EvaluationSection(EvaluationDeadline):
     at_once: int = Field(
         64,
         ge=1,
-        description="Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that an evaluation "
-        "in training plays at once, all env runners together, with env.isolation process.",
+        description="Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that "
+        "an evaluation in training plays at once, all env runners together, with env.isolation process.",
     )
-
-
-# `sight`: proof that the policy sees its images.
 
 
 class SightSection(Section):
@@ -403,7 +391,8 @@ class SightSection(Section):
 
     gate: Literal["error", "warn", "off"] = Field(
         "error",
-        description="What a fault found before training, or while it goes on, does; off: nothing of this section is measured.",
+        description="What a fault found before training, or while it goes on, does; off: nothing of this section is "
+        "measured.",
     )
     items: int = Field(8, ge=2, description="Held-out items that the gate asks about, each with several images.")
     every: int = Field(10, ge=0, description="Iterations between the figures sight/kl_blank and sight/gap; 0: none.")

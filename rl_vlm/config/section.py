@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,14 +18,40 @@ class Problems(ValueError):
         super().__init__("; ".join(self.sentences))
 
 
+class OnlyWith(NamedTuple):
+    """Keys that are read only where the key `chooser` of the same section has one of `values`; without values, where it
+    is set."""
+
+    keys: tuple[str, ...]
+    chooser: str
+    values: tuple[Any, ...] = ()
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are not changed after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    place: ClassVar[str] = ""  # the section's name with a point, `serving.`, for messages
+    conditional: ClassVar[tuple[OnlyWith, ...]] = ()
+
     def problems(self) -> Iterator[str]:
-        """A sentence on each contradiction between values that are valid by themselves. Keys have their full dotted names."""
-        yield from ()
+        """A sentence on each contradiction between values that are valid by themselves.
+
+        Keys have their full dotted names.
+        """
+        for rule in self.conditional:
+            for key in self.changed(*rule.keys) if not self.reads(rule) else ():
+                name, values = f"{self.place}{rule.chooser}", " or ".join(map(str, rule.values))
+                chosen = getattr(self, rule.chooser)
+                now = f"with {name} {'null' if chosen is None else chosen}" if values else f"without {name}"
+                instead = f"{name} to {values}" if values else name
+                yield f"{self.place}{key} has no effect {now}: remove it, or set {instead}"
+
+    def reads(self, rule: OnlyWith) -> bool:
+        """Whether the keys of a rule are read."""
+        chosen = getattr(self, rule.chooser)
+        return chosen in rule.values if rule.values else bool(chosen)
 
     @model_validator(mode="after")
     def _has_no_problems(self) -> Self:
@@ -34,9 +60,13 @@ class Section(BaseModel):
         return self
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """Those of the keys whose value is not the default. A saved configuration holds the defaults of all keys."""
+        """Those of the keys that are set to something else than the default.
+
+        A saved configuration holds the defaults of all keys.
+        """
         for key in keys:
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if getattr(self, key) not in (None, default):
                 yield key
 
 
@@ -55,9 +85,6 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
         inner = section_of(field.annotation)
         if inner is not None:
             yield from keys_of(inner, f"{prefix}{name}.")
-
-
-# `logging`: what is kept of a run.
 
 
 class PlainLogging(Section):
@@ -85,8 +112,6 @@ class LoggingSection(TrainLogging):
     trajectories_per_dump: int = Field(64, ge=1)
 
 
-# `resources`: the Ray cluster.
-
 _SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
 _ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,62}$")]
 
@@ -99,8 +124,8 @@ def claim(resource: str | None) -> dict[str, float]:
 class ResourcesSection(Section):
     """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another.
 
-    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner": 1}'`).
-    An autoscaler starts a node of the kind that offers what an actor waits for.
+    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner":
+    1}'`). An autoscaler starts a node of the kind that offers what an actor waits for.
     """
 
     num_cpus: int | None = Field(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import OnlyWith, Section
 from rl_vlm.files import resolved
 from rl_vlm.types import PixelLimits
 
-# A token's share of a loss is 1e-5 and less, and float16 has nothing below 6e-8: products with it vanish without a word.
+# A token's share of a loss is 1e-5 and less, and float16 has nothing below 6e-8: products with it vanish without a
+# word.
 FLOAT16_UNTRAINABLE = (
-    "model.dtype float16 cannot be trained in, because gradients of single tokens underflow to 0: set it to bfloat16 or float32; "
-    "`rl-vlm eval` and `rl-vlm serve` take float16"
+    "model.dtype float16 cannot be trained in, because gradients of single tokens underflow to 0: set it to bfloat16 "
+    "or float32; `rl-vlm eval` and `rl-vlm serve` take float16"
 )
 _SOLD_AS = 0.97  # of the GiB that a card is sold with, it reports at least this: 23.6 of 24, 47.4 of 48, 79.15 of 80
 
@@ -27,8 +28,8 @@ class LoraSection(Section):
     alpha: int = Field(32, ge=1)
     target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = Field(
         "all",
-        description="Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, and the "
-        "vision tower's. none: nothing, for evaluation and serving.",
+        description="Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, "
+        "and the vision tower's. none: nothing, for evaluation and serving.",
     )
 
 
@@ -41,16 +42,16 @@ class PlainModelSection(Section):
     )
     head_dtype: Literal["model", "float32"] = Field(
         "model",
-        description="Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, which in bfloat16 is "
-        "most of what engine and learner differ by. float32: not rounded.",
+        description="Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, "
+        "which in bfloat16 is most of what engine and learner differ by. float32: not rounded.",
     )
     min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
     max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
     gpu_memory_gib: float | None = Field(
         None,
         gt=0,
-        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `doctor`, `plan` and the start of a run compare "
-        "it with the machine; cards report up to 3 % less.",
+        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `doctor`, `plan` and the start "
+        "of a run compare it with the machine; cards report up to 3 % less.",
     )
 
     @property
@@ -70,9 +71,10 @@ class ServedModelSection(PlainModelSection):
     image_cache_mib: int = Field(
         256,
         ge=0,
-        description="Memory for features of images, in each learner and each replica of the transformers engine; what was used "
-        "longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a data set do. Of the images' files, which "
-        "are sent to a replica once, it keeps a quarter of that, at least 4 MiB.",
+        description="Memory for features of images, in each learner and each replica of the transformers engine; what "
+        "was used longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a "
+        "data set do. Of the images' files, which are sent to a replica once, it keeps a quarter of that, "
+        "at least 4 MiB.",
     )
 
     @property
@@ -86,14 +88,14 @@ class TrainedModelSection(PlainModelSection):
 
     train: Literal["lora", "full"] = Field(
         "lora",
-        description="lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision tower's too, with "
-        "float32 masters; `lora` is then not read.",
+        description="lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision "
+        "tower's too, with float32 masters; `lora` is then not read.",
     )
     lora: LoraSection = LoraSection()
     adapter: str | None = Field(
         None,
-        description="A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; `lora` must "
-        "describe it. The reference of the KL penalty stays the model without any adapter.",
+        description="A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; "
+        "`lora` must describe it. The reference of the KL penalty stays the model without any adapter.",
     )
 
     @field_validator("adapter")
@@ -105,9 +107,6 @@ class TrainedModelSection(PlainModelSection):
 
 class ModelSection(ServedModelSection, TrainedModelSection):
     """A model that is served and trained."""
-
-
-# `http`: what `rl-vlm serve` listens on and refuses.
 
 
 class HTTPSection(Section):
@@ -146,19 +145,7 @@ class HTTPSection(Section):
     headers_s: float = Field(10.0, gt=0, description="Until the headers of a request are complete, on any connection.")
     deadline_s: float = Field(300.0, gt=0, description="Of one request, from its first byte to its last token.")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
-    resize_min_pixels: int | None = Field(
-        None, ge=1, description="Images are enlarged to this; null: as the model does."
-    )
-    resize_max_pixels: int | None = Field(None, ge=1, description="Images are shrunk to this; null: as the model does.")
 
-    def problems(self) -> Iterator[str]:
-        """Images that would be enlarged beyond what they are shrunk to."""
-        low, high = self.resize_min_pixels, self.resize_max_pixels
-        if low and high and low > high:
-            yield f"http.resize_min_pixels ({low}) exceeds http.resize_max_pixels ({high}): change one of them"
-
-
-# `serving`: the Serve deployment of the policy and its engine.
 
 # vLLM silently raises lower temperatures than the first and refuses higher ones than the second.
 VLLM_TEMPERATURES = (0.01, 2.0)
@@ -171,7 +158,8 @@ class VLLMSection(Section):
         None,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what gpus_per_replica gives it.",
+        description="Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what "
+        "gpus_per_replica gives it.",
     )
     tensor_parallel_size: int = Field(1, ge=1)
     enforce_eager: bool = False
@@ -185,13 +173,14 @@ class VLLMSection(Section):
     gpu_kv_cache_gib: float | None = Field(
         None,
         gt=0,
-        description="Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, else what vLLM measures.",
+        description="Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, "
+        "else what vLLM measures.",
     )
     enable_prefix_caching: bool = Field(True, description="Prompts that begin alike are computed once.")
     rest_while_learning: bool = Field(
         False,
-        description="Give the memory of keys and values to the learner while it works, and take it back for sampling. For one replica and one "
-        "learner on one GPU, with rollout.max_policy_lag 0.",
+        description="Give the memory of keys and values to the learner while it works, and take it back for sampling. "
+        "For one replica and one learner on one GPU, with rollout.max_policy_lag 0.",
     )
     mm_processor_cache_gib: float | None = Field(
         None, ge=0, description="Memory for the pixels of past images; null: 4 GiB on a GPU, 0.5 without; 0: none."
@@ -221,7 +210,8 @@ class SharingSection(Section):
     policies_per_replica: int | None = Field(
         None,
         ge=1,
-        description="One more replica for each so many runs, from num_replicas up to replica_limit. Null: always num_replicas.",
+        description="One more replica for each so many runs, from num_replicas up to replica_limit. Null: always "
+        "num_replicas.",
     )
     replica_limit: int = Field(8, ge=1)
     max_lora_rank: int | None = Field(
@@ -233,8 +223,8 @@ class SharingSection(Section):
     merged_gib: float = Field(
         4.0,
         ge=0,
-        description="Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are computed "
-        "beside the weights.",
+        description="Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are "
+        "computed beside the weights.",
     )
     queue_tokens: int = Field(
         262_144, ge=1, description="Prompt and new tokens of the samples that a replica works on at once, of all runs."
@@ -247,14 +237,20 @@ class SharingSection(Section):
 class ServingSection(Section):
     """The Serve deployment of the policy."""
 
+    place: ClassVar[str] = "serving."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("vllm",), "engine", ("vllm",)),
+        OnlyWith(("max_rows", "max_kv_gib", "num_threads"), "engine", ("transformers",)),
+    )
+
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="auto: vllm on a GPU, else transformers."
     )
     shared: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$",
-        description="A name: all runs on the cluster that give it share one set of replicas, each with a policy of its own. "
-        "Null: the run has its own replicas.",
+        description="A name: all runs on the cluster that give it share one set of replicas, each with a policy of its "
+        "own. Null: the run has its own replicas.",
     )
     sharing: SharingSection = SharingSection()
     num_replicas: int = Field(2, ge=1, description="With autoscaling: how many there are at the start.")
@@ -266,8 +262,9 @@ class ServingSection(Section):
     max_kv_gib: float | None = Field(
         None,
         gt=0,
-        description="Keys and values of a replica with the transformers engine; requests beyond it wait. Null: what its share of the "
-        "GPU leaves, or 80 % of the free memory of a machine without one, over all replicas.",
+        description="Keys and values of a replica with the transformers engine; requests beyond it wait. Null: what "
+        "its share of the GPU leaves, or 80 % of the free memory of a machine without one, over all "
+        "replicas.",
     )
     num_threads: int = Field(1, ge=1, description="torch threads of a replica on a CPU.")
     quantization: Literal["none", "nf4", "fp8"] = Field(
@@ -285,7 +282,8 @@ class ServingSection(Section):
     probe_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="How long that token may take, or any half of a layer of the model (vLLM: any step); a second failure replaces it.",
+        description="How long that token may take, or any half of a layer of the model (vLLM: any step); a second "
+        "failure replaces it.",
     )
     vllm: VLLMSection = VLLMSection()
 
@@ -299,20 +297,21 @@ class ServingSection(Section):
         return gpus
 
     def problems(self) -> Iterator[str]:
-        """Keys of the other engine, and shares of GPUs that an engine cannot have."""
-        yield from self._other_engines()
+        """Shares of GPUs that an engine cannot have."""
+        yield from super().problems()
         gpus, parallel = self.gpus_per_replica, self.vllm.tensor_parallel_size
         if self.expected_engine == "transformers":
             if gpus > 1:
                 yield (
-                    f"serving.gpus_per_replica {gpus:g} with the engine transformers, which computes on one GPU: set it to 1 and raise "
-                    "num_replicas, or use engine vllm with vllm.tensor_parallel_size"
+                    f"serving.gpus_per_replica {gpus:g} with the engine transformers, which computes on one GPU: set "
+                    "it to 1 and raise num_replicas, or use engine vllm with vllm.tensor_parallel_size"
                 )
             return
         if gpus and max(gpus, 1) != parallel:
             yield (
-                f"serving.gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: a replica computes "
-                f"on tensor_parallel_size whole GPUs; set both to {max(math.ceil(gpus), parallel)}, or tensor_parallel_size to 1"
+                f"serving.gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: a "
+                f"replica computes on tensor_parallel_size whole GPUs; set both to {max(math.ceil(gpus), parallel)}, "
+                "or tensor_parallel_size to 1"
             )
         if self.vllm.max_num_batched_tokens < self.vllm.max_num_seqs:
             yield (
@@ -322,26 +321,18 @@ class ServingSection(Section):
         share = self.vllm.gpu_memory_utilization
         if share is not None and 0 < gpus < 1 and share > gpus:
             yield (
-                f"serving.vllm.gpu_memory_utilization {share:g} is more of the GPU than gpus_per_replica {gpus:g} gives a replica, and "
-                f"what shares the GPU would run out of memory: set it to {gpus:g} or less"
+                f"serving.vllm.gpu_memory_utilization {share:g} is more of the GPU than gpus_per_replica {gpus:g} "
+                f"gives a replica, and what shares the GPU would run out of memory: set it to {gpus:g} or less"
             )
 
-    def _other_engines(self) -> Iterator[str]:
-        engine = self.expected_engine
-        keys = {
-            "vllm": [f"vllm.{key}" for key in self.vllm.changed(*VLLMSection.model_fields)],
-            "transformers": list(self.changed("max_rows", "max_kv_gib", "num_threads")),
-        }
-        for other, changed in keys.items():
-            for key in changed if other != engine else ():
-                yield (
-                    f"serving.{key} has no effect with the engine {engine}: remove it, or set serving.engine to {other} (auto means "
-                    "vllm where serving.gpus_per_replica is above 0)"
-                )
+    def reads(self, rule: OnlyWith) -> bool:
+        """As in the base class; `auto` is vllm where serving.gpus_per_replica is above 0."""
+        return self.expected_engine in rule.values
 
     @property
     def memory_utilization(self) -> float:
-        """The share of a GPU's memory that a replica may hold: as set, or 0.85 of the GPU or of the replica's share of it."""
+        """The share of a GPU's memory that a replica may hold: as set, or 0.85 of the GPU or of the replica's share of
+        it."""
         if self.vllm.gpu_memory_utilization is not None:
             return self.vllm.gpu_memory_utilization
         return 0.85 * (min(self.gpus_per_replica, 1.0) or 1.0)

@@ -17,8 +17,8 @@ class SFTSection(Section):
 
     data: str = Field(
         "shapes",
-        description="A .jsonl or .parquet file, a folder of them or of images with metadata.jsonl, a hub data set that was "
-        "fetched before, or `shapes`; `@[a:b]` takes some of its rows.",
+        description="A .jsonl or .parquet file, a folder of them or of images with metadata.jsonl, a hub data set that "
+        "was fetched before, or `shapes`; `@[a:b]` takes some of its rows.",
     )
     eval_data: str | None = Field(
         None, description="Held-out conversations; null: the test split of `data`, if there is one."

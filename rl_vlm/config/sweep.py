@@ -68,15 +68,16 @@ class Values(Section):
 class Stopping(Section):
     """What happens to trials that are behind.
 
-    ASHA (arXiv 1810.05934) stops them: the best 1 / `reduction_factor` go on at each rung. Population-based training (arXiv
-    1711.09846, synchronous) lets the worst quarter copy a trial of the best quarter and vary its settings.
+    ASHA (arXiv 1810.05934) stops them: the best 1 / `reduction_factor` go on at each rung. Population-based training
+    (arXiv 1711.09846, synchronous) lets the worst quarter copy a trial of the best quarter and vary its settings.
     """
 
     name: Literal["none", "asha", "pbt"] = Field("none", description="`none` trains each trial to its end.")
     grace_period: int = Field(
         50,
         ge=1,
-        description="Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple of evaluation.every.",
+        description="Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple "
+        "of evaluation.every.",
     )
     reduction_factor: int = Field(3, ge=2, description="ASHA: of so many trials one goes on at each rung.")
 
@@ -96,8 +97,8 @@ class SweepConfig(Section):
     max_concurrent: int | None = Field(None, ge=1, description="Trials at the same time; as many as fit by default.")
     shared: bool | str = Field(
         False,
-        description="True, or a name: all trials share one set of replicas of the base model (serving.shared) instead of starting "
-        "their own.",
+        description="True, or a name: all trials share one set of replicas of the base model (serving.shared) instead "
+        "of starting their own.",
     )
     search: Literal["random", "optuna"] = Field(
         "random", description="How settings are chosen; optuna needs that package, and no grids."
@@ -118,8 +119,8 @@ class SweepConfig(Section):
                 yield "stopping pbt varies every key of the space: leave out seed, and use choice in place of grid"
             if shapes := sorted(key for key in self.space if key.startswith(_SHAPES)):
                 yield (
-                    f"stopping pbt lets a trial go on with another one's weights, which have to have the same shapes: leave out "
-                    f"{', '.join(shapes)}"
+                    "stopping pbt lets a trial go on with another one's weights, which have to have the same shapes: "
+                    f"leave out {', '.join(shapes)}"
                 )
             if self.max_concurrent is not None:
                 yield "stopping pbt trains its population side by side: leave out max_concurrent"
@@ -151,21 +152,23 @@ class SweepConfig(Section):
         every, grace = run.evaluation.every, self.stopping.grace_period
         if not every or grace % every:
             raise UserInputError(
-                f"stopping.grace_period ({grace}) must be a multiple of evaluation.every ({every}): between two evaluations "
-                f"{self.metric} is that of the earlier one."
+                f"stopping.grace_period ({grace}) must be a multiple of evaluation.every ({every}): between two "
+                f"evaluations {self.metric} is that of the earlier one."
             )
 
     def check_space(self, run: TrainConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.
 
-        Each value is tried with those of the other keys until a combination is taken: what only some contradict fails its trial.
+        Each value is tried with those of the other keys until a combination is taken: what only some contradict fails
+        its trial.
         """
         for key, values in self.space.items():
             for value in values.examples:
                 self._check_value(run, key, value)
 
     def _check_value(self, run: TrainConfig, key: str, value: Any) -> None:
-        """Raise UserInputError, that of the last combination, when none takes the value: of all, or of `_COMBINATIONS` at random."""
+        """Raise UserInputError, that of the last combination, when none takes the value: of all, or of `_COMBINATIONS`
+        at random."""
         others = {name: list(other.examples) for name, other in self.space.items() if name != key}
         combinations: Iterable[tuple[Any, ...]] = itertools.product(*others.values())
         if math.prod(map(len, others.values())) > _COMBINATIONS:

@@ -19,8 +19,8 @@ class ControlEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     """A continuous control task.
 
     `observation_space` is a float32 Box [O], `action_space` a float32 Box [A] from -1 to 1. The reward of `step` is the
-    task's own: agents that learn from preferences never see it, scripted teachers and evaluation do. Episodes that start
-    with the same seed and get the same actions are the same: exact resume replays them.
+    task's own: agents that learn from preferences never see it, scripted teachers and evaluation do. Episodes that
+    start with the same seed and get the same actions are the same: exact resume replays them.
     """
 
     observation_space: Box

@@ -24,8 +24,8 @@ class GymnasiumControlEnv(ControlEnv):
         env: the environment, or its gymnasium id.
         horizon: steps after which an episode is truncated; by default what the id was registered with.
         image_size: pictures are resized to this.
-        render: `module:function` or `file.py:function` that takes the unwrapped environment and returns uint8 [H, W, 3];
-            by default the environment's own `render()`.
+        render: `module:function` or `file.py:function` that takes the unwrapped environment and returns uint8 [H, W,
+            3]; by default the environment's own `render()`.
         success: info key that says whether the task is done; by default `success` or `is_success`.
         **kwargs: passed to `gymnasium.make`, such as a camera's name.
     """
@@ -105,7 +105,6 @@ class GymnasiumControlEnv(ControlEnv):
         return resize_frame(array, self.image_size)
 
     def success(self, info: Any) -> float:
-        """See `ControlEnv.success`."""
         if self._success_key is None:
             return super().success(info)
         return float(bool(info.get(self._success_key, False)))

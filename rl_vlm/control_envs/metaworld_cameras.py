@@ -56,7 +56,8 @@ def choose_view(task: str, camera: str | None) -> View:
 
 
 class SceneRenderer:
-    """Pictures of one MuJoCo model from one view: no shadows, reflections, multisampling, goal markers or (if asked) arm.
+    """Pictures of one MuJoCo model from one view: no shadows, reflections, multisampling, goal markers or (if asked)
+    arm.
 
     MuJoCo draws in software where there is no GPU, and these cost ten times more than the rest of the picture. A window
     is drawn by a camera that sees only the window, not cut out of a larger picture.
@@ -78,8 +79,8 @@ class SceneRenderer:
             self._renderer = mujoco.Renderer(model, size, size)
         except Exception as error:  # every GL binding has its own
             raise UserInputError(
-                f"MuJoCo cannot draw here ({type(error).__name__}: {error}): install libegl1 and libgl1-mesa-dri and set "
-                "MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa."
+                f"MuJoCo cannot draw here ({type(error).__name__}: {error}): install libegl1 and libgl1-mesa-dri and "
+                "set MUJOCO_GL=egl, or libosmesa6 and MUJOCO_GL=osmesa."
             ) from error
         # At exit the drawing library may be gone before the renderer.
         self._finalizer = weakref.finalize(self, self._renderer.close)
@@ -90,7 +91,8 @@ class SceneRenderer:
 
     def draw(self, data: Any) -> np.ndarray:
         """uint8 [size, size, 3]. `data` stays as it is."""
-        # The positions of bodies and of the edited camera must be recomputed, because a reset moves bodies without doing so. This is
+        # The positions of bodies and of the edited camera must be recomputed, because a reset moves bodies without
+        # doing so. This is
         # done in a copy: in `data` it would change where the solver of the next step begins, and with it the episode.
         mujoco, everything = self._mujoco, self._mujoco.mjtState.mjSTATE_INTEGRATION
         mujoco.mj_getState(self._model, data, self._state, everything)

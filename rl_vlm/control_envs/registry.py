@@ -35,9 +35,9 @@ def register_control_env(env_id: str, factory: ControlEnvFactory | str) -> None:
 def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: Any) -> ControlEnv:
     """Make a control environment whose pictures are `image_size` pixels high and wide (None: as it likes).
 
-    `env_id` is, in this order: an id registered here; "metaworld/TASK"; an id that an installed package provides through the
-    entry-point group `rl_vlm.control_envs`; a gymnasium id; "package.module:Class" or "path/to/file.py:Class". Raises
-    UserInputError with the nearest known id.
+    `env_id` is, in this order: an id registered here; "metaworld/TASK"; an id that an installed package provides
+    through the entry-point group `rl_vlm.control_envs`; a gymnasium id; "package.module:Class" or
+    "path/to/file.py:Class". Raises UserInputError with the nearest known id.
     """
     factory = _find(env_id)
     size = {"image_size": image_size} if image_size is not None else {}
@@ -74,7 +74,10 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
 
 
 def _takes(factory: ControlEnvFactory, name: str) -> bool:
-    """Whether the factory takes this argument. What a gymnasium environment's class passes on as `**kwargs`, a base must name."""
+    """Whether the factory takes this argument.
+
+    What a gymnasium environment's class passes on as `**kwargs`, a base must name.
+    """
     parameters = inspect.signature(factory).parameters
     if name in parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return name in parameters

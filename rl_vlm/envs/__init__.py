@@ -1,1 +1,1 @@
-"""Vision environments: the interface, the registry and one file per environment."""
+"""Vision environments: the interface, their registry, data sets, images, and environments from elsewhere (`foreign/`)."""

@@ -15,44 +15,46 @@ from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
 Info = dict[str, Any]
-Count = Annotated[int, Field(ge=1)]  # for arguments of environments
+# For arguments of environments.
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 StepResult = tuple[Observation, float, bool, bool, Info]
 
 
-class ObservationSpace(gymnasium.Space[Observation]):
-    """The set of all `Observation`s. It cannot be sampled usefully: a sample is an empty observation."""
+class _Space(gymnasium.Space[Any]):
+    """The set of all values of a type."""
+
+    kind: ClassVar[type]
 
     def __init__(self) -> None:
         super().__init__(shape=None, dtype=None)
+
+    def contains(self, x: Any) -> bool:
+        """Whether `x` is of the type."""
+        return isinstance(x, self.kind)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+
+class ObservationSpace(_Space):
+    """The set of all `Observation`s. It cannot be sampled usefully: a sample is an empty observation."""
+
+    kind = Observation
 
     def sample(self, mask: Any = None, probability: Any = None) -> Observation:
         """An observation without messages."""
         return Observation()
 
-    def contains(self, x: Any) -> bool:
-        """Whether `x` is an Observation."""
-        return isinstance(x, Observation)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObservationSpace)
-
-
-class TextSpace(gymnasium.Space[str]):
+class TextSpace(_Space):
     """The set of all strings: the actions of a language model."""
 
-    def __init__(self) -> None:
-        super().__init__(shape=None, dtype=None)
+    kind = str
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
         """A short random string of digits."""
         return "".join(str(digit) for digit in self.np_random.integers(0, 10, size=3))
-
-    def contains(self, x: Any) -> bool:
-        """Whether `x` is a string."""
-        return isinstance(x, str)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TextSpace)
 
 
 class VisionEnv(gymnasium.Env[Observation, str]):

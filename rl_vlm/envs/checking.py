@@ -1,4 +1,4 @@
-"""Checks an environment before anybody trains on it: what it says is tried, and what is wrong is named."""
+"""Checks an environment before anybody trains on it: it is made, played and compared from outside, and what is wrong is named."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import ctypes
 import gc
 import hashlib
 import random
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import FrameType
 from typing import Any, Literal
 
 import psutil
 from PIL import Image
 
-from rl_vlm.envs.adapters.shared import forget_shared
 from rl_vlm.envs.base import StepResult, VisionEnv
-from rl_vlm.envs.deadline import DeadlineError, deadline
 from rl_vlm.envs.errors import check_reset, check_step
+from rl_vlm.envs.foreign.vlm_gym import forget_shared
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError, as_encoded
@@ -34,6 +36,7 @@ CALL_S, MAKE_S, CLOSE_S = 60.0, 300.0, 5.0  # how long one call, making the envi
 SPLITS: tuple[Split, ...] = ("train", "test")
 # What a policy may write. None of it may stop an environment.
 HOSTILE = ("", " ", "x" * 20_000, "<tool_call>{", r"\boxed{", "NaN", "é🐼\u202e\x00", "1" * 5000, "</think>")
+_AGAIN_S = 1.0  # code that catches the interruption of a deadline is interrupted again
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Report:
         """Whether nothing failed."""
         return all(finding.status != "fail" for finding in self.findings)
 
-    def add(self, name: str, wrong: str, fine: str, status: Literal["warn", "fail"] = "fail") -> None:
+    def add(self, name: str, wrong: str, fine: str = "", status: Literal["warn", "fail"] = "fail") -> None:
         """A finding: `wrong` if it is not empty, else `fine`."""
         self.findings.append(Finding(name, status if wrong else "ok", wrong or fine))
 
@@ -90,34 +93,43 @@ def check_environment(
 
     checks = _Checks(report, build, episodes, seed, budget_s, call_s)
     try:
-        for check in (
-            checks.opens,
-            checks.spaces,
-            checks.splits,
-            checks.plays,
-            checks.repeats,
-            checks.survives,
-            checks.memory,
-        ):
+        for check in (checks.opens, checks.splits, checks.plays, checks.repeats, checks.survives, checks.memory):
             check()
     except _WrongError as error:
-        report.findings.append(Finding(error.name, "fail", str(error)))
-    finally:
-        _close(envs, report)
-    return report
-
-
-def _close(envs: list[VisionEnv], report: Report) -> None:
-    """Close what was made; the first one that cannot be closed is a finding."""
-    found = None
+        report.add(error.name, str(error))
+    broken: list[_WrongError] = []
     for env in envs:
         try:
             with _naming("close", "close()", CLOSE_S):
                 env.close()
         except _WrongError as error:
-            found = found or Finding(error.name, "fail", str(error))
-    if found:
-        report.findings.append(found)
+            broken.append(error)
+    if broken:
+        report.add("close", str(broken[0]))
+    return report
+
+
+class DeadlineError(BaseException):
+    """The deadline has passed. No Exception, because code of others catches these."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise DeadlineError inside the block once `seconds` have passed; in another thread than the main one there is no deadline."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise DeadlineError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
 
 
 class _WrongError(Exception):
@@ -136,133 +148,111 @@ def _naming(name: str, what: str, seconds: float) -> Iterator[None]:
             yield
     except DeadlineError as error:
         raise _WrongError(name, f"{what} hangs: it did not return in {seconds:g} s") from error
-    except SystemExit as error:
-        raise _WrongError(name, f"{what}: SystemExit: {error}") from error
-    except Exception as error:  # whatever the environment raises
-        raised = one_line(error) if isinstance(error, UserInputError) else f"{type(error).__name__}: {one_line(error)}"
-        raise _WrongError(name, f"{what}: {raised}") from error
+    except (SystemExit, Exception) as error:  # whatever the environment raises
+        kind = "" if isinstance(error, UserInputError) else f"{type(error).__name__}: "
+        raise _WrongError(name, f"{what}: {kind}{one_line(error)}") from error
 
 
+@dataclass
 class _Checks:
     """The checks, in the order in which they run."""
 
-    def __init__(
-        self,
-        report: Report,
-        build: Callable[[], VisionEnv],
-        episodes: int,
-        seed: int,
-        budget_s: float,
-        call_s: float,
-    ) -> None:
-        self._report, self._build = report, build
-        self._episodes, self._seed, self._budget_s, self._call_s = episodes, seed, budget_s, call_s
-        self._env: VisionEnv
-        self._resets: list[float] = []  # seconds, each of an item that was not open before
-        self._sizes: dict[Split, int | None] = {}
+    report: Report
+    build: Callable[[], VisionEnv]
+    episodes: int
+    seed: int
+    budget_s: float
+    call_s: float
+    sizes: dict[Split, int | None] = field(default_factory=dict)
+    resets: list[float] = field(default_factory=list)  # seconds, each of an item that was not open before
 
     def opens(self) -> None:
-        """It can be made, and opens with a prompt."""
+        """It can be made, opens with a prompt, and what it returns and takes is in its spaces."""
         started = time.perf_counter()
         with _naming("make", "It cannot be made", MAKE_S):
-            self._env = self._build()
+            self.env = self.build()
         seconds = time.perf_counter() - started
-        self._report.figures["make_s"] = round(seconds, 4)
-        self._report.add("make", "", f"{type(self._env).__name__}, in {seconds:.2f} s")
-        with _naming("splits", "num_items() fails", self._call_s):
-            self._sizes = {split: self._env.num_items(split) for split in SPLITS}
-        self._report.figures["num_items"] = dict(self._sizes)
+        self.report.add("make", "", f"{type(self.env).__name__}, in {seconds:.2f} s")
+        with _naming("splits", "num_items() fails", self.call_s):
+            self.sizes = {split: self.env.num_items(split) for split in SPLITS}
+        self.report.figures |= {"make_s": round(seconds, 4), "num_items": dict(self.sizes)}
         if self._is_empty("train"):
             raise _WrongError("splits", "the split train is empty")
         observation = self._reset("train", 0)
         images = [image for message in observation.messages for image in message.images]
-        self._report.prompt = as_text(observation)
-        self._report.image = as_encoded(images)[0] if images else None
-        shown = f"{len(self._report.prompt)} characters and {len(images)} images"
-        self._report.add(
-            "prompt", "" if images else f"{shown}: there is nothing to see before the answer", shown, "warn"
-        )
-
-    def spaces(self) -> None:
-        """What it returns and takes is in its spaces."""
-        observation = self._reset("train", 0)
-        with _naming("spaces", "observation_space and action_space", self._call_s):
-            inside = self._env.observation_space.contains(observation), self._env.action_space.contains("text")
-        names = [name for name, fits in zip(("observation_space", "action_space"), inside, strict=True) if not fits]
-        self._report.add(
-            "spaces", f"{' and '.join(names)} does not hold what is used" if names else "", "observation, text"
-        )
+        self.report.prompt = as_text(observation)
+        self.report.image = as_encoded(images)[0] if images else None
+        shown = f"{len(self.report.prompt)} characters and {len(images)} images"
+        blind = "" if images else f"{shown}: there is nothing to see before the answer"
+        self.report.add("prompt", blind, shown, "warn")
+        with _naming("spaces", "observation_space and action_space", self.call_s):
+            inside = {
+                "observation_space": self.env.observation_space.contains(observation),
+                "action_space": self.env.action_space.contains("text"),
+            }
+        names = " and ".join(name for name, fits in inside.items() if not fits)
+        self.report.add("spaces", f"{names} does not hold what is used" if names else "", "observation, text")
 
     def splits(self) -> None:
         """Both splits have items, and none is in both."""
         seen: dict[Split, dict[str, int]] = {split: {} for split in SPLITS}
         for split in SPLITS:
             if self._is_empty(split):
-                self._report.add("splits", f"the split {split} is empty", "")
+                self.report.add("splits", f"the split {split} is empty")
                 return
-            for index in self._within_budget(min(self._sizes[split] or COMPARED, COMPARED)):
+            for index in self._within_budget(min(self.sizes[split] or COMPARED, COMPARED)):
                 started = time.perf_counter()
                 observation = self._reset(split, index)
-                self._resets.append(time.perf_counter() - started)
+                self.resets.append(time.perf_counter() - started)
                 seen[split].setdefault(digest(observation), index)
-        shared = sorted(seen["train"].keys() & seen["test"].keys(), key=lambda one: seen["test"][one])
-        first = f": test item {seen['test'][shared[0]]} is train item {seen['train'][shared[0]]}" if shared else ""
-        sizes = ", ".join(f"{split} {'without end' if size is None else size}" for split, size in self._sizes.items())
-        wrong = f"{len(shared)} of {len(seen['test'])} test prompts are also in train{first}" if shared else ""
-        self._report.add("splits", wrong, f"{sizes}; no prompt of the first {COMPARED} in both")
+        shared = sorted((index, seen["train"][one]) for one, index in seen["test"].items() if one in seen["train"])
+        wrong = f"{len(shared)} of {len(seen['test'])} test prompts are also in train" if shared else ""
+        if shared:
+            wrong += f": test item {shared[0][0]} is train item {shared[0][1]}"
+        sizes = ", ".join(f"{split} {'without end' if size is None else size}" for split, size in self.sizes.items())
+        self.report.add("splits", wrong, f"{sizes}; no prompt of the first {COMPARED} in both")
 
     def plays(self) -> None:
         """Episodes end, with rewards that are numbers; how long resets and steps take."""
-        steps, turns, rewards, endless = [], [], [], 0
-        for index in self._within_budget(self._episodes):
-            observation = self._reset("train", index)
-            total, over, count = 0.0, False, 0
-            answers = self._answers(index)
-            while not over and count < MAX_STEPS:
-                text = answers(observation)
-                started = time.perf_counter()
-                observation, reward, terminated, truncated, _ = self._step(text)
-                steps.append(time.perf_counter() - started)
-                total, over, count = total + reward, terminated or truncated, count + 1
-            endless += not over
-            turns.append(count)
-            rewards.append(total)
+        played = [self._episode(index) for index in self._within_budget(self.episodes)]
+        steps = [seconds for _, taken in played for seconds in taken]
+        turns = [len(taken) for _, taken in played]
+        rewards = [sum(reward for _, reward, *_ in shown[1:]) for shown, _ in played]
+        endless = sum(not any(shown[-1][2:]) for shown, _ in played)
         wrong = f"{endless} of {len(turns)} episodes did not end in {MAX_STEPS} turns" if endless else ""
-        self._report.add("ends", wrong, f"{len(turns)} episodes of {min(turns)} to {max(turns)} turns")
-        self._report.figures |= {
-            "reset_ms": round(1000 * statistics.median(self._resets), 3),
-            "step_ms": round(1000 * statistics.median(steps), 3),
-            "turns": [min(turns), max(turns)],
-            "rewards": [min(rewards), max(rewards)],
-        }
+        self.report.add("ends", wrong, f"{len(turns)} episodes of {min(turns)} to {max(turns)} turns")
+        medians = {"reset": statistics.median(self.resets), "step": statistics.median(steps)}
+        self.report.figures |= {f"{name}_ms": round(1000 * median, 3) for name, median in medians.items()}
+        self.report.figures |= {"turns": [min(turns), max(turns)], "rewards": [min(rewards), max(rewards)]}
         cost = "; ".join(
-            f"{name} {1000 * statistics.median(taken):.2f} ms, at most {1000 * max(taken):.1f}"
-            for name, taken in (("reset", self._resets), ("step", steps))
+            f"{name} {1000 * medians[name]:.2f} ms, at most {1000 * max(taken):.1f}"
+            for name, taken in (("reset", self.resets), ("step", steps))
         )
-        slow = max(statistics.median(self._resets), statistics.median(steps)) > SLOW_S
-        self._report.add("cost", f"{cost}: more than {SLOW_S:g} s" if slow else "", cost, "warn")
-        self._report.add("reward", "", f"from {min(rewards):g} to {max(rewards):g} for words of the prompt")
+        slow = max(medians.values()) > SLOW_S
+        self.report.add("cost", f"{cost}: more than {SLOW_S:g} s" if slow else "", cost, "warn")
+        self.report.add("reward", "", f"from {min(rewards):g} to {max(rewards):g} for words of the prompt")
 
     def repeats(self) -> None:
         """The same index, seed and answers give the same episode, in this instance and in another one."""
-        other = self._make_another()
+        with _naming("determinism", "A second instance cannot be made", MAKE_S):
+            other = self.build()
         wrong, compared = "", 0
-        for index in self._within_budget(min(self._episodes, 5)):
-            first = self._episode(self._env, index)
-            for which, env in (("the same instance", self._env), ("a new instance", other)):
-                again = self._episode(env, index)
-                turn = next((n for n, (a, b) in enumerate(zip(first, again, strict=False)) if a != b), None)
-                if turn is not None or len(first) != len(again):
-                    wrong = wrong or f"item {index} with seed {self._seed} differs in {which}, from turn {turn or 0} on"
+        for index in self._within_budget(min(self.episodes, 5)):
+            first, _ = self._episode(index)
+            for which, env in (("the same instance", self.env), ("a new instance", other)):
+                again, _ = self._episode(index, env)
+                turn = next((n for n, (a, b) in enumerate(zip(first, again, strict=False)) if a != b), 0)
+                if first != again:
+                    wrong = wrong or f"item {index} with seed {self.seed} differs in {which}, from turn {turn} on"
             compared += 1
-        self._report.add("determinism", wrong, f"{compared} episodes are the same again, also in a new instance")
+        self.report.add("determinism", wrong, f"{compared} episodes are the same again, also in a new instance")
 
     def survives(self) -> None:
         """No text of the policy makes it raise."""
         for text in HOSTILE:
             self._reset("train", 0)
             self._step(text)
-        self._report.add("answers", "", f"{len(HOSTILE)} hostile answers are answered")
+        self.report.add("answers", "", f"{len(HOSTILE)} hostile answers are answered")
 
     def memory(self) -> None:
         """Memory does not grow with the episodes: the same few items are opened and answered again and again."""
@@ -270,7 +260,7 @@ class _Checks:
 
         def run(count: int) -> int:
             nonlocal played
-            for number in self._within_budget(count, self._budget_s / (ROUNDS + 1)):
+            for number in self._within_budget(count, self.budget_s / (ROUNDS + 1)):
                 self._reset("train", number % 5)
                 self._step("no")
                 played += 1
@@ -280,15 +270,15 @@ class _Checks:
             return int(process.memory_info().rss)
 
         marks, played = [run(60)], 0
-        marks += [run(20 * self._episodes) for _ in range(ROUNDS)]
+        marks += [run(20 * self.episodes) for _ in range(ROUNDS)]
         growth = marks[-1] - marks[0]
-        self._report.figures["memory_growth_bytes"] = growth
+        self.report.figures["memory_growth_bytes"] = growth
         said = f"{growth / 2**20:.1f} MiB over {played} episodes"
         leaks = min(after - before for before, after in pairwise(marks)) > MAX_GROWTH
-        self._report.add("memory", f"it grows by {said}, steadily" if leaks else "", said)
+        self.report.add("memory", f"it grows by {said}, steadily" if leaks else "", said)
 
     def _is_empty(self, split: Split) -> bool:
-        size = self._sizes[split]
+        size = self.sizes[split]
         return size is not None and size < 1
 
     def _within_budget(self, count: int, budget_s: float | None = None) -> Iterator[int]:
@@ -296,48 +286,39 @@ class _Checks:
         started = time.perf_counter()
         for number in range(count):
             yield number
-            if time.perf_counter() - started > (budget_s or self._budget_s):
+            if time.perf_counter() - started > (budget_s or self.budget_s):
                 return
 
-    def _make_another(self) -> VisionEnv:
-        with _naming("determinism", "A second instance cannot be made", MAKE_S):
-            return self._build()
-
     def _reset(self, split: Split, index: int, env: VisionEnv | None = None) -> Observation:
-        size = self._sizes.get(split)
-        index = index % size if size else index
-        with _naming("reset", f"reset() of {split} item {index}", self._call_s):
+        index %= self.sizes[split] or index + 1
+        with _naming("reset", f"reset() of {split} item {index}", self.call_s):
             options = {"index": index, "split": split}
-            return check_reset((env or self._env).reset(seed=self._seed, options=options))[0]
+            return check_reset((env or self.env).reset(seed=self.seed, options=options))[0]
 
     def _step(self, text: str, env: VisionEnv | None = None) -> StepResult:
         shown = text if len(text) <= 40 else f"{text[:40]}…"
-        with _naming("step", f"step({shown!r})", self._call_s):
-            return check_step((env or self._env).step(text))
+        with _naming("step", f"step({shown!r})", self.call_s):
+            return check_step((env or self.env).step(text))
 
-    def _episode(self, env: VisionEnv, index: int) -> list[Any]:
-        """Digests and rewards of an episode with the same answers every time."""
+    def _episode(self, index: int, env: VisionEnv | None = None) -> tuple[list[Any], list[float]]:
+        """What an episode shows and rewards, and the seconds of its steps.
+
+        The answers are random words of what the policy was last told, often one of the choices, and the same every time.
+        """
         observation = self._reset("train", index, env)
-        answers = self._answers(index)
-        found: list[Any] = [digest(observation)]
+        generator, words = random.Random(f"{self.seed}-{index}"), [""]
+        shown: list[Any] = [digest(observation)]
+        seconds: list[float] = []
         for _ in range(MAX_STEPS):
-            observation, reward, terminated, truncated, _ = self._step(answers(observation), env)
-            found.append((digest(observation), reward, terminated, truncated))
+            said = " ".join(message.text for message in observation.messages).split()
+            words = [word.strip(".,:;!?()") for word in said] or words
+            answer, started = generator.choice(words), time.perf_counter()
+            observation, reward, terminated, truncated, _ = self._step(answer, env)
+            seconds.append(time.perf_counter() - started)
+            shown.append((digest(observation), reward, terminated, truncated))
             if terminated or truncated:
                 break
-        return found
-
-    def _answers(self, index: int) -> Callable[[Observation], str]:
-        """A policy that says a random word of what it was last told: often one of the choices."""
-        generator = random.Random(f"{self._seed}-{index}")
-        words = [""]
-
-        def answer(observation: Observation) -> str:
-            said = " ".join(message.text for message in observation.messages).split()
-            words[:] = [word.strip(".,:;!?()") for word in said] or words
-            return generator.choice(words)
-
-        return answer
+        return shown, seconds
 
 
 def digest(observation: Observation) -> str:

@@ -6,16 +6,19 @@ import math
 import numbers
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from PIL import Image
 
-from rl_vlm.envs.base import Info, StepResult
 from rl_vlm.types import EncodedImage, Message, Observation, RLVLMError, Role
+
+if TYPE_CHECKING:
+    from rl_vlm.envs.base import Info, StepResult
 
 ROLES = get_args(Role)
 _MOST_ENTRIES = 100  # of one value of an info that is sent on
+_NUMBER = int | float | np.integer | np.floating
 _MOST_METRICS, _MOST_QUANTILES, _LONGEST_NAME = 64, 16, 64  # each is a column of progress.csv
 
 
@@ -92,27 +95,16 @@ def check_metrics(declared: object) -> dict[str, tuple[float, ...]]:
     """`VisionEnv.metrics` of an environment that another process or machine has; raise EnvError if it is not such a declaration."""
     if not isinstance(declared, Mapping) or len(declared) > _MOST_METRICS:
         raise EnvError(f"metrics must be a dict of up to {_MOST_METRICS} names, not {_shape(declared)}.")
-    return {_metric_name(name): _quantiles(given) for name, given in declared.items()}
-
-
-def _metric_name(name: object) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-        raise EnvError(f"a name of metrics must be printable text of up to {_LONGEST_NAME} characters.")
-    return name
-
-
-def _quantiles(given: object) -> tuple[float, ...]:
-    if (
-        not isinstance(given, list | tuple)
-        or len(given) > _MOST_QUANTILES
-        or not all(_is_number(one) and 0 <= one <= 1 for one in given)
-    ):
-        raise EnvError(f"metrics must give each name up to {_MOST_QUANTILES} quantiles, numbers from 0 to 1.")
-    return tuple(map(float, given))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    for name, given in declared.items():
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+            raise EnvError(f"a name of metrics must be printable text of up to {_LONGEST_NAME} characters.")
+        if (
+            not isinstance(given, list | tuple)
+            or len(given) > _MOST_QUANTILES
+            or not all(isinstance(one, _NUMBER) and not isinstance(one, bool) and 0 <= one <= 1 for one in given)
+        ):
+            raise EnvError(f"metrics must give each name up to {_MOST_QUANTILES} quantiles, numbers from 0 to 1.")
+    return {name: tuple(map(float, given)) for name, given in declared.items()}
 
 
 def plain_values(info: Info) -> Info:

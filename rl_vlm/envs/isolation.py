@@ -7,21 +7,172 @@ that hold tokens and keys are not handed on, except those that the arguments or 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_vlm.child import Child, ChildStartError
-from rl_vlm.envs import wire
-from rl_vlm.envs.adapters.address import TOKEN_VARIABLE
-from rl_vlm.envs.adapters.interfaces import split_scheme
-from rl_vlm.envs.apart import EnvClient, raise_error
-from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
-from rl_vlm.envs.registry import portable_id
+from rl_vlm.child import Answer, Child, ChildStartError
+from rl_vlm.envs.address import TOKEN_VARIABLE
+from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics, check_reset, check_step
+from rl_vlm.envs.foreign import split_scheme
+from rl_vlm.envs.registry import make, portable_id
 from rl_vlm.frames import Frame, FrameError, PeerGoneError
-from rl_vlm.types import Observation, Split, UserInputError
+from rl_vlm.types import EncodedImage, Message, Observation, Part, Split, UserInputError, as_encoded
 
 PASS_VARIABLE = "RL_VLM_ENV_PASS"  # names of variables, although they hold secrets, that environments may see
 _CLOSE_S = 2.0
+MAX_MESSAGE = 500  # characters of an exception's text that are sent
+MAX_SIDE = 2**16  # pixels
+
+
+def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UserInputError for an argument that is no JSON, so that the process of an environment could not be told it."""
+    for name, value in arguments.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserInputError(
+                f"{env_id}: env.kwargs.{name} must be plain values to reach another process ({error}): quote dates, and write sets as "
+                "lists."
+            ) from error
+
+
+def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """An observation as JSON and the PNG bytes of its images."""
+    blobs: list[bytes] = []
+
+    def packed(part: Part) -> Any:
+        if isinstance(part, str):
+            return part
+        (image,) = as_encoded([part])
+        blobs.append(image.png)
+        return {"width": image.width, "height": image.height}
+
+    messages = [{"role": one.role, "parts": [packed(part) for part in one.parts]} for one in observation.messages]
+    return messages, blobs
+
+
+def unpack_observation(messages: Any, blobs: list[bytes]) -> Observation:
+    """The inverse of `pack_observation`; FrameError if the two do not fit together."""
+    left = iter(blobs)
+    try:
+        return Observation(
+            tuple(Message(one["role"], tuple(_unpack_part(part, left) for part in one["parts"])) for one in messages)
+        )
+    except (TypeError, KeyError, StopIteration, RuntimeError, AttributeError) as error:
+        raise FrameError(f"an observation does not fit its images ({error})") from error
+
+
+def _unpack_part(part: Any, blobs: Any) -> str | EncodedImage:
+    if isinstance(part, str):
+        return part
+    png, width, height = next(blobs), part["width"], part["height"]
+    if not all(type(side) is int and 1 <= side <= MAX_SIDE for side in (width, height)):
+        raise TypeError(f"an image of {str(width)[:20]} x {str(height)[:20]} pixels")
+    return EncodedImage(hashlib.sha256(png).hexdigest(), png, width, height)
+
+
+class EnvWorker:
+    """Answers requests, one at a time: `make`, then `num_items`, `reset`, `step`, and `close`.
+
+    build: makes the environment at the request `make`; by default it is made as the request says.
+    """
+
+    def __init__(self, build: Callable[[], VisionEnv] | None = None) -> None:
+        self._build = build
+        self._env: VisionEnv | None = None
+
+    def answer(self, request: dict[str, Any]) -> Frame:
+        """The reply to one request; whatever the environment raises becomes an error reply."""
+        try:
+            return self._carry_out(request)
+        except Exception as error:
+            kind = "input" if isinstance(error, UserInputError) else "env"
+            name = "" if isinstance(error, UserInputError | EnvError) else f"{type(error).__name__}: "
+            return {"kind": kind, "error": name + short_line(error)}, []
+
+    def _carry_out(self, request: dict[str, Any]) -> Frame:
+        op = request["op"]
+        if op == "make":
+            self._env = self._build() if self._build else make(request["env_id"], **request["kwargs"])
+            return {"metrics": check_metrics(self._env.metrics)}, []
+        if self._env is None:
+            raise EnvError("no environment was made")
+        if op == "num_items":
+            return {"value": self._env.num_items(request["split"])}, []
+        if op == "close":
+            self._env.close()
+            return {}, []
+        if op == "reset":
+            observation, info = check_reset(self._env.reset(seed=request["seed"], options=request["options"]))
+            reply: dict[str, Any] = {"info": info}
+        elif op == "step":
+            observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
+            reply = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
+        else:
+            raise EnvError(f"unknown request {op!r}")
+        messages, blobs = pack_observation(observation)
+        return {"messages": messages, **reply}, blobs
+
+
+def prepare() -> Answer:
+    """In a child process: what answers requests."""
+    worker = EnvWorker()
+    return lambda request, _: worker.answer(request)
+
+
+class EnvClient(VisionEnv):
+    """An environment elsewhere: its calls are frames that an `EnvWorker` answers. Subclasses carry the frames."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Have an environment made."""
+
+    @abstractmethod
+    def _ask(self, request: dict[str, Any]) -> Frame:
+        """The reply to a request. Raises EnvLostError where there is no environment, or none any more."""
+
+    @abstractmethod
+    def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
+        """The observation in a reply."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
+        """See VisionEnv. Where the environment is lost, another one is made."""
+        super().reset(seed=seed)
+        request = {"op": "reset", "seed": seed, "options": options}
+        try:
+            reply, blobs = self._ask(request)
+        except EnvLostError:
+            self._open()
+            reply, blobs = self._ask(request)
+        return check_reset((self._observation(reply, blobs), reply.get("info")))
+
+    def step(self, action: str) -> StepResult:
+        """See VisionEnv."""
+        reply, blobs = self._ask({"op": "step", "action": action})
+        flags = (reply.get("reward"), reply.get("terminated"), reply.get("truncated"), reply.get("info"))
+        return check_step((self._observation(reply, blobs), *flags))
+
+
+class EnvLostError(EnvCrashError):
+    """There is no environment, or the other side does not know it any more."""
+
+
+def raise_error(reply: dict[str, Any], what: str) -> None:
+    """Raise the error that a reply brings, if it brings one; `what` is put in front of the environment's own."""
+    if "error" in reply:
+        if reply.get("kind") == "input":
+            raise UserInputError(str(reply["error"]))
+        raise EnvError(f"{what}: {reply['error']}")
+
+
+def short_line(error: Exception) -> str:
+    """An exception's message as one bounded line."""
+    return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
 
 
 class ProcessEnv(EnvClient):
@@ -46,7 +197,7 @@ class ProcessEnv(EnvClient):
         self._env_id = env_id
         self._kwargs = kwargs or {}
         self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": self._kwargs}
-        wire.check_plain(env_id, self._kwargs)
+        check_plain(env_id, self._kwargs)
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._child: Child | None = None
@@ -59,7 +210,7 @@ class ProcessEnv(EnvClient):
 
     def num_items(self, split: Split) -> int | None:
         """See VisionEnv."""
-        return self._call({"op": "num_items", "split": split}, self._start_timeout_s)[0]["value"]  # type: ignore[no-any-return]
+        return self._ask({"op": "num_items", "split": split}, self._start_timeout_s)[0]["value"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Let the child close its environment, briefly, and end it."""
@@ -71,20 +222,17 @@ class ProcessEnv(EnvClient):
         self._kill()
 
     def _open(self) -> None:
-        self._child = Child("rl_vlm.envs.apart:prepare", whole=True, keep=self._wanted_secrets(), quiet=False)
+        self._child = Child("rl_vlm.envs.isolation:prepare", whole=True, keep=self._wanted_secrets(), quiet=False)
         try:
             self._child.wait_ready(self._start_timeout_s)
         except ChildStartError as error:
             self._kill()
             raise EnvCrashError(f"{self._env_id}: {error}") from error
-        reply, _ = self._call(self._make, self._start_timeout_s)
+        reply, _ = self._ask(self._make, self._start_timeout_s)
         try:
             self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]  # those of this child's environment
         except EnvError as error:
             raise self._protocol_error(error) from error
-
-    def _is_open(self) -> bool:
-        return self._child is not None
 
     def _wanted_secrets(self) -> set[str]:
         """The variables with secrets that the environment needs: those that its arguments or RL_VLM_ENV_PASS name."""
@@ -94,12 +242,10 @@ class ProcessEnv(EnvClient):
             wanted.add(TOKEN_VARIABLE)  # it runs elsewhere, and this is the token of that place
         return wanted
 
-    def _ask(self, request: dict[str, Any]) -> Frame:
-        return self._call(request, self._step_timeout_s)
-
-    def _call(self, request: dict[str, Any], timeout_s: float) -> Frame:
+    def _ask(self, request: dict[str, Any], timeout_s: float | None = None) -> Frame:
+        timeout_s = timeout_s or self._step_timeout_s
         if self._child is None:
-            raise EnvCrashError(f"{self._env_id}: the process is gone; call reset() for a new one.")
+            raise EnvLostError(f"{self._env_id}: the process is gone; call reset() for a new one.")
         what = f"{self._env_id}: {request['op']}"
         try:
             reply, blobs = self._child.ask(request, timeout_s=timeout_s)
@@ -117,7 +263,7 @@ class ProcessEnv(EnvClient):
 
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
         try:
-            return wire.unpack_observation(reply.get("messages"), blobs)
+            return unpack_observation(reply.get("messages"), blobs)
         except FrameError as error:
             raise self._protocol_error(error) from error
 

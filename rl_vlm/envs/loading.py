@@ -12,20 +12,16 @@ import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
+from rl_vlm.envs.foreign.stand_ins import with_stand_ins
 from rl_vlm.files import resolved
 from rl_vlm.types import UserInputError
 
-# Packages of other frameworks' base classes: used for environments whose framework is not installed.
-STAND_INS = Path(__file__).parent / "adapters" / "stand_ins"
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _LOCK = threading.Lock()
-
-T = TypeVar("T")
 
 
 def is_spec(text: str) -> bool:
@@ -82,39 +78,6 @@ def _missing_module(name: str, target: str) -> str:
     else:
         how = f"the {top} that is on the path lacks it, so install another version or put another folder first in PYTHONPATH"
     return f"there is no module {name} on the path; {how}."
-
-
-def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
-    """What `call` returns; once more with the stand-ins, where it imports a framework that has one and is not installed.
-
-    `file` is the user's, where there is one: in a checkout of the framework its own modules are found beside the stand-ins.
-    """
-    try:
-        return call()
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if not (STAND_INS / name / "__init__.py").is_file() or _is_installed(name):
-            raise
-        _extend_path(STAND_INS)
-        if file is not None:
-            _join_checkout(name, file)
-        return call()
-
-
-def _join_checkout(name: str, file: Path) -> None:
-    """Let the stand-in packages find the modules of the checkout that `file` lies in: `vlmrl.envs` those of its `envs`."""
-    for folder in sorted(one.parent for one in (STAND_INS / name).rglob("__init__.py")):
-        package = importlib.import_module(".".join(folder.relative_to(STAND_INS).parts))
-        for above in file.parents:
-            if above.name == folder.name and str(above) not in package.__path__:
-                package.__path__.append(str(above))
-    importlib.invalidate_caches()
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is on the path that is no stand-in; another thread may have put those there already."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and STAND_INS not in Path(spec.origin or "/").parents
 
 
 def _load(target: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Environments by id, module or file: `register("Shapes-v0", ...)`, `make("Shapes-v0", turns=2)`, `make("my/env.py")`.
 
 Packages, this one included, register ids through the entry-point group `rl_vlm.envs`; what speaks another framework's interface is run by
-its adapter (see `adapters/interfaces.py`), and so is an id such as `openenv:http://localhost:8000`.
+its adapter (see `envs/foreign`), and so is an id such as `openenv:http://localhost:8000`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
-from rl_vlm.envs.adapters.interfaces import INTERFACES, SCHEMES, interface_of, split_scheme
-from rl_vlm.envs.argument_types import check_arguments
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
 from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.foreign import INTERFACES, SCHEMES, interface_of, split_scheme
 from rl_vlm.envs.loading import absolute_spec, is_spec, load_object
 from rl_vlm.registry import provided
-from rl_vlm.types import UserInputError
+from rl_vlm.types import RLVLMError, Split, UserInputError
+
+if TYPE_CHECKING:
+    from rl_vlm.config import EnvPart, EnvSection
 
 EnvFactory = Callable[..., VisionEnv]
 ENTRY_POINT_GROUP = "rl_vlm.envs"
@@ -59,7 +64,8 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
         raise UserInputError(
             f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs, or --env-arg."
         ) from error
-    if isinstance(factory, type) and factory.__module__.startswith("rl_vlm."):  # others' annotations may be loose
+    cls = getattr(factory, "func", factory)  # an adapter's class, whose first argument is what the id names
+    if isinstance(cls, type) and cls.__module__.startswith("rl_vlm."):  # others' annotations may be loose
         check_arguments(env_id, factory, kwargs)
     env = factory(**kwargs)
     if not isinstance(env, VisionEnv):
@@ -152,3 +158,122 @@ def pick(module: ModuleType) -> Any:
 def _leaves(classes: list[type]) -> list[type]:
     """The classes that no other of them derives from: a base class in the same file is not the environment."""
     return [one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)]
+
+
+# Of pydantic's errors, by type, those whose words speak of Python.
+_WORDS = {
+    "sequence_str": "a list", "is_instance_of": "a list", "dict_type": "a mapping", "bool_type": "true or false",
+    "string_type": "a text", "int_type": "an integer", "float_type": "a number",
+}  # fmt: skip
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, Any]) -> None:
+    """Raise UserInputError, a sentence for each argument that is not of the type that `factory` names for it, or outside its bounds.
+
+    YAML gives any type, and a late TypeError names no key.
+    """
+    names = tuple(one.name for one in inspect.signature(factory).parameters.values() if one.kind not in _VARIADIC)
+    try:
+        _model_of(getattr(factory, "func", factory), names).model_validate(dict(arguments))
+    except ValidationError as error:
+        raise UserInputError("\n".join(_sentences(env_id, arguments, error))) from error
+
+
+def _sentences(env_id: str, arguments: Mapping[str, Any], error: ValidationError) -> Iterator[str]:
+    """One for each argument, of its first value that is wrong; the members of a union are joined by "or"."""
+    wrong: dict[str, dict[str, tuple[list[str], Any]]] = {}
+    for one in error.errors():
+        key, value = "", cast(Any, arguments)
+        for part in one["loc"]:  # of a place in a union pydantic also names the member that it tried, which is no key
+            if (isinstance(value, Mapping) and part in value) or (
+                isinstance(value, list | tuple) and isinstance(part, int)
+            ):
+                key, value = f"{key}.{part}", cast(Any, value)[part]
+        wanted = _WORDS.get(one["type"], one["msg"].removeprefix("Input should be "))
+        wrong.setdefault(str(one["loc"][0]), {}).setdefault(key, ([], one["input"]))[0].append(wanted)
+    for keys in wrong.values():
+        key, (wanted_of_members, value) = next(iter(keys.items()))
+        yield f"{env_id}: env.kwargs{key} must be {' or '.join(wanted_of_members)}, not {value!r:.60}."
+
+
+@functools.lru_cache(maxsize=64)
+def _model_of(cls: type, names: tuple[str, ...]) -> type[BaseModel]:
+    hints = get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
+    defaults = {name: one.default for name, one in inspect.signature(cls).parameters.items()}
+    fields: dict[str, Any] = {
+        name: (hints.get(name, Any), ... if defaults[name] is inspect.Parameter.empty else defaults[name])
+        for name in names
+    }
+    settings = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, arbitrary_types_allowed=True, protected_namespaces=()
+    )
+    return create_model(cls.__name__, __config__=settings, **fields)
+
+
+def list_environments() -> list[dict[str, Any]]:
+    """Per id: `id`, the first line of the description, `num_items` by split where no data set is needed, and `max_turns`."""
+    return [_describe(env_id) for env_id in registered()]
+
+
+def _describe(env_id: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"id": env_id, "description": "", "num_items": None, "max_turns": None}
+    try:
+        factory = resolve(env_id)
+        signature = inspect.signature(factory)
+    except (RLVLMError, ValueError, TypeError) as error:
+        return {**entry, "description": f"cannot be used: {error}"}
+    text = inspect.getdoc(factory) or ""
+    entry["description"] = text.split("\n\n")[0].replace("\n", " ").strip()
+    parameters = signature.parameters.values()
+    turns = next((one.default for one in parameters if one.name == "max_turns"), None)
+    entry["max_turns"] = turns if isinstance(turns, int) else None
+    if any(one.default is one.empty and one.kind not in _VARIADIC for one in parameters):
+        return entry
+    try:
+        env = factory()
+    except RLVLMError:
+        return entry
+    try:
+        counts = {split: env.num_items(split) for split in ("train", "test")}  # type: ignore[arg-type]
+    finally:
+        env.close()
+    turns = getattr(env, "max_turns", getattr(env, "turns", entry["max_turns"]))
+    return {**entry, "num_items": counts if None not in counts.values() else None, "max_turns": turns}
+
+
+def make_part(env: EnvSection, name: str = "", changes: Mapping[str, Any] | None = None) -> VisionEnv:
+    """One environment of `env.parts`, with changed arguments, in this process."""
+    part = env.parts[name]
+    return make(part.id, **part.make_kwargs(changes))
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The number of items by split and name of the environment (None without end), and `VisionEnv.metrics` by name."""
+
+    sizes: dict[Split, dict[str, int | None]]
+    metrics: dict[str, Mapping[str, tuple[float, ...]]]
+
+
+def survey(env: EnvSection, *splits: Split) -> Survey:
+    """Open each environment once, and note what is asked of it in these splits."""
+    found = Survey({split: {} for split in splits}, {})
+    for name, part in env.parts.items():
+        one = make_part(env, name)
+        for split in splits:
+            found.sizes[split][name] = part_size(part, one, split)
+        found.metrics[name] = one.metrics
+        one.close()
+    return found
+
+
+def part_size(part: EnvPart, env: VisionEnv, split: Split) -> int | None:
+    """The number of items in a split; of the training split at most `num_items`, which may also bound an endless one."""
+    size = env.num_items(split)
+    return train_size(part, size) if split == "train" else size
+
+
+def train_size(part: EnvPart, size: int | None) -> int | None:
+    """The number of training items of an environment that has `size` of them, or endless ones (None)."""
+    return min((count for count in (part.num_items, size) if count is not None), default=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.envs.parts import make_part, part_size
+from rl_vlm.envs.registry import make_part, part_size
 from rl_vlm.evaluation.outcomes import Side, label
 from rl_vlm.models.digest import hash_model
 from rl_vlm.models.loading import resolve_model
@@ -23,9 +23,10 @@ from rl_vlm.types import Message, Split, UserInputError
 class EvaluationOptions:
     """Options of `rl-vlm eval`; each is named as its flag.
 
-    `blind`: also with blank images, and with those of other items. `against`: `base`, a run or an adapter that the policy is compared with.
-    `split`: in place of evaluation.split. `benchmark_runs`: repetitions of the throughput measurement, 0 for none. `endpoint`: base URL of an
-    OpenAI-compatible server that is measured in place of a served model.
+    `blind`: also with blank images, and with those of other items. `against`: `base`, a run or an adapter that the
+    policy is compared with. `split`: in place of evaluation.split. `benchmark_runs`: repetitions of the throughput
+    measurement, 0 for none. `endpoint`: base URL of an OpenAI-compatible server that is measured in place of a served
+    model.
     """
 
     blind: bool = False
@@ -47,7 +48,7 @@ class EvaluationOptions:
 
 
 def evaluation_tasks(config: PolicyConfig, sizes: Mapping[str, int | None], min_version: int) -> list[RolloutTask]:
-    """One greedy episode per environment, item and variant; with `evaluation.samples` above 1 also a group of sampled ones.
+    """One greedy episode per environment, item and variant; with `evaluation.samples` > 1 also a sampled group.
 
     `sizes` of the split by name of the environment; None for items without end.
     """
@@ -93,7 +94,7 @@ def viewed_tasks(tasks: Sequence[RolloutTask], view: View, limit: int | None = N
 
 
 class ItemPrompts:
-    """Opens items of the evaluation's split in the order in which they are asked for, those of a mixture's environments in turns.
+    """Opens items of the evaluation's split in the order of their numbers, a mixture's environments in turns.
 
     Item `number` wraps around at the split's end.
     """
@@ -130,7 +131,10 @@ def identity_of(
     adapters: Mapping[Side, Path | None],
     sizes: Mapping[Split, Mapping[str, int | None]],
 ) -> dict[str, Any]:
-    """Dotted names and values. `adapters` by side, `sizes` by split and environment; numbers of items asked and repetitions do not count."""
+    """Dotted names and values.
+
+    `adapters` by side, `sizes` by split and environment; numbers of items asked and repetitions do not count.
+    """
     known: dict[str, Any] = {"seed": config.seed, "size of the split": sizes}
     if options.endpoint is None:
         known |= {"model": hash_model(resolve_model(config.model.path)), "engine": config.serving.expected_engine}

@@ -1,8 +1,10 @@
-"""Outcome: what an evaluation keeps of one finished episode. All figures of evaluations are computed from these rows."""
+"""Outcome: what an evaluation keeps of one finished episode.
+
+All results of evaluations are computed from these rows.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 from collections import Counter
@@ -13,6 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal, Protocol, Self, get_args
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.files import append_whole, open_own, to_jsonable, whole_lines
@@ -30,10 +33,12 @@ LOST = "lost"  # the status of an item without an outcome, in tables
 class Outcome:
     """One finished episode. Its attributes are the columns of the items file.
 
-    `policy` is the measured policy, `against` the one that it is compared with. `id` names the item within a side and `sample` the episode
-    of a sampled item. `env` is the environment's id, in a mixture its name, which `variant` then begins with. `info` holds the environment's
-    numbers at the end, and the item's category as text.
+    `policy` is the measured policy, `against` the one that it is compared with. `id` names the item within a side and
+    `sample` the episode of a sampled item. `env` is the environment's id, in a mixture its name, which `variant` then
+    begins with. `info` holds the environment's numbers at the end, and the item's category as text.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     side: Side
     id: str
@@ -53,12 +58,8 @@ class Outcome:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it belongs to the main figures: greedy and with the true images."""
+        """Whether it belongs to the main results: greedy and with the true images."""
         return self.kind == "greedy" and self.view == "true"
-
-    def line(self) -> dict[str, Any]:
-        """The outcome in JSON's own types."""
-        return dict(to_jsonable(dataclasses.asdict(self)))
 
 
 class Finished(Protocol):
@@ -79,13 +80,13 @@ class Finished(Protocol):
 
 
 def label(env: str, variant: str) -> str:
-    """The name of an environment's results under a variant: a single one's is the variant, in a mixture its own comes first."""
+    """The name of results: the variant, in a mixture after the environment's name."""
     if not env:
         return variant
     return env if variant == "default" else f"{env}/{variant}"
 
 
-def outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> Outcome:
+def new_outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> Outcome:
     """An outcome whose place is the task's; `measured` holds the rest."""
     return Outcome(
         side=side,
@@ -105,19 +106,19 @@ def outcomes_of(
 ) -> list[Outcome]:
     """What is kept of the episodes of a task, samples in order."""
     return [
-        outcome(
+        new_outcome(
             task,
             side,
             sample,
             env=task.env or config.env.id,
-            correct=one.correct,
-            reward=one.reward,
-            turns=one.num_turns,
-            tokens=one.num_sampled,
-            status=one.status.value,
-            info=kept_info(one.info, config.evaluation.category),
+            correct=episode.correct,
+            reward=episode.reward,
+            turns=episode.num_turns,
+            tokens=episode.num_sampled,
+            status=episode.status.value,
+            info=kept_info(episode.info, config.evaluation.category),
         )
-        for sample, one in enumerate(episodes)
+        for sample, episode in enumerate(episodes)
     ]
 
 
@@ -126,7 +127,12 @@ def outcomes_of_groups(
 ) -> list[Outcome]:
     """What is kept of all groups; tasks whose group was lost have no outcome."""
     found = {group.group_id: group.trajectories for group in groups}
-    return [one for task in tasks if task.group_id in found for one in outcomes_of(config, task, found[task.group_id])]
+    return [
+        outcome
+        for task in tasks
+        if task.group_id in found
+        for outcome in outcomes_of(config, task, found[task.group_id])
+    ]
 
 
 def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
@@ -138,18 +144,7 @@ def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
     }
 
 
-_NAMES = {column.name for column in dataclasses.fields(Outcome)}
-_KINDS = {"id": str, "sample": int, "index": int, "correct": bool, "turns": int, "tokens": int, "info": dict}
-
-
-def read_outcome(line: Any) -> Outcome:
-    """The outcome of a line's JSON. Raises ValueError where it is none."""
-    if not isinstance(line, dict) or line.keys() != _NAMES:
-        raise ValueError(f"a line has the keys {', '.join(sorted(_NAMES))}")
-    for name, kind in _KINDS.items():
-        if not isinstance(line[name], kind):
-            raise ValueError(f"{name} is {line[name]!r}")
-    return Outcome(**{**line, "reward": float(line["reward"])})
+_OUTCOME = TypeAdapter(Outcome)
 
 
 _FORMAT = "rl-vlm evaluation items, 1"
@@ -163,8 +158,9 @@ def items_path(out: Path) -> Path:
 class OutcomeLog:
     """Outcomes in memory, and in a file where one is given.
 
-    The file's first line says what is measured (`identity`); later ones are outcomes, each written when its item is finished. A line that
-    was cut short by a kill is dropped, and an item of which only some samples are there is asked again.
+    The file's first line says what is measured (`identity`); later ones are outcomes, each written when its item is
+    finished. A line that was cut short by a kill is dropped, and an item of which only some samples are there is asked
+    again.
 
     Args:
         path: the items file; None keeps outcomes in memory alone.
@@ -192,12 +188,20 @@ class OutcomeLog:
         lines = whole_lines(path)
         if resume and lines:
             _check_identity(path, lines[0], identity)
-            self._remember([_parsed(path, number, line) for number, line in enumerate(lines[1:], 2)])
+            for number, line in enumerate(lines[1:], 2):
+                try:
+                    self._remember([_OUTCOME.validate_json(line)])
+                except ValidationError as error:
+                    reason = error.errors()[0]["msg"]
+                    raise UserInputError(
+                        f"{path}, line {number}, is no outcome ({reason}): remove the file to begin again."
+                    ) from error
             file.truncate(sum(len(line) + 1 for line in lines))  # what a kill left of a line
             return
         if len(lines) > 1 and not finished:
             raise UserInputError(
-                f"{path} holds {len(lines) - 1} outcomes of an evaluation that did not end: add --resume to go on with it, "
+                f"{path} holds {len(lines) - 1} outcomes of an evaluation that did not end: add --resume to go on "
+                "with it, "
                 "or remove the file to begin again."
             )
         file.truncate(0)
@@ -209,7 +213,7 @@ class OutcomeLog:
         return list(self._found.values())
 
     def _remember(self, outcomes: Sequence[Outcome]) -> None:
-        self._found.update({(one.side, one.id, one.sample): one for one in outcomes})
+        self._found.update({(outcome.side, outcome.id, outcome.sample): outcome for outcome in outcomes})
 
     def __enter__(self) -> Self:
         return self
@@ -224,7 +228,7 @@ class OutcomeLog:
         """Keep the outcomes of one finished item: in the file when this returns."""
         self._remember(outcomes)
         if self._path is not None:
-            append_whole(self._path, "".join(json.dumps(one.line()) + "\n" for one in outcomes).encode())
+            append_whole(self._path, b"".join(_OUTCOME.dump_json(outcome) + b"\n" for outcome in outcomes))
 
     def missing(self, tasks: Sequence[RolloutTask], side: Side) -> list[RolloutTask]:
         """The tasks that are not finished. Outcomes of an item whose samples are incomplete are forgotten."""
@@ -239,7 +243,10 @@ class OutcomeLog:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """The file, locked until it is closed or this process ends. Raises UserInputError where another process holds it."""
+    """The file, locked until it is closed or this process ends.
+
+    Raises UserInputError where another process holds it.
+    """
     file = open_own(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,7 +270,8 @@ def _check_identity(path: Path, first: bytes, identity: dict[str, Any]) -> None:
     for key in sorted(known.keys() | identity.keys()):
         if known.get(key) != identity.get(key):
             raise UserInputError(
-                f"{path} was measured with {key} {_short(known.get(key))}, and this evaluation has {_short(identity.get(key))}: "
+                f"{path} was measured with {key} {_short(known.get(key))}, and this evaluation has "
+                f"{_short(identity.get(key))}: "
                 "repeat the former command with --resume, or choose another --out."
             )
 
@@ -271,15 +279,6 @@ def _check_identity(path: Path, first: bytes, identity: dict[str, Any]) -> None:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _parsed(path: Path, number: int, line: bytes) -> Outcome:
-    try:
-        return read_outcome(json.loads(line))
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserInputError(
-            f"{path}, line {number}, is no outcome ({error}): remove the file to begin again."
-        ) from error
 
 
 # The results of an evaluation from its outcomes: per variant, per category, numbers of the info, and two policies
@@ -298,15 +297,16 @@ def summarize(
 ) -> dict[str, Any]:
     """Accuracy with its 95 % interval and mean reward per variant.
 
-    Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`, `reward_low/<variant>`,
-    `reward_high/<variant>`, `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... and the samples. With a mixture these are over
-    all its environments, and each has its own as well: `accuracy/<name>`, for further variants `accuracy/<name>/<variant>`.
-    `env/<metric>/<variant or name>` are the `metrics` that each environment declares, over greedy episodes that were not lost.
+    Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
+    `reward_low/<variant>`, `reward_high/<variant>`, `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... and
+    the samples. With a mixture these are over all its environments, and each has its own as well: `accuracy/<name>`,
+    for further variants `accuracy/<name>/<variant>`. `env/<metric>/<variant or name>` are the `metrics` that each
+    environment declares, over greedy episodes that were not lost.
     """
     found: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        if one.side == "policy":
-            found.setdefault(one.id, []).append(one)
+    for outcome in outcomes:
+        if outcome.side == "policy":
+            found.setdefault(outcome.id, []).append(outcome)
     declared = metrics or {}
     results: dict[str, Any] = {}
     for variant in config.evaluation.variants:
@@ -325,16 +325,16 @@ def _summary(
     answered = [found[task.group_id][0] for task in greedy if task.group_id in found]
     rewards = [found[task.group_id][0].reward if task.group_id in found else 0.0 for task in greedy]
     results = {
-        **_share("accuracy", sum(one.correct for one in answered), len(greedy)),
+        **_share("accuracy", sum(outcome.correct for outcome in answered), len(greedy)),
         **_mean("reward", rewards, config.seed),
-        "turns": float(np.mean([one.turns for one in answered])) if answered else 0.0,
+        "turns": float(np.mean([outcome.turns for outcome in answered])) if answered else 0.0,
         "items": len(greedy),
         **declared_metrics(metrics, answered),
         **judge_metrics(answered),
     }
     sampled = [task for task in tasks if task.temperature > 0]
     if sampled:
-        counts = np.array([sum(one.correct for one in found.get(task.group_id, ())) for task in sampled])
+        counts = np.array([sum(outcome.correct for outcome in found.get(task.group_id, ())) for task in sampled])
         for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
             results[f"pass@{k}"] = pass_at_k(counts, samples, k)
     return {f"{key}/{name}": value for key, value in results.items()}
@@ -352,7 +352,7 @@ def _mean(name: str, values: Iterable[float], seed: int) -> dict[str, float]:
 
 
 def _without_sight(tasks: Sequence[RolloutTask], found: _Samples, seed: int) -> dict[str, float]:
-    """Accuracy where other images were shown, `sight/accuracy_<view>`, and how much the true ones gain on the same items.
+    """Accuracy with other images, `sight/accuracy_<view>`, and what the true ones gain on the same items.
 
     `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its bootstrap interval.
     """
@@ -374,11 +374,11 @@ def _without_sight(tasks: Sequence[RolloutTask], found: _Samples, seed: int) -> 
 
 
 def _asked(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], side: Side) -> list[Outcome]:
-    """The main figures' outcome of each item."""
-    found = {one.id: one for one in outcomes if one.side == side and one.is_plain}
+    """Each item's outcome in the main results."""
+    found = {outcome.id: outcome for outcome in outcomes if outcome.side == side and outcome.is_plain}
     lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
-    asked = [found.get(task.group_id) or outcome(task, side, 0, env=task.env, **lost) for task in tasks]
-    return [one for one in asked if one.is_plain]
+    asked = [found.get(task.group_id) or new_outcome(task, side, 0, env=task.env, **lost) for task in tasks]
+    return [outcome for outcome in asked if outcome.is_plain]
 
 
 def by_category(
@@ -386,18 +386,19 @@ def by_category(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
     """The policy's tables, and how many of its lost items are in none of them.
 
-    Per variant and category: items, accuracy with its Wilson interval, mean reward. The environment names an item's category when it is
-    played, so the category of a lost item is known only if the other policy, a sample or another view has finished it.
+    Per variant and category: items, accuracy with its Wilson interval, mean reward. The environment names an item's
+    category when it is played, so the category of a lost item is known only if the other policy, a sample or another
+    view has finished it.
     """
-    known = {(one.variant, one.index): one.info[key] for one in outcomes if key in one.info}
+    known = {(outcome.variant, outcome.index): outcome.info[key] for outcome in outcomes if key in outcome.info}
     members: dict[str, dict[str, list[Outcome]]] = {}
     lost: Counter[str] = Counter()
-    for one in _asked(tasks, outcomes, "policy"):
-        category = one.info.get(key) if one.status != LOST else known.get((one.variant, one.index))
+    for outcome in _asked(tasks, outcomes, "policy"):
+        category = outcome.info.get(key) if outcome.status != LOST else known.get((outcome.variant, outcome.index))
         if category is not None:
-            members.setdefault(one.variant, {}).setdefault(str(category), []).append(one)
-        elif one.status == LOST:
-            lost[one.variant] += 1
+            members.setdefault(outcome.variant, {}).setdefault(str(category), []).append(outcome)
+        elif outcome.status == LOST:
+            lost[outcome.variant] += 1
     tables = {
         variant: {name: _row(found) for name, found in sorted(categories.items())}
         for variant, categories in members.items()
@@ -408,18 +409,18 @@ def by_category(
 def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "items": len(outcomes),
-        **_share("accuracy", sum(one.correct for one in outcomes), len(outcomes)),
-        "reward": float(np.mean([one.reward for one in outcomes])),
+        **_share("accuracy", sum(outcome.correct for outcome in outcomes), len(outcomes)),
+        "reward": float(np.mean([outcome.reward for outcome in outcomes])),
     }
 
 
 def info_numbers(outcomes: Sequence[Outcome], key: str) -> dict[str, dict[str, dict[str, float]]]:
     """Per variant and key of the info: how many items have it, and their mean, median (p50) and 90th percentile."""
     columns: dict[str, dict[str, list[float]]] = {}
-    for one in outcomes:
-        for name, value in one.info.items() if one.is_plain else ():
+    for outcome in outcomes:
+        for name, value in outcome.info.items() if outcome.is_plain else ():
             if not isinstance(value, str) and name not in (key, "correct", "index"):
-                columns.setdefault(one.variant, {}).setdefault(name, []).append(float(value))
+                columns.setdefault(outcome.variant, {}).setdefault(name, []).append(float(value))
     return {
         variant: {
             name: {
@@ -437,8 +438,8 @@ def info_numbers(outcomes: Sequence[Outcome], key: str) -> dict[str, dict[str, d
 def compared(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
     """Per variant: the policy against the other one on the same items.
 
-    Differences are the policy's minus the other's, with bootstrap intervals over items; `p_value` is McNemar's, from the items that only one of
-    them got right (`only_policy`, `only_against`).
+    Differences are the policy's minus the other's, with bootstrap intervals over items; `p_value` is McNemar's, from
+    the items that only one of them got right (`only_policy`, `only_against`).
     """
     pairs: dict[str, list[tuple[Outcome, Outcome]]] = {}
     for ours, theirs in zip(*(_asked(tasks, outcomes, side) for side in get_args(Side)), strict=True):
@@ -447,8 +448,8 @@ def compared(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], seed: in
 
 
 def _comparison(pairs: Sequence[tuple[Outcome, Outcome]], seed: int) -> dict[str, Any]:
-    right = np.array([[one.correct for one in pair] for pair in pairs], dtype=float).T
-    rewards = np.array([[one.reward for one in pair] for pair in pairs], dtype=float).T
+    right = np.array([[outcome.correct for outcome in pair] for pair in pairs], dtype=float).T
+    rewards = np.array([[outcome.reward for outcome in pair] for pair in pairs], dtype=float).T
     only_policy, only_against = int((right[0] > right[1]).sum()), int((right[0] < right[1]).sum())
     return {
         "items": len(pairs),

@@ -1,7 +1,8 @@
-"""Plain transformers `generate` in a process of its own, what `--compare-hf` compares with: `python -m rl_vlm.evaluation.plain_generate`.
+"""Plain transformers `generate` in a process of its own, which `--compare-hf` starts with `python -m`.
 
-The first line of stdin is JSON with `config` (a run's), `adapter` (a folder or null) and `new_tokens`; each further line a list of item numbers,
-which are answered greedily as one batch. Each answer is a line of JSON: `seconds`, from messages to tokens, and the `tokens` of each item.
+The first line of stdin is JSON with `config` (a run's), `adapter` (a folder or null) and `new_tokens`; each further
+line a list of item numbers, which are answered greedily as one batch. Each answer is a line of JSON: `seconds`, from
+messages to tokens, and the `tokens` of each item.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who plays the items of an evaluation, a bounded number at once: any policy, or an OpenAI-compatible server without Ray or a model."""
+"""Plays the items of an evaluation, a bounded number at once, with any policy or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class _Episode(Conversation):
 class EndpointPlayer:
     """Plays a run's environments with the answers of `ask`.
 
-    Rewards are the environments' own: parts that `env.reward` adds need the served model. Budgets of turns and tokens are the run's; the
-    server reports how many tokens it sampled. A question is asked `1 + rollout.group_retries` times at most, not counting those where the
-    server is busy, and has serving.request_timeout_s in all.
+    Rewards are the environments' own: parts that `env.reward` adds need the served model. Budgets of turns and tokens
+    are the run's; the server reports how many tokens it sampled. A question is asked `1 + rollout.group_retries` times
+    at most, not counting those where the server is busy, and has serving.request_timeout_s in all.
     """
 
     def __init__(self, config: PolicyConfig, ask: Ask) -> None:

@@ -1,8 +1,9 @@
 """Does the policy see? Names the fault that explains what an engine or a learner does with images.
 
-The engine's log-probabilities of what it sampled are compared with the learner's, recomputed as they should be and under
-hypotheses of what may have gone wrong: blank images, images in another order, positions without rows, no adapter. A hypothesis that
-explains the engine much better than the truth is the fault. This works for any model, engine and environment.
+The engine's log-probabilities of what it sampled are compared with the learner's, recomputed as they should be and
+under hypotheses of what may have gone wrong: blank images, images in another order, positions without rows, no adapter.
+A hypothesis that explains the engine much better than the truth is the fault. This works for any model, engine and
+environment.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import numpy as np
 
 from rl_vlm.types import RLVLMError, Trajectory
 
-# Mean distance of log-probabilities (nats per token) that arithmetic alone explains, and from which no hypothesis is needed.
+# Mean distance of log-probabilities (nats per token) that arithmetic alone explains, and from which no hypothesis is
+# needed.
 EXACT, ROUNDED = (1e-4, 1e-3), (0.1, 0.5)
 _BETTER = 3.0  # times closer than the truth must a hypothesis be
 _UNCHANGED = 1e-6
-# Nats: a token that is likelier than this whatever is shown can hardly change, seen or not. Log-probabilities are known to 1e-5.
+# Nats: a token that is likelier than this whatever is shown can hardly change, seen or not. Log-probabilities are known
+# to 1e-5.
 _SURE = 1e-2
 
 HYPOTHESES: dict[str, tuple[str, str]] = {
@@ -53,7 +56,8 @@ def distance(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> flo
 def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Fault | None:
     """The fault behind the engine's log-probabilities, if there is one.
 
-    `distances`: of the engine's log-probabilities from the learner's, "true" and by hypothesis. `limits`: EXACT or ROUNDED.
+    `distances`: of the engine's log-probabilities from the learner's, "true" and by hypothesis. `limits`: EXACT or
+    ROUNDED.
     """
     true = distances["true"]
     if true <= limits[0]:
@@ -65,7 +69,8 @@ def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Faul
     if not true <= limits[1]:  # nan too, which no hypothesis explains
         return Fault(
             "disagreement",
-            f"Engine and learner give the same tokens log-probabilities that differ by {true:.3g} nats: they see different "
+            f"Engine and learner give the same tokens log-probabilities that differ by {true:.3g} nats: they see "
+            "different "
             "images or have different weights.",
         )
     return None
@@ -76,8 +81,8 @@ def engine_is_blind(
 ) -> Fault | None:
     """A fault if the engine answers the same with blank images; `again` repeats `true`, which shows its noise.
 
-    All are sampled with the same seeds, item by item. One that does not stop a run where equal answers are all sure: a policy that has
-    converged, or that says one thing only, gives them seeing or not.
+    All are sampled with the same seeds, item by item. One that does not stop a run where equal answers are all sure: a
+    policy that has converged, or that says one thing only, gives them seeing or not.
     """
     seen = [
         _difference(first, other) > 3 * _difference(first, same) + 1e-5
@@ -87,7 +92,8 @@ def engine_is_blind(
     if not seen:
         return Fault(
             "too_sure",
-            "The policy is so sure of its answers, with blank images too, that they cannot tell whether the engine sees any.",
+            "The policy is so sure of its answers, with blank images too, that they cannot tell whether the engine "
+            "sees any.",
             stops=False,
         )
     if np.mean(seen) > 0.25:
@@ -96,7 +102,7 @@ def engine_is_blind(
 
 
 def learner_is_blind(true: Sequence[np.ndarray], blank: Sequence[np.ndarray]) -> Fault | None:
-    """A fault if the learner's log-probabilities [T] are the same with blank images, of tokens of which it is not sure."""
+    """A fault if the learner's log-probabilities [T] of unsure tokens are the same with blank images."""
     seen, unseen = np.concatenate(list(true)), np.concatenate(list(blank))
     unsure = ~_is_sure(np.minimum(seen, unseen))
     if not unsure.any() or not distance([seen[unsure]], [unseen[unsure]]) <= _UNCHANGED:  # nan says nothing about sight

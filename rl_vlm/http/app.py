@@ -57,17 +57,17 @@ def _validation_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "model_type":
         return RequestError(400, "The body must be a JSON object, sent with the header Content-Type: application/json.")
-    place: list[str] = []
+    path: list[str] = []
     for item in map(str, first["loc"]):
         # Tags of pydantic's unions are not fields of the request: content's forms, kinds of parts, roles of messages.
-        of_message = place[-2:-1] == ["messages"] and item in get_args(Role)
-        of_stop = place[-1:] == ["stop"] and item == "text"
-        if not (of_message or of_stop) and item not in ("parts", "developer", *place[-1:]):
-            place.append(item)
+        of_message = path[-2:-1] == ["messages"] and item in get_args(Role)
+        of_stop = path[-1:] == ["stop"] and item == "text"
+        if not (of_message or of_stop) and item not in ("parts", "developer", *path[-1:]):
+            path.append(item)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "this field is not known here: leave it out"
-    param, message = ".".join(place)[:_MAX_SHOWN], message[:_MAX_SHOWN]
+    param, message = ".".join(path)[:_MAX_SHOWN], message[:_MAX_SHOWN]
     return RequestError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
 
 
@@ -191,7 +191,7 @@ def build_http_app(
 
 
 class _Probe:
-    """Asks the backend once for many clients, because everybody may ask for the health: the outcome holds for half a second."""
+    """Asks the backend at most every half second, because anybody may ask for the health."""
 
     def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
         self._ask = ask
@@ -214,7 +214,7 @@ class _Probe:
 
 
 def _takes(body: type[BaseModel]) -> dict[str, Any]:
-    """The operation's body for the schema: FastAPI does not see it, because it would keep it in memory until the answer is sent."""
+    """The body of an operation for the schema. FastAPI does not see it: it would keep it until the answer is sent."""
     reference = {"$ref": f"#/components/schemas/{body.__name__}"}
     return {"requestBody": {"required": True, "content": {JSON: {"schema": reference}}}}
 

@@ -1,7 +1,8 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics", "max_sessions"};
-then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose number was answered gets the same answer.
+POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics",
+"max_sessions"}; then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose
+number was answered gets the same answer.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from starlette.routing import Route
 
 from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs.adapters.remote import FRAME
-from rl_vlm.envs.apart import EnvWorker, short_line
+from rl_vlm.envs.address import TOKEN_VARIABLE
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.isolation import ProcessEnv
+from rl_vlm.envs.isolation import EnvWorker, ProcessEnv, short_line
 from rl_vlm.envs.registry import make
+from rl_vlm.envs.remote import FRAME
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.gate import Deadlines, Gate, HTTPMetrics, RequestError, error_response
-from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
+from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.waiting import note_hung_thread
 
 _MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
@@ -113,8 +114,8 @@ class EnvServer:
     Args:
         build: makes one environment.
         max_sessions: at a time.
-        idle_s: a session that is unused for so long is ended. Where all are taken, the one that is unused longest is ended
-            after a minute.
+        idle_s: a session that is unused for so long is ended. Where all are taken, the one that is unused longest is
+            ended after a minute.
         clock: seconds.
     """
 
@@ -169,13 +170,16 @@ class EnvServer:
         return pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     async def _make_room(self) -> None:
-        """Forget sessions that are closed, and end those that nobody uses: clients that were killed never close theirs."""
-        self._sessions = {name: one for name, one in self._sessions.items() if not one.ended or one.busy}
+        """Forget closed sessions, and end those that nobody uses: clients that were killed never close theirs."""
+        self._sessions = {
+            name: session for name, session in self._sessions.items() if not session.ended or session.busy
+        }
         unused = sorted(
-            (one for one in self._sessions.values() if not (one.busy or one.ended)), key=lambda one: one.used
+            (session for session in self._sessions.values() if not (session.busy or session.ended)),
+            key=lambda session: session.used,
         )
         full, now = self.num_sessions >= self._max_sessions, self._clock()
-        ending = [one.end() for one in unused if now - one.used > self._idle_s]
+        ending = [session.end() for session in unused if now - session.used > self._idle_s]
         if full and unused and not ending and now - unused[0].used > _UNUSED_S:
             ending = [unused[0].end()]
         if ending:

@@ -1,4 +1,4 @@
-"""The outermost layer: checks token, content type, queue and size of the body, and enforces deadlines, before anything is parsed."""
+"""The outermost layer: checks token, content type, queue, body size and deadlines before anything is parsed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hmac
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
+from rl_vlm.envs.address import LOOPBACK
 from rl_vlm.types import Completion, RLVLMError
-
-# Errors of requests, and the two JSON shapes in which they are sent.
 
 # HTTP status -> OpenAI's error type.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -51,9 +50,6 @@ def error_response(path: str, error: RequestError, headers: Mapping[str, str] | 
     """OpenAI's shape under `/v1`, `{"detail"}` elsewhere."""
     content = error_body(error) if path.startswith("/v1") else {"detail": str(error)}
     return JSONResponse(content, error.status, {**error.headers, **(headers or {})})
-
-
-# When requests must be answered: each by its own deadline, and all of them soon once the server stops.
 
 
 class Deadlines:
@@ -92,36 +88,32 @@ class Deadlines:
         return RequestError(status, message)
 
 
-# Metrics of the HTTP server, in Prometheus' text format.
-
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class HTTPMetrics:
-    """Counters of one server, in a registry of its own."""
+    """Prometheus' metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter("rl_vlm_http_requests", "Answers.", ["route", "status"], registry=registry)
-        self.seconds = Histogram(
-            "rl_vlm_http_request_seconds",
-            "From the first byte to the last.",
-            ["route"],
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self.first_token = Histogram(
-            "rl_vlm_http_first_token_seconds", "Of streams.", registry=registry, buckets=_SECONDS
-        )
-        self.queue = Histogram(
-            "rl_vlm_http_queue_seconds", "In the engine's queue, of whole answers.", registry=registry, buckets=_SECONDS
-        )
-        self.tokens = Counter("rl_vlm_http_tokens", "Prompt and sampled tokens.", ["kind"], registry=registry)
-        self.in_flight = Gauge("rl_vlm_http_in_flight", "Requests that are waiting or running.", registry=registry)
-        self.version = Gauge("rl_vlm_http_policy_version", "The version that answered last.", registry=registry)
-        self.stream_errors = Counter(
-            "rl_vlm_http_stream_errors", "Streams that ended with an error event.", registry=registry
-        )
+        self._registry = CollectorRegistry()
+
+        def seconds(name: str, about: str, labels: Sequence[str] = ()) -> Histogram:
+            return Histogram(f"rl_vlm_http_{name}_seconds", about, labels, registry=self._registry, buckets=_SECONDS)
+
+        def count(name: str, about: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"rl_vlm_http_{name}", about, labels, registry=self._registry)
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"rl_vlm_http_{name}", about, registry=self._registry)
+
+        self.requests = count("requests", "Answers.", ["route", "status"])
+        self.seconds = seconds("request", "From the first byte to the last.", ["route"])
+        self.first_token = seconds("first_token", "Of streams.")
+        self.queue = seconds("queue", "In the engine's queue, of whole answers.")
+        self.tokens = count("tokens", "Prompt and sampled tokens.", ["kind"])
+        self.in_flight = gauge("in_flight", "Requests that are waiting or running.")
+        self.version = gauge("policy_version", "The version that answered last.")
+        self.stream_errors = count("stream_errors", "Streams that ended with an error event.")
 
     def answered(self, num_prompt_tokens: int, num_sampled: int, version: int) -> None:
         """Count one answer of the model."""
@@ -143,7 +135,6 @@ class HTTPMetrics:
 DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answered, in the event loop's time
 # How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.
 SEND_GRACE_S = 5.0
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 JSON = "application/json"
 # Host as RFC 9110 (7.2) has it: a name, or an IPv6 address in brackets, and perhaps a port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/?#\[\]]+))(?::[0-9]{0,5})?")
@@ -155,13 +146,13 @@ class Gate:
     Args:
         app: the application; it gets whole bodies within the limits, and is cancelled when its client disconnects.
         limits: the server's.
-        token: what clients must send as a bearer token. None: no token, and only requests to this machine's own names are
-            answered, so that a web page that rebinds its name cannot reach the server through a browser.
+        token: what clients must send as a bearer token. None: only requests to this machine's own names are answered,
+            so that a web page that rebinds its name cannot reach the server through a browser.
         metrics: where answers are counted.
         deadlines: shared with the application.
         routes: paths that are counted by name.
-        content_type: what bodies must be. A browser lets a web page send this type to another server only if that server
-            agrees (CORS), which this one does not.
+        content_type: what bodies must be. A browser lets a web page send this type to another server only if that
+            server agrees (CORS), which this one does not.
     """
 
     def __init__(
@@ -311,8 +302,8 @@ class Gate:
 
 def _host_name(header: str) -> str:
     """The name or address of a Host header, in lower case; empty for a malformed one."""
-    found = _HOST.fullmatch(header)
-    return (found["address"] or found["name"]).lower() if found else ""
+    match = _HOST.fullmatch(header)
+    return (match["address"] or match["name"]).lower() if match else ""
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -7,7 +7,6 @@ import binascii
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
 from PIL import ExifTags, Image
@@ -17,13 +16,11 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import choice_tokens
 from rl_vlm.envs.images import ImageError, open_image, upright
 from rl_vlm.http.gate import RequestError
-from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, TextPart
+from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, ImageURLPart, TextPart
 from rl_vlm.models.images import ImageProcessorSpec, shrunk
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
-
-# Images from data URIs: the header is checked before a pixel is decoded.
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 _ORIENTATION = ExifTags.Base.Orientation
@@ -41,12 +38,6 @@ class ImageReader:
     def __init__(self, limits: HTTPSection, spec: ImageProcessorSpec) -> None:
         self._limits = limits
         self._spec = spec
-        low, high = limits.resize_min_pixels, limits.resize_max_pixels
-        self._resize = (
-            replace(spec, min_pixels=low or spec.min_pixels, max_pixels=high or spec.max_pixels, do_resize=True)
-            if low or high
-            else None
-        )
 
     def open(self, uri: str, name: str) -> Image.Image:
         """The image of a data URI; its header is within the limits, its pixels are not decoded. Raises UserInputError.
@@ -59,27 +50,23 @@ class ImageReader:
             image.info[_FILE] = data
         if image.width * image.height > self._limits.max_image_pixels:
             raise UserInputError(
-                f"Image {name} ({image.width}x{image.height}) has too many pixels, more than {self._limits.max_image_pixels}: shrink it."
+                f"Image {name} ({image.width}x{image.height}) has too many pixels, more than "
+                f"{self._limits.max_image_pixels}: shrink it."
             )
         self.num_tokens(image, name)
         return image
 
     def num_tokens(self, image: Image.Image, name: str) -> int:
-        """How many tokens of the prompt the image will take. Raises UserInputError for one that the model cannot see."""
-        width, height = image.size
-        if self._resize is not None:
-            width, height = self._resize.resized(width, height, name)
-        return self._spec.num_image_tokens(self._spec.grid_thw(width, height, name))
+        """How many tokens of the prompt the image will take.
+
+        Raises UserInputError for one that the model cannot see.
+        """
+        return self._spec.num_image_tokens(self._spec.grid_thw(image.width, image.height, name))
 
     def decode(self, image: Image.Image, name: str) -> EncodedImage:
-        """Decode an opened image: the first frame, upright as its EXIF says, RGB, resized where the server is told to."""
+        """Decode an opened image: the first frame, upright as its EXIF says, RGB."""
         with _explained(name, "is damaged and cannot be decoded"):
             turned = upright(image, image.info[_FILE], self._limits.max_image_pixels)
-            if self._resize is not None:
-                size = self._resize.resized(turned.width, turned.height, name)
-                if size != turned.size:
-                    turned = EncodedImage.from_pil(turned).to_pil().resize(size, Image.Resampling.BICUBIC)
-                    return EncodedImage.from_pil(turned)
             width, height = self._spec.resized(turned.width, turned.height, name)
             if width * height < turned.width * turned.height:
                 # The model sees a photo smaller: as PNG in full size it would take ten times its file.
@@ -91,7 +78,8 @@ class ImageReader:
         head, comma, encoded = uri.partition(",")
         if head[:5].lower() != "data:" or not comma:
             raise UserInputError(
-                f"Image {name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor addresses."
+                f"Image {name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor "
+                "addresses."
             )
         mime, *parameters = head[5:].lower().split(";")
         kind = _FORMATS.get(mime.strip())
@@ -112,7 +100,7 @@ class ImageReader:
 
 @contextmanager
 def _explained(name: str, otherwise: str) -> Iterator[None]:
-    """Turn what a decoder raises into UserInputError; damaged data raise almost anything: OSError, SyntaxError, struct.error, ..."""
+    """Turn what a decoder raises into UserInputError; damaged data raise almost anything."""
     try:
         yield
     except ImageError as error:
@@ -126,7 +114,7 @@ def _explained(name: str, otherwise: str) -> Iterator[None]:
 
 
 def _as_sent(image: Image.Image) -> EncodedImage | None:
-    """The file itself if it is a plain RGB PNG, which need not be encoded again: encoding is the most expensive step."""
+    """The file itself if it is a plain RGB PNG: encoding it again would be the most expensive step."""
     plain = image.format == "PNG" and image.mode == "RGB" and getattr(image, "n_frames", 1) == 1
     if not plain or "transparency" in image.info or _ORIENTATION in image.getexif():
         return None
@@ -137,14 +125,6 @@ def _as_sent(image: Image.Image) -> EncodedImage | None:
 # Below this a sample is the greedy one; engines refuse temperatures between it and 0.
 _MIN_TEMPERATURE = 0.01
 _GENERATE_TOP_P = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """An encoded conversation; `num_tokens` counts every token of its images."""
-
-    span: EncodedSpan
-    num_tokens: int
 
 
 class RequestReader:
@@ -177,15 +157,16 @@ class RequestReader:
         if (wanted or 1) > most:
             raise RequestError(
                 400,
-                f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: ask for less.",
+                f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: "
+                "ask for less.",
                 param="max_tokens",
             )
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
-        prompt = self._encode(body.messages, sum(map(len, (*stop, *body.choices))), thinking)
-        left = self._max_context - prompt.num_tokens
+        span, prompt_tokens = self._encode(body.messages, sum(map(len, (*stop, *body.choices))), thinking)
+        left = self._max_context - prompt_tokens
         if wanted is not None and wanted > left:
-            raise self._too_long(f"The prompt has {prompt.num_tokens} tokens and max_tokens is {wanted}: together more")
+            raise self._too_long(f"The prompt has {prompt_tokens} tokens and max_tokens is {wanted}: together more")
         sampling = SamplingParams(
             max_new_tokens=wanted or min(left, most),
             temperature=_temperature(1.0 if body.temperature is None else body.temperature),
@@ -205,23 +186,23 @@ class RequestReader:
         )
         # Here it is the client's error; the engine would fail later.
         choice_tokens(sampling, self._text.codec.encode_text, self._text.codec.decode)
-        return self._request(prompt, sampling, name, version), prompt.num_tokens
+        return _request(span, sampling, name, version), prompt_tokens
 
     def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The same for `/generate`, whose `max_tokens` is cut to what the context has left."""
-        prompt = self._encode(body.messages)
+        span, prompt_tokens = self._encode(body.messages)
         temperature = _temperature(body.temperature)
         sampling = SamplingParams(
-            max_new_tokens=min(body.max_tokens, self._max_context - prompt.num_tokens, self._limits.max_new_tokens),
+            max_new_tokens=min(body.max_tokens, self._max_context - prompt_tokens, self._limits.max_new_tokens),
             temperature=temperature,
             top_p=_GENERATE_TOP_P if temperature else 1.0,
         )
-        return self._request(prompt, sampling, name, version), prompt.num_tokens
+        return _request(span, sampling, name, version), prompt_tokens
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
-        return GenerationRequest(name, prompt.span.token_ids, sampling, prompt.span.images, min_version=version)
-
-    def _encode(self, messages: Sequence[ChatMessage], extra_chars: int = 0, thinking: bool | None = None) -> Prompt:
+    def _encode(
+        self, messages: Sequence[ChatMessage], extra_chars: int = 0, thinking: bool | None = None
+    ) -> tuple[EncodedSpan, int]:
+        """The conversation as tokens, and their number with every token of its images."""
         limits, contents = self._limits, [_parts(message) for message in messages]
         parts = [part for content in contents for part in content]
         if len(messages) + len(parts) > limits.max_parts:
@@ -231,11 +212,11 @@ class RequestReader:
             raise _too_much(
                 f"The request has {chars} characters of text and this server takes {limits.max_text_chars}."
             )
-        images = iter(self._decode([part.uri for part in parts if isinstance(part, _ImageUri)]))
+        images = iter(self._decode([_uri(part) for part in parts if not isinstance(part, str)]))
         conversation = [
             Message(
                 "system" if message.role == "developer" else message.role,
-                tuple(next(images) if isinstance(part, _ImageUri) else part for part in content),
+                tuple(part if isinstance(part, str) else next(images) for part in content),
             )
             for message, content in zip(messages, contents, strict=True)
         ]
@@ -247,7 +228,7 @@ class RequestReader:
         total = len(span.token_ids) - len(span.images) + image_tokens
         if total >= self._max_context:
             raise self._too_long(f"The prompt has {total} tokens: no less")
-        return Prompt(span, total)
+        return span, total
 
     def _decode(self, uris: Sequence[str]) -> list[EncodedImage]:
         limits = self._limits
@@ -262,7 +243,8 @@ class RequestReader:
         pixels = sum(image.width * image.height for image in opened)
         if pixels > limits.max_request_pixels:
             raise _too_much(
-                f"The images have {pixels} pixels together and this server takes {limits.max_request_pixels}: shrink them."
+                f"The images have {pixels} pixels together and this server takes {limits.max_request_pixels}: shrink "
+                "them."
             )
         decoded: list[EncodedImage] = []
         for name in names:
@@ -280,30 +262,22 @@ class RequestReader:
         )
 
 
-def shows_images(body: ChatRequest | GenerateRequest) -> bool:
-    """Whether any message has an image."""
-    contents = [message.content for message in body.messages]
-    return any(not isinstance(part, TextPart) for content in contents if isinstance(content, list) for part in content)
+def _request(span: EncodedSpan, sampling: SamplingParams, name: str, version: int) -> GenerationRequest:
+    return GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version)
 
 
 def _too_much(message: str) -> RequestError:
     return RequestError(400, message, param="messages")
 
 
-@dataclass(frozen=True, slots=True)
-class _ImageUri:
-    uri: str
-
-
-def _parts(message: ChatMessage) -> list[str | _ImageUri]:
+def _parts(message: ChatMessage) -> list[str | ImagePart | ImageURLPart]:
     if message.content is None or isinstance(message.content, str):
         return [message.content] if message.content else []
-    return [
-        part.text
-        if isinstance(part, TextPart)
-        else _ImageUri(part.image if isinstance(part, ImagePart) else part.image_url.url)
-        for part in message.content
-    ]
+    return [part.text if isinstance(part, TextPart) else part for part in message.content]
+
+
+def _uri(part: ImagePart | ImageURLPart) -> str:
+    return part.image if isinstance(part, ImagePart) else part.image_url.url
 
 
 def _temperature(value: float) -> float:

@@ -13,14 +13,12 @@ from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason, TopLogprobs
 
-# Turns sampled tokens into a client's text: cut at stop strings, whole characters only, thoughts removed.
-
 
 class ReplyText:
     """The text of one sample while it grows. Fed in pieces or at once, it gives the same text and tokens.
 
-    It works on bytes, because a token may hold part of a character. Text that may be the beginning of a stop string is held
-    back until the next tokens decide. A stop string that ends within the first `min_tokens` tokens is plain text.
+    It works on bytes, because a token may hold part of a character. Text that may be the beginning of a stop string is
+    held back until the next tokens decide. A stop string that ends within the first `min_tokens` tokens is plain text.
     """
 
     def __init__(self, codec: ChatCodec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
@@ -50,9 +48,9 @@ class ReplyText:
                 self._searched_from = len(self._bytes)
         end = len(self._bytes)
         first_end = max(before, self._searched_from) + 1  # the earliest byte at which a new stop string may end
-        found = [(self._bytes.find(stop, max(first_end - len(stop), 0)), len(stop)) for stop in self._stops]
-        # The stop string that is complete first ends the text, as it would token by token, not the one that begins first.
-        cuts = [(place + length, place) for place, length in found if place >= 0]
+        starts = [(self._bytes.find(stop, max(first_end - len(stop), 0)), len(stop)) for stop in self._stops]
+        # As token by token: the stop string that is complete first ends the text, not the one that begins first.
+        cuts = [(start + length, start) for start, length in starts if start >= 0]
         if cuts:
             end, last = min(cuts)[1], True
             del self._bytes[end:]
@@ -77,8 +75,8 @@ _CLOSED_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 def without_thoughts(text: str) -> str:
     """`text` without `<think>...</think>`.
 
-    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too. A thought without
-    an end is not part of the answer.
+    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too. A thought
+    without an end is not part of the answer.
     """
     text = _CLOSED_THOUGHT.sub("", text)
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
@@ -113,7 +111,6 @@ class ChatReply:
         codec: ChatCodec,
         request_id: str,
         model: str,
-        *,
         sampling: SamplingParams,
         num_prompt_tokens: int,
         logprobs: bool,
@@ -141,11 +138,11 @@ class ChatReply:
         """The chunks to send for new tokens of one sample."""
         self._version = grown.policy_version
         number = grown.number
-        found: list[Content] = []
+        chunks: list[Content] = []
         sample = self._streamed.get(number)
         if sample is None:
             sample = self._streamed[number] = _StreamedSample(self._new_text())
-            found.append(self._chunk(number, {"role": "assistant", "content": ""}))
+            chunks.append(self._chunk(number, {"role": "assistant", "content": ""}))
         token_ids = grown.token_ids.tolist()
         sample.token_ids += token_ids
         sample.logprobs += grown.logprobs.tolist()
@@ -153,10 +150,10 @@ class ChatReply:
         text, tokens = sample.text.feed(token_ids, last=grown.stop_reason is not None)
         if text or (tokens and self._logprobs):
             logprobs = self._token_logprobs(tokens, sample.token_ids, sample.logprobs, sample.top)
-            found.append(self._chunk(number, {"content": text}, logprobs))
+            chunks.append(self._chunk(number, {"content": text}, logprobs))
         if grown.stop_reason is not None:
-            found.append(self._chunk(number, {}, finish_reason=_finish(grown.stop_reason)))
-        return found
+            chunks.append(self._chunk(number, {}, finish_reason=_finish(grown.stop_reason)))
+        return chunks
 
     def last_chunk(self) -> Content:
         """The usage, in a chunk without choices."""

@@ -25,13 +25,16 @@ class TextPart(_In):
     text: str
 
 
+DataURI = Annotated[str, Field(description="A data URI, such as data:image/png;base64,...")]
+
+
 class ImagePart(_In):
     type: Literal["image"]
-    image: str = Field(description="A data URI, such as data:image/png;base64,...")
+    image: DataURI
 
 
 class ImageURL(_In):
-    url: str = Field(description="A data URI, such as data:image/png;base64,...")
+    url: DataURI
 
 
 class ImageURLPart(_In):
@@ -132,7 +135,10 @@ _GUIDES = ("guided_choice", "choice", "structured_outputs")
 
 
 class ChatRequest(BaseModel):
-    """OpenAI's request, and vLLM's additions. A field that is None counts as absent. An unknown field is an error that names it."""
+    """OpenAI's request, and vLLM's additions.
+
+    A field that is None counts as absent. An unknown field is an error that names it.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 

@@ -19,7 +19,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.http.gate import LOOPBACK, Gate
+from rl_vlm.envs.address import LOOPBACK, TOKEN_VARIABLE
+from rl_vlm.http.gate import Gate
 from rl_vlm.types import UserInputError
 
 # Connections below HTTP: how many there may be, and how long one may be silent. uvicorn bounds neither.
@@ -62,7 +63,7 @@ class ConnectionLimits:
 
 
 def peer_of(host: str) -> str:
-    """Who has the connection: its address, or the /64 network of an IPv6 address, because one machine may have all of that."""
+    """The peer's address, or the /64 network of an IPv6 address, all of which one machine may have."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -190,9 +191,10 @@ class GuardedProtocol(H11Protocol):
         super().on_response_complete()  # may find the next request, which came early
 
     def send_400_response(self, msg: str) -> None:
-        """Reject bytes that are not HTTP. If they belong to the body of a request, the application does not answer it any more.
+        """Reject bytes that are not HTTP; the application no longer answers a request whose body holds them.
 
-        uvicorn would let the application answer as well, and log a traceback, which a client without the token could provoke.
+        uvicorn would let the application answer as well, and log a traceback, which a client without the token could
+        provoke.
         """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
@@ -211,7 +213,6 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
 
-TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
 _GRACE_S = 5.0  # after the drain, for running requests to send their errors
 _IDLE_CHECK_S = 0.05
 
@@ -226,12 +227,16 @@ def check_exposure(host: str, token: str | None) -> None:
         )
     if token is None and host.lower() not in LOOPBACK:
         raise UserInputError(
-            f"Listening on {host} lets other machines in: set {TOKEN_VARIABLE} to a secret token, or listen on 127.0.0.1."
+            f"Listening on {host} lets other machines in: set {TOKEN_VARIABLE} to a secret token, or listen on "
+            "127.0.0.1."
         )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the address, so that a wrong one is an error before the model is loaded. Port 0 is any free port. Raises UserInputError."""
+    """Bind the address, so that a wrong one is an error before the model is loaded.
+
+    Port 0 is any free port. Raises UserInputError.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -293,7 +298,10 @@ class HTTPServer:
         self._draining: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Reject new requests and let running ones end; a second call does not wait for them. Call it on the server's event loop."""
+        """Reject new requests and let running ones end; a second call does not wait for them.
+
+        Call it on the server's event loop.
+        """
         if self._draining is not None:
             self._server.force_exit = self._server.should_exit = True
             return
@@ -301,7 +309,7 @@ class HTTPServer:
         self._draining = asyncio.ensure_future(self._drained())
 
     async def _drained(self) -> None:
-        """Keep listening while requests run, so that new clients get a 503 with Retry-After; uvicorn would close the port at once."""
+        """Listen while requests run, so that new clients get a 503; uvicorn would close the port at once."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_s):
                 while self._app.in_flight:

@@ -19,23 +19,21 @@ from starlette.responses import StreamingResponse
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL, RequestTooLargeError
 from rl_vlm.http.gate import Deadlines, HTTPMetrics, RequestError, error_body
-from rl_vlm.http.reader import RequestReader, shows_images
+from rl_vlm.http.reader import RequestReader
 from rl_vlm.http.replies import ChatReply, fingerprint, without_thoughts
 from rl_vlm.http.schema import ChatRequest, GenerateRequest
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk, UserInputError
-
-# Makes glibc return freed image buffers to the system.
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _LARGE = 1 << 20  # bytes
 
 
 def return_freed_memory() -> None:
-    """Allocate blocks of a MiB and more with mmap, so that `free` returns them. Holds for the whole process; needs glibc.
+    """Let this process allocate blocks of a MiB and more with mmap, so that `free` returns them. Needs glibc.
 
-    By default glibc raises this threshold to 32 MiB. Pixels then lie in the heaps of the decoding threads between small blocks
-    that stay, and the process keeps their memory (4.6 GiB after 128 images of 8 megapixels on four threads).
+    By default glibc raises this threshold to 32 MiB. Pixels then lie in the heaps of the decoding threads between small
+    blocks that stay, and the process keeps their memory (4.6 GiB after 128 images of 8 megapixels on four threads).
     """
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
@@ -45,7 +43,7 @@ def return_freed_memory() -> None:
 
 logger = logging.getLogger("rl_vlm.http")
 
-_THREADS = 4  # that read requests with images, and as many that read those without
+_THREADS = 4  # that read requests: so many images are decoded at a time
 
 B = TypeVar("B", bound=ChatRequest | GenerateRequest)
 
@@ -88,7 +86,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request: what the engine is asked, the tokens of its prompt, the model, and the deadline in the event loop's time."""
+    """One request to the engine, with the tokens of its prompt, its model and its deadline (the event loop's time)."""
 
     request: GenerationRequest
     num_prompt_tokens: int
@@ -109,18 +107,16 @@ class Service:
         self.reader = RequestReader(text, limits, max_context)
         self.metrics = HTTPMetrics()
         return_freed_memory()
-        # The number of threads bounds how many images are decoded at a time. Requests without images do not wait for them.
-        self._with_images = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-images")
-        self._without_images = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-texts")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
 
     async def find(self, name: str | None) -> ServedModel:
         """The model of that name; the first one without a name. Raises RequestError."""
         models = await self._backend.models()
-        found = next((model for model in models if name is None or model.name == name), None)
-        if found is None:
+        chosen = next((model for model in models if name is None or model.name == name), None)
+        if chosen is None:
             known = ", ".join(model.name for model in models)
             raise _model_not_found(f"Model {name!r} is not served here: ask for one of {known}.")
-        return found
+        return chosen
 
     async def read(
         self,
@@ -130,17 +126,20 @@ class Service:
         prefix: str,
         deadline: float,
     ) -> Call:
-        """What the engine is asked, by a method of `reader` on a thread; `prefix` begins the request's id. Raises RequestError."""
-        pool = self._with_images if shows_images(body) else self._without_images
+        """What the engine is asked, by a method of `reader` on a thread; `prefix` begins the request's id.
+
+        Raises RequestError.
+        """
         name = f"{prefix}-{uuid.uuid4().hex}"
         try:
             async with self._deadlines.at(deadline):
-                reading = asyncio.get_running_loop().run_in_executor(pool, read, body, name, model.version)
+                reading = asyncio.get_running_loop().run_in_executor(self._threads, read, body, name, model.version)
                 request, num_prompt_tokens = await reading
         except TimeoutError as error:
             raise self._too_late() from error
         finally:
-            body.messages = []  # encoded images may take megabytes, and the handler keeps the body until it has answered
+            # The handler keeps the body until it has answered, and encoded images may take megabytes.
+            body.messages = []
         return Call(request, num_prompt_tokens, model, deadline)
 
     async def complete(self, call: Call) -> Completion:
@@ -156,13 +155,9 @@ class Service:
 
     def chat_reply(self, body: ChatRequest, call: Call) -> ChatReply:
         """The writer of the answer to a call."""
+        request, logprobs = call.request, bool(body.logprobs)
         return ChatReply(
-            self._codec,
-            call.request.request_id,
-            body.model,
-            sampling=call.request.sampling,
-            num_prompt_tokens=call.num_prompt_tokens,
-            logprobs=bool(body.logprobs),
+            self._codec, request.request_id, body.model, request.sampling, call.num_prompt_tokens, logprobs
         )
 
     def text(self, completion: Completion) -> str:
@@ -250,6 +245,9 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def _is_clients(error: BaseException) -> bool:
-    """Whether the client must change its request. A replica's error is the `cause` of the RayTaskError that ours comes from."""
+    """Whether the client must change its request.
+
+    A replica's error is the `cause` of the RayTaskError that ours comes from.
+    """
     reason = getattr(error.__cause__, "cause", error)
     return isinstance(error, UserInputError) or isinstance(reason, RequestTooLargeError)

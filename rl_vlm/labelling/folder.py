@@ -1,7 +1,7 @@
 """`rl-vlm label FOLDER`: labels pairs of pictures in a folder.
 
-The pairs are, from the first of these that exists: the rows of `pairs.csv` (columns first, second, and the true returns if they are known);
-the sessions of a label store; files called first_NAME and second_NAME, or NAME_1 and NAME_2.
+The pairs are, from the first of these that exists: the rows of `pairs.csv` (columns first, second, and the true returns
+if they are known); the sessions of a label store; files called first_NAME and second_NAME, or NAME_1 and NAME_2.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rl_vlm.envs.data import check_columns
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.envs.rows import refuse_repeated
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.store import FILE_NAME, LabelStore, StoredSession, log_csv, true_return
@@ -47,7 +47,8 @@ class NamedPair:
 
 
 def find_pairs(folder: str | Path) -> list[NamedPair]:
-    """All pairs of a folder, their pictures' headers checked. Raises UserInputError if there are none, or one is unreadable."""
+    """All pairs of a folder, their pictures' headers checked. Raises UserInputError if there are none, or one is
+    unreadable."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserInputError(f"There is no folder {folder}.")
@@ -59,8 +60,8 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
         pairs = [_named(folder, names) for names in _by_name(folder)]
     if not pairs:
         raise UserInputError(
-            f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv with "
-            "the columns first and second."
+            f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv "
+            "with the columns first and second."
         )
     return pairs
 
@@ -70,7 +71,8 @@ def label_folder(
 ) -> dict[str, Any]:
     """Label all pairs, write the query log with the names of the pictures, and return a summary.
 
-    The log is written after every batch: a failure loses no label that was paid for before. `close` is awaited at the end, in the same event loop.
+    The log is written after every batch: a failure loses no label that was paid for before. `close` is awaited at the
+    end, in the same event loop.
     """
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
@@ -155,9 +157,7 @@ def _listed(folder: Path) -> list[NamedPair]:
             rows = list(reader)
         except csv.Error as error:
             raise UserInputError(f"{path} cannot be read ({error}): a quotation mark may be missing.") from error
-    if not {"first", "second"} <= set(reader.fieldnames or ()):
-        raise UserInputError(f"{path} needs the columns first and second.")
-    refuse_repeated(list(reader.fieldnames or ()), path, ("first", "second"))
+    check_columns(list(reader.fieldnames or ()), path, ("first", "second"))
     pairs = []
     for row in rows:
         returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]

@@ -26,8 +26,8 @@ from rl_vlm.types import UserInputError
 _KINDS = "biuf"  # booleans, integers, floats
 # images, scripted labels, labels, state-actions of both segments, rewards of both segments
 _NUM_ARRAYS = 7
-# Of the process that reads a cache. The original's caches hold raw pictures: they are as large in memory as on the disk, and
-# ten times as large where segments of many steps repeat their picture.
+# Of the process that reads a cache. The original's caches hold raw pictures: they are as large in memory as on the
+# disk, and ten times as large where segments of many steps repeat their picture.
 _SECONDS, _BYTES_PER_SECOND = 300.0, 2**20
 _FREE_MEMORY, _MEMORY_PER_BYTE = 2**30, 64
 
@@ -37,11 +37,11 @@ def import_labels(
 ) -> tuple[int, int]:
     """Convert every `*.pkl` of a folder (or one file) into sessions of a label store at `target`.
 
-    `observation_size` is the length of the observation in the cached state-action rows. `image_size` resizes the pictures,
-    as the original does when it reads its caches. A session without a pair is left out. Returns (sessions, pairs).
-    The store appears whole or not at all. The files are read in a process with limits of memory and time, because a
-    pickle of nine bytes may ask for gigabytes. Raises UserInputError for a file that is not such a cache, that holds
-    anything but numbers, or that exceeds the limits.
+    `observation_size` is the length of the observation in the cached state-action rows. `image_size` resizes the
+    pictures, as the original does when it reads its caches. A session without a pair is left out. Returns (sessions,
+    pairs). The store appears whole or not at all. The files are read in a process with limits of memory and time,
+    because a pickle of nine bytes may ask for gigabytes. Raises UserInputError for a file that is not such a cache,
+    that holds anything but numbers, or that exceeds the limits.
     """
     source, target = Path(source), Path(target).absolute()  # "." has no name
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
@@ -118,7 +118,8 @@ def read_cache(
     states = [array.reshape(count, -1, array.shape[-1]).astype(np.float32) for array in rest[:2]]
     if not 0 < observation_size <= states[0].shape[2]:
         raise UserInputError(
-            f"{file} holds state-actions of {states[0].shape[2]} numbers: {observation_size} of them cannot be observations."
+            f"{file} holds state-actions of {states[0].shape[2]} numbers: {observation_size} of them cannot be "
+            "observations."
         )
     rewards = [array.reshape(count, -1).astype(np.float32) for array in rest[2:]]
     if len({array.shape[1] for array in (*states, *rewards)}) > 1:

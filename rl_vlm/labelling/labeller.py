@@ -2,8 +2,8 @@
 
 A pair is asked about in one step (the label at once) or two (describe both pictures, then summarise the text as a
 label), and in both orders by default: a model that prefers the picture that it sees first contradicts itself, and a
-contradiction is label -1. All questions of a session are in flight at once, or `endpoint.max_in_flight` of them. A question
-that gets no answer is an error, which is never a label.
+contradiction is label -1. All questions of a session are in flight at once, or `endpoint.max_in_flight` of them. A
+question that gets no answer is an error, which is never a label.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, all_of, ask_again
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.prompts import TaskPrompts, read_label, read_score, strip_thoughts
-from rl_vlm.labelling.types import IDENTICAL, Label, LabelValue, Score, SegmentPair, encode, picture_of
+from rl_vlm.labelling.types import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, Message
+from rl_vlm.waiting import all_or_none
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
@@ -52,7 +53,8 @@ class LabelStats:
 
     @property
     def position_bias(self) -> float:
-        """Share of answers for the picture shown first minus that for the second: 0 without bias, ±1 if only the place counts."""
+        """Share of answers for the picture shown first minus that for the second: 0 without bias, ±1 if only the place
+        counts."""
         total = self.shown_first + self.shown_second + self.no_preference
         return (self.shown_first - self.shown_second) / total if total else 0.0
 
@@ -60,14 +62,16 @@ class LabelStats:
         """One line for the log."""
         return (
             f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
-            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} errors, "
-            f"{self.not_understood} not understood, {self.retries} retries, position bias {self.position_bias:+.2f}"
+            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} "
+            f"errors, {self.not_understood} not understood, {self.retries} retries, position bias "
+            f"{self.position_bias:+.2f}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """What is shown, and the templates of the questions about it: `decide` in one step, or `describe` and then `summarise`."""
+    """What is shown, and the templates of the questions about it: `decide` in one step, or `describe` and then
+    `summarise`."""
 
     shown: tuple[str | EncodedImage, ...]
     describe: str
@@ -76,8 +80,8 @@ class _Query:
     choices: tuple[str, ...]
 
 
-class VLMLabeller:
-    """Labels pairs and scores pictures with a vision-language model. Implements `Labeller` and `Scorer`."""
+class VLMLabeller(Labeller):
+    """Labels pairs and scores pictures with a vision-language model."""
 
     def __init__(
         self, endpoint: Endpoint, prompts: TaskPrompts, settings: LabelsSection | None = None, seed: int = 0
@@ -95,13 +99,13 @@ class VLMLabeller:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
         images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
         async with self._session(len(pairs)) as ask:
-            return await all_of([self._label_one(ask, number, *both) for number, both in enumerate(images)])
+            return await all_or_none([self._label_one(ask, number, *both) for number, both in enumerate(images)])
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per picture (uint8 [H, W, 3]), in order."""
         images = await asyncio.to_thread(lambda: [encode(frame) for frame in frames])
         async with self._session(len(frames)) as ask:
-            return await all_of([self._score_one(ask, number, image) for number, image in enumerate(images)])
+            return await all_or_none([self._score_one(ask, number, image) for number, image in enumerate(images)])
 
     def state(self) -> dict[str, int]:
         """What a resumed run needs to draw the same seeds."""
@@ -127,9 +131,9 @@ class VLMLabeller:
         lost = self.stats.not_understood - not_understood
         if lost:
             logger.warning(
-                "In a session of %d, %d answers were neither a label nor a score, even when the labeller was asked again. They decide "
-                "nothing. An endpoint that can be held to the choices loses no answer (preference.labels.guided, "
-                "preference.labels.endpoint.guidance).",
+                "In a session of %d, %d answers were neither a label nor a score, even when the labeller was asked "
+                "again. They decide nothing. An endpoint that can be held to the choices loses no answer "
+                "(preference.labels.guided, preference.labels.endpoint.guidance).",
                 count, lost,
             )  # fmt: skip
 
@@ -140,7 +144,7 @@ class VLMLabeller:
         started = time.monotonic()
         orders = [(first, second), (second, first)][: 1 + self._settings.both_orders]
         try:
-            shown = await all_of([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
+            shown = await all_or_none([self._compare(ask, (number, order), *pair) for order, pair in enumerate(orders)])
         except EndpointError as error:
             self.stats.errors += 1
             return Label(-1, seconds=time.monotonic() - started, error=str(error))
@@ -200,8 +204,8 @@ class VLMLabeller:
     ) -> tuple[T | None, Answer, str]:
         """What was read, the last answer, and the text of all answers.
 
-        An answer that is not understood is asked about once more: in text alone, and with the choices where the endpoint can
-        enforce them. Raises EndpointError for an answer without a word.
+        An answer that is not understood is asked about once more: in text alone, and with the choices where the
+        endpoint can enforce them. Raises EndpointError for an answer without a word.
         """
         settings, fill = self._settings, self._prompts.fill
         guide = query.choices if settings.guided else ()

@@ -222,7 +222,8 @@ _LABEL = re.compile(rf"{_BEFORE}(-1|0|1){_AFTER}")
 _IMAGE = re.compile(r"\bimage\s*([12])\b", re.IGNORECASE)
 # "0.7", "70 %", "7/10", and -1 for an answer that is unsure.
 _SCORE = re.compile(
-    rf"{_BEFORE}(?P<number>-1|\d{{1,9}}(?:\.\d{{1,9}})?|\.\d{{1,9}})\s*(?:(?P<percent>%)|/\s*(?P<scale>\d{{1,9}}(?:\.\d{{1,9}})?))?{_AFTER}"
+    rf"{_BEFORE}(?P<number>-1|\d{{1,9}}(?:\.\d{{1,9}})?|\.\d{{1,9}})\s*"
+    rf"(?:(?P<percent>%)|/\s*(?P<scale>\d{{1,9}}(?:\.\d{{1,9}})?))?{_AFTER}"
 )
 
 

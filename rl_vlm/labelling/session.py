@@ -46,9 +46,10 @@ async def label_session(
 ) -> LabelledSession:
     """Label `wanted` pairs; while fewer than that are decided, draw and label as many again as are missing.
 
-    With the original's single round, a policy that hardly moves (pairs look alike) leaves few usable pairs in a session,
-    and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are drawn),
-    `max_pairs` the pairs of all rounds; `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing could be labelled.
+    With the original's single round, a policy that hardly moves (pairs look alike) leaves few usable pairs in a
+    session, and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are
+    drawn), `max_pairs` the pairs of all rounds; `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing
+    could be labelled.
     """
     session = LabelledSession()
     for number in range(max_rounds):
@@ -68,7 +69,8 @@ async def label_session(
         if failed and not answered:
             if number == 0:
                 raise LabellerDownError(
-                    f"None of {len(failed)} pairs could be labelled: {failed[0].error.rstrip('.')}. Start the labeller again."
+                    f"None of {len(failed)} pairs could be labelled: {failed[0].error.rstrip('.')}. Start the "
+                    "labeller again."
                 )
             break  # what was answered before is kept; the next session asks again
     return session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import filecmp
 import io
 import itertools
 import math
@@ -18,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.config.labels import names_no_cache
+from rl_vlm.envs.data import TooLargeError, read_parquet
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.envs.parquet_budget import TooLargeError, read_file
-from rl_vlm.files import append_whole, whole_lines, write_atomic
+from rl_vlm.files import append_whole, link_tree, whole_lines, write_atomic
 from rl_vlm.labelling.types import Label, LabelValue, Score, Segment, SegmentPair, encode
 from rl_vlm.safe_text import csv_cell, redact
 from rl_vlm.types import UserInputError
@@ -77,7 +78,7 @@ class SessionFiles:
         """`use` of the session's first `most` rows. Raises UserInputError if it is damaged or a picture is missing."""
         path = self.path(number)
         try:
-            rows = read_file(pq.ParquetFile(path), _FREE_BYTES).slice(0, most).to_pylist()
+            rows = read_parquet(pq.ParquetFile(path), free_bytes=_FREE_BYTES).slice(0, most).to_pylist()
             self._check_pictures(rows)
             return use([{**row, **{name: self._unpack(row[name]) for name in self.segments}} for row in rows])
         except ImageError as error:
@@ -94,10 +95,23 @@ class SessionFiles:
         """
         later = self._files()[sessions:]
         for path in later:
-            self.supersede(path)
+            self._supersede(path)
         return len(later)
 
-    def supersede(self, path: Path) -> None:
+    def restore(self, saved: Path) -> None:
+        """Take over the sessions of a checkpoint's folder, which a run in another folder lacks.
+
+        A Tune trial that goes on from another trial's checkpoint has sessions of its own, which are moved aside.
+        """
+        if not saved.is_dir():
+            return
+        for session in sorted(saved.glob("session-*.parquet")):
+            own = self.folder / session.name
+            if own.exists() and not filecmp.cmp(session, own, shallow=False):
+                self._supersede(own)
+        link_tree(saved, self.folder)
+
+    def _supersede(self, path: Path) -> None:
         """Move the file of a session to `superseded/`, under a name that is free there."""
         superseded = self.folder / "superseded"
         superseded.mkdir(exist_ok=True)
@@ -314,7 +328,8 @@ class QueryLog:
     """Appends to the log; each line is written whole or not at all."""
 
     def __init__(self, path: str | Path, keep_until: int | None = None) -> None:
-        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats them."""
+        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats
+        them."""
         self._path = Path(path)
         if keep_until is None:
             return

@@ -9,25 +9,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
-from rl_vlm.labelling.labeller import LabelStats, VLMLabeller
+from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import TaskPrompts, UnknownTaskError, task_prompts
 from rl_vlm.labelling.types import (
     SKIPPED,
-    HasState,
     InputKind,
-    KnowsMargin,
     Label,
     Labeller,
     LabelValue,
     Score,
-    Scorer,
     SegmentPair,
     picture_of,
 )
@@ -44,8 +41,8 @@ _MEANS = {"eps_skip": "skipped", "eps_equal": "called equal"}
 _BATCH = 32  # pictures per forward pass
 
 
-class ScriptedTeacher:
-    """Labels by the true reward. Implements `Labeller`.
+class ScriptedTeacher(Labeller):
+    """Labels by the true reward.
 
     Returns that are exactly equal are label -1 for a rational teacher: neither segment is better.
     """
@@ -59,15 +56,16 @@ class ScriptedTeacher:
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
         """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment.
 
-        B-Pref's tasks have no negative rewards. If the mean return is negative, so are the thresholds, and no pair meets them.
+        B-Pref's tasks have no negative rewards. If the mean return is negative, so are the thresholds, and no pair
+        meets them.
         """
         self._margin = mean_return * segment_length / horizon
         eps = {name: value for name in ("eps_skip", "eps_equal") if (value := getattr(self._settings, name))}
         if eps and mean_return < 0 and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "preference.labels.teacher.%s: thresholds are shares of the episodes' mean return, which is %.4g, and below 0 they "
-                "have no effect: no pair is %s meanwhile. Pay rewards above 0, or leave them out.",
+                "preference.labels.teacher.%s: thresholds are shares of the episodes' mean return, which is %.4g, and "
+                "below 0 they have no effect: no pair is %s meanwhile. Pay rewards above 0, or leave them out.",
                 " and ".join(eps), mean_return, " or ".join(_MEANS[name] for name in eps),
             )  # fmt: skip
 
@@ -87,7 +85,8 @@ class ScriptedTeacher:
     def _label_one(self, pair: SegmentPair) -> Label:
         settings = self._settings
         plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
-        # Drawn for every pair, used or not, so that labels of later pairs do not depend on the thresholds of earlier ones.
+        # Drawn for every pair, used or not, so that labels of later pairs do not depend on the thresholds of earlier
+        # ones.
         noise, mistake = self._rng.random(2)
         if not np.isfinite(plain).all():
             return Label(-1, error="the true reward of this pair is not known (nan or infinite)")
@@ -119,8 +118,8 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-class CoinFlips:
-    """Labels at random: the control that must not learn. Implements `Labeller`."""
+class CoinFlips(Labeller):
+    """Labels at random: the control that must not learn."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
@@ -138,18 +137,14 @@ class CoinFlips:
         self._rng.bit_generator.state = state["rng"]
 
 
-class Similarity(Protocol):
-    """How well pictures match a text."""
-
-    def similarities(self, frames: np.ndarray) -> np.ndarray:
-        """float32 [N] for uint8 [N, H, W, 3]."""
-        ...
-
-
 class _ModelSimilarity:
-    """A model that scores pictures against a text. `model` is a local folder, or a hub name that was fetched before."""
+    """A model that scores pictures against a text; as a reward, it implements `RewardModel`.
+
+    `model` is a local folder, or a hub name that was fetched before.
+    """
 
     families: tuple[str, ...]  # model types that the class can run
+    input_kind: InputKind = "image"
 
     def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
         if not text.strip():
@@ -168,13 +163,18 @@ class _ModelSimilarity:
                 scores.append(self._score(list(frames[start : start + _BATCH])).float().cpu().numpy())
         return np.concatenate(scores) if scores else np.empty(0, np.float32)
 
+    def rewards(self, inputs: np.ndarray) -> np.ndarray:
+        """float32 [N]: similarity s as reward 2 s - 1, in the range of a reward model's tanh."""
+        return np.asarray(2 * self.similarities(inputs) - 1, dtype=np.float32)
+
     def _score(self, batch: list[np.ndarray]) -> Any:
         """Tensor [n] for n pictures uint8 [H, W, 3]."""
         raise NotImplementedError  # abstract: models differ in their forward pass
 
 
 class ClipSimilarity(_ModelSimilarity):
-    """Cosine similarity in [-1, 1] of picture and text under a CLIP model, such as openai/clip-vit-large-patch14-336."""
+    """Cosine similarity in [-1, 1] of picture and text under a CLIP model, such as
+    openai/clip-vit-large-patch14-336."""
 
     families = ("clip",)
 
@@ -206,10 +206,10 @@ class MatchingSimilarity(_ModelSimilarity):
         return logits.float().softmax(1)[:, 1]
 
 
-class SimilarityLabeller:
-    """Prefers the picture that matches the text better. Implements `Labeller` and `Scorer`."""
+class SimilarityLabeller(Labeller):
+    """Prefers the picture that matches the text better."""
 
-    def __init__(self, similarity: Similarity, frames: int = 1) -> None:
+    def __init__(self, similarity: _ModelSimilarity, frames: int = 1) -> None:
         self._similarity = similarity
         self._frames = frames
 
@@ -236,22 +236,6 @@ class SimilarityLabeller:
 
 def _larger(first: float, second: float) -> LabelValue:
     return 0 if first > second else 1 if second > first else -1
-
-
-class SimilarityReward:
-    """Similarity s as reward 2 s - 1, in the range of a reward model's tanh. Implements `RewardModel`."""
-
-    def __init__(self, similarity: Similarity) -> None:
-        self._similarity = similarity
-
-    @property
-    def input_kind(self) -> InputKind:
-        """Its inputs are pictures."""
-        return "image"
-
-    def rewards(self, inputs: np.ndarray) -> np.ndarray:
-        """float32 [N] for uint8 [N, H, W, 3]."""
-        return np.asarray(2 * self._similarity.similarities(inputs) - 1, dtype=np.float32)
 
 
 def _load_pretrained(name: str | Path, families: tuple[str, ...]) -> tuple[Any, Any]:
@@ -295,7 +279,8 @@ def build_labeller(
 ) -> Labeller:
     """The labeller that a configuration names. Raises UserInputError.
 
-    `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip and itm.
+    `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip
+    and itm.
     """
     if section.source == "cache":
         raise UserInputError("A label cache alone labels nothing new.")
@@ -332,21 +317,20 @@ def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | No
     return ServedEndpoint(client, text)
 
 
-class FlippedLabels:
+class FlippedLabels(Labeller):
     """Another labeller's labels with 0 and 1 swapped, and scores s as 1 - s: a control that must not succeed.
 
-    With `coins` each decided label is swapped by a coin flip; undecided pairs stay undecided, so the number of usable labels is
-    that of a run without the control. The other methods are forwarded one by one: since Python 3.12, isinstance with a protocol
-    does not see attributes that `__getattr__` would find.
+    With `coins` each decided label is swapped by a coin flip; undecided pairs stay undecided, so the number of usable
+    labels is that of a run without the control.
     """
 
     def __init__(self, labeller: Labeller, coins: np.random.Generator | None = None) -> None:
         self.inner, self._coins = labeller, coins
 
     @property
-    def stats(self) -> LabelStats | None:
-        """What the inner labeller has cost, where it counts that."""
-        return getattr(self.inner, "stats", None)
+    def stats(self) -> Any:  # type: ignore[override]  # a property, as those of a VLM change
+        """What the inner labeller has cost."""
+        return self.inner.stats
 
     def _flips(self, decided: bool) -> bool:
         return self._coins is None or (decided and bool(self._coins.integers(2)))
@@ -357,28 +341,23 @@ class FlippedLabels:
         return [label.swapped() if self._flips(label.value != -1) else label for label in labels]
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
-        """One score per picture, in order; the inner labeller must be a scorer."""
-        scores = await cast(Scorer, self.inner).score(frames)
+        """One score per picture, in order."""
         return [
             replace(score, value=1 - score.value) if score.value is not None and self._flips(decided=True) else score
-            for score in scores
+            for score in await self.inner.score(frames)
         ]
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
-        """Tell the inner labeller, if its thresholds follow the policy's returns."""
-        if isinstance(self.inner, KnowsMargin):
-            self.inner.set_margin(mean_return, segment_length, horizon)
+        """Tell the inner labeller."""
+        self.inner.set_margin(mean_return, segment_length, horizon)
 
     def state(self) -> dict[str, Any]:
         """Random state and that of the inner labeller, as JSON."""
-        return {
-            "coins": self._coins.bit_generator.state if self._coins is not None else None,
-            "inner": self.inner.state() if isinstance(self.inner, HasState) else None,
-        }
+        coins = self._coins.bit_generator.state if self._coins is not None else None
+        return {"coins": coins, "inner": self.inner.state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
         if self._coins is not None:
             self._coins.bit_generator.state = state["coins"]
-        if isinstance(self.inner, HasState) and state["inner"] is not None:
-            self.inner.set_state(state["inner"])
+        self.inner.set_state(state["inner"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 from PIL import Image
@@ -84,42 +84,29 @@ class Score:
     error: str = ""
 
 
-class Labeller(Protocol):
-    """Compares segments."""
+class Labeller:
+    """Compares segments, and may score single pictures. One with a random state says so in `state`, for an exact
+    resume."""
+
+    stats: Any = None  # what labelling has cost, where that is counted
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order; all pairs are in flight at once."""
-        ...
-
-
-class Scorer(Protocol):
-    """Scores single pictures."""
+        raise NotImplementedError
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
-        ...
-
-
-@runtime_checkable
-class KnowsMargin(Protocol):
-    """A labeller whose thresholds follow the policy's returns."""
+        raise NotImplementedError
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
-        """The recent mean return of episodes, and how long segments and episodes are."""
-        ...
+        """The recent mean return of episodes, and how long segments and episodes are; thresholds may follow them."""
 
-
-@runtime_checkable
-class HasState(Protocol):
-    """A labeller that an exact resume must restore."""
-
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> dict[str, Any]:
         """As JSON."""
-        ...
+        return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        ...
 
 
 class RewardModel(Protocol):
@@ -139,7 +126,8 @@ class RewardModel(Protocol):
 
 
 def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
-    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its last.
+    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its
+    last.
 
     Raises UserInputError if the segment has no pictures.
     """

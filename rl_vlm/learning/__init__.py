@@ -1,1 +1,2 @@
-"""What is learned from groups: advantage estimators, losses, plans, packed batches, the update, strategies of learner groups."""
+"""What is learned from groups: advantage estimators, losses, plans, packed batches, the update, strategies of learner
+groups."""

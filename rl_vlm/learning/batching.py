@@ -21,10 +21,11 @@ from rl_vlm.types import EncodedImage, Trajectory
 if TYPE_CHECKING:
     from torch import Tensor  # the driver packs nothing and need not import torch
 
-# Under a dense mask a packed row pays attention over its whole length: it is packed while that costs at most this much more than
-# separate rows. Segments pay for what is seen, so tokens that are computed once instead of G times may be weighed against
-# query-key pairs: per unit of the model's width one token costs as much as so many pairs. (A layer computes about 24 D² for a token
-# and 4 D for a pair; a pair takes about three times as long for its arithmetic, as measured.)
+# Under a dense mask a packed row pays attention over its whole length: it is packed while that costs at most this much
+# more than separate rows. Segments pay for what is seen, so tokens that are computed once instead of G times may be
+# weighed against query-key pairs: per unit of the model's width one token costs as much as so many pairs. (A layer
+# computes about 24 D² for a token and 4 D for a pair; a pair takes about three times as long for its arithmetic, as
+# measured.)
 _MAX_ATTENTION_OVERHEAD = 1.0
 _PAIRS_PER_WIDTH = 2
 _PREFIX, _PADDING = 0, -1
@@ -32,7 +33,8 @@ _PREFIX, _PADDING = 0, -1
 
 @dataclass(slots=True)
 class Minibatch:
-    """What one learner adds to one optimiser step: groups of trajectories, and by trajectory id the weight of each token's loss."""
+    """What one learner adds to one optimiser step: groups of trajectories, and by trajectory id the weight of each
+    token's loss."""
 
     groups: list[list[Trajectory]]
     weights: dict[str, float]
@@ -40,18 +42,20 @@ class Minibatch:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Padded arrays of one forward pass (B rows of L tokens, N sampled tokens), and what is known of these tokens before the step.
+    """Padded arrays of one forward pass (B rows of L tokens, N sampled tokens), and what is known of these tokens
+    before the step.
 
     segments int16 [B, L]: 0 prompt, 1.. the continuations, -1 padding. `row`, `column` int64 [N] locate the hidden
-    state that predicts `target` int64 [N]. behaviour float32 [N]: the engine's log-probabilities. `sample`, `turn` int64 [N]: the
-    trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never split. trajectory_ids:
-    those of the trajectories, by their place. next_images: those of the micro-batch that is computed after this one, to be read ahead.
-    counts: False for a pass that is made only because the other learners make one.
+    state that predicts `target` int64 [N]. behaviour float32 [N]: the engine's log-probabilities. `sample`, `turn`
+    int64 [N]: the trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never
+    split. trajectory_ids: those of the trajectories, by their place. next_images: those of the micro-batch that is
+    computed after this one, to be read ahead. counts: False for a pass that is made only because the other learners
+    make one.
 
-    weight, advantage, returns float32 [N] (returns: NaN where the critic learns nothing, empty without a critic), value_weight: of
-    each token that has a return. old, reference, values float32 [N]: log-probabilities of the policy and of the base model and the
-    critic's values before the first step, None where they are not needed or not known yet; probe: log-probabilities of a separate
-    pass, which the first ratios are compared with.
+    weight, advantage, returns float32 [N] (returns: NaN where the critic learns nothing, empty without a critic),
+    value_weight: of each token that has a return. old, reference, values float32 [N]: log-probabilities of the policy
+    and of the base model and the critic's values before the first step, None where they are not needed or not known
+    yet; probe: log-probabilities of a separate pass, which the first ratios are compared with.
     """
 
     input_ids: np.ndarray

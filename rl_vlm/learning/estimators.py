@@ -1,6 +1,7 @@
 """Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
 
-Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. Per-token arrays of all trajectories are
+Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. Per-token arrays of all trajectories
+are
 lists: `values[group][trajectory]`."""
 
 from __future__ import annotations
@@ -61,9 +62,6 @@ def gigpo_advantages(
         for (number, turn), advantage in zip(places, compared, strict=True):
             step[number][turn] = advantage
     return [whole + step_weight * turns for whole, turns in zip(episode, step, strict=True)]
-
-
-# The normalisation of returns that a critic learns, and how well it explains them. No torch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +129,6 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     return 1.0 - float(np.var(returns[known] - values[known])) / float(np.var(returns[known]))
 
 
-# Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
-#
-# Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. Per-token arrays of all trajectories
-# are lists: `values[group][trajectory]`.
-
-
 class EstimatorError(RLVLMError):
     """A registered estimator does not keep to the seam."""
 
@@ -159,8 +151,8 @@ class Experience:
     """The whole batch, as estimators see it.
 
     turn_rewards: float64 [K] per trajectory; the environment's, unless a control has permuted them. token_rewards:
-    float32 [T], what is added to the reward of a token (a KL penalty), or None. values: float32 [T], the critic's value of
-    the state before each sampled token, or None without a critic.
+    float32 [T], what is added to the reward of a token (a KL penalty), or None. values: float32 [T], the critic's value
+    of the state before each sampled token, or None without a critic.
     """
 
     groups: Sequence[TrajectoryGroup]
@@ -182,9 +174,9 @@ class Experience:
 class Estimate:
     """In the order of the groups and trajectories that were given.
 
-    advantages: float32 [T]. returns: float32 [T], what the critic learns to predict before each token, NaN where nothing;
-    None without a critic. Filled in by `plan.estimate_advantages`, not by estimators: means float64 [G] per group, the mean advantage
-    over a trajectory's tokens; learns bool [G], whether any is not zero.
+    advantages: float32 [T]. returns: float32 [T], what the critic learns to predict before each token, NaN where
+    nothing; None without a critic. Filled in by `plan.estimate_advantages`, not by estimators: means float64 [G] per
+    group, the mean advantage over a trajectory's tokens; learns bool [G], whether any is not zero.
     """
 
     advantages: PerToken
@@ -193,7 +185,8 @@ class Estimate:
     learns: list[np.ndarray] = field(default_factory=list)
 
     def summary(self, lengths: list[list[int]], name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Per group: the trajectories' mean advantages float64 [G], 0 without a sampled token, and bool [G]: any not zero.
+        """Per group: the trajectories' mean advantages float64 [G], 0 without a sampled token, and bool [G]: any not
+        zero.
 
         Raises EstimatorError where a user's estimator gave something else than finite numbers, one per sampled token;
         `lengths` holds the numbers of sampled tokens.
@@ -231,11 +224,13 @@ def group_advantages(
     """Advantages float64 [G] of one group: reward minus the group's mean.
 
     "std" divides by the unbiased standard deviation plus `eps` (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1);
-    "none" does not (Dr. GRPO: arXiv 2503.20783). Rewards that are equal but for rounding give exactly zero, and so does a group of one.
+    "none" does not (Dr. GRPO: arXiv 2503.20783). Rewards that are equal but for rounding give exactly zero, and so does
+    a group of one.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if are_equal(rewards):
-        # The floating-point mean of equal numbers need not be that number, and rounding divided by its deviation would be a signal.
+        # The floating-point mean of equal numbers need not be that number, and rounding divided by its deviation would
+        # be a signal.
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if normalization == "std":
@@ -283,14 +278,16 @@ def whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
 
 @register_estimator("reinforce_pp_baseline")
 def group_mean_over_whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """REINFORCE++ with a baseline (arXiv 2501.03262): minus the group's mean, then normalised over all tokens of the batch."""
+    """REINFORCE++ with a baseline (arXiv 2501.03262): minus the group's mean, then normalised over all tokens of the
+    batch."""
     centred = same_for_all_tokens(experience, [group_advantages(rewards, "none") for rewards in experience.rewards])
     return Estimate(_normalized(centred.advantages, settings.advantage_scale))
 
 
 @register_estimator("gigpo")
 def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared (gigpo.py)."""
+    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared
+    ."""
     advantages: PerToken = []
     for group, rewards in zip(experience.groups, _rewards_per_turn(experience), strict=True):
         per_turn = gigpo_advantages(
@@ -331,7 +328,10 @@ def _last_tokens(trajectory: Trajectory) -> np.ndarray:
 
 
 def _normalized(values: PerToken, scale: float, eps: float = 1e-6) -> PerToken:
-    """(value - mean) / (standard deviation + eps) · scale over all tokens, float32. Values that are equal but for rounding give exactly zero."""
+    """(value - mean) / (standard deviation + eps) · scale over all tokens, float32.
+
+    Values that are equal but for rounding give exactly zero.
+    """
     every = flat(values).astype(np.float64)
     if are_equal(every):
         return [[np.zeros(len(tokens), dtype=np.float32) for tokens in group] for group in values]
@@ -404,9 +404,9 @@ def trajectory_gae(
     """One trajectory: float64 turn_rewards [K], token_rewards [T], values [T]; lengths int64 [K] of its turns, none 0.
 
     "token": the turn's reward is paid with its last token; turns follow each other without a break.
-    "turn": a turn is one action with one value, that of the state before its first token; all of its tokens share an advantage.
-    "bilevel" (VAGEN, arXiv 2510.16907): turns first, with the values before their last tokens; then inside each turn
-    GAE over tokens from the turn's advantage at its last token backwards.
+    "turn": a turn is one action with one value, that of the state before its first token; all of its tokens share an
+    advantage. "bilevel" (VAGEN, arXiv 2510.16907): turns first, with the values before their last tokens; then inside
+    each turn GAE over tokens from the turn's advantage at its last token backwards.
     """
     gamma, lam = settings.gamma, settings.gae_lambda
     turn_gamma, turn_lam = settings.turn_gamma, settings.turn_lambda

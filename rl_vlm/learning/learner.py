@@ -28,7 +28,10 @@ class VLMModule(TorchRLModule):
     """RLlib's view of the policy: its state is what is trained, the adapter's tensors or all weights."""
 
     def setup(self) -> None:
-        """Load the model; RLlib calls this once, in the learner's process. `model_config` holds `model` and `run_config`."""
+        """Load the model; RLlib calls this once, in the learner's process.
+
+        `model_config` holds `model` and `run_config`.
+        """
         from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
@@ -104,11 +107,13 @@ class VLMLearner(TorchLearner):
         """No DDP: the strategy adds the gradients, once per step, whatever the number of micro-batches."""
 
     def compute_loss_for_module(self, **_: Any) -> torch.Tensor:
-        """RLlib wants this method; `update` goes through packed micro-batches (update.py) instead of RLlib's batches."""
+        """RLlib wants this method; `update` goes through packed micro-batches (update.py) instead of RLlib's
+        batches."""
         raise RuntimeError("PolicyUpdater computes the loss: RLlib's own update loop never runs.")
 
     def update(self, training_data: TrainingData | None = None, **_: Any) -> UpdateResult | Scores:  # type: ignore[override]
-        """One update from an `UpdateBatch`, or the scores that a `ScoreBatch` asks for (the only "episode" of `training_data`)."""
+        """One update from an `UpdateBatch`, or the scores that a `ScoreBatch` asks for (the only "episode" of
+        `training_data`)."""
         assert training_data is not None
         training_data.validate()
         training_data.solve_refs()
@@ -143,7 +148,7 @@ class VLMLearner(TorchLearner):
     def sight_logprobs(
         self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
     ) -> dict[str, list[np.ndarray]]:
-        """See learning/counterfactuals.py."""
+        """See `sight_logprobs` in learning/update.py."""
         return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, counterfactuals)
 
     def adapter(self, version: int) -> WeightPayload:
@@ -159,7 +164,8 @@ class VLMLearner(TorchLearner):
         return self._strategy.state()
 
     def extras(self) -> dict[str, torch.Tensor]:
-        """What a learner holds beside the adapter and its moments: the critic (`critic.`) and averaged weights (`average.`)."""
+        """What a learner holds beside the adapter and its moments: the critic (`critic.`) and averaged weights
+        (`average.`)."""
         critic, average = self.vlm.policy.critic, self._average
         return {
             **{f"critic.{name}": tensor for name, tensor in (critic.state() if critic else {}).items()},

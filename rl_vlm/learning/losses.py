@@ -26,9 +26,10 @@ def mismatch_weights(
 ) -> tuple[Tensor, Tensor]:
     """The weight float32 [N] of each token's loss, without a gradient, and which tokens are masked, bool [N].
 
-    `sample` int64 [N] is the trajectory of each token. `settings.mismatch`: "truncate" caps the ratio at `tis_cap`; "mask"
-    keeps the ratio within the bounds and puts 0 outside (IcePop, arXiv 2510.18855); "sequence_mask" puts 0 on all tokens
-    of a trajectory whose geometric mean of ratios is outside and caps the others' at `tis_cap`; "none" gives ones.
+    `sample` int64 [N] is the trajectory of each token. `settings.mismatch`: "truncate" caps the ratio at `tis_cap`;
+    "mask" keeps the ratio within the bounds and puts 0 outside (IcePop, arXiv 2510.18855); "sequence_mask" puts 0 on
+    all tokens of a trajectory whose geometric mean of ratios is outside and caps the others' at `tis_cap`; "none" gives
+    ones.
     """
     nothing = torch.zeros_like(old, dtype=torch.bool)
     if settings.mismatch == "none":
@@ -60,11 +61,6 @@ def sample_means(values: Tensor, sample: Tensor) -> Tensor:
     num_samples = int(sample.max()) + 1
     sums = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
     return (sums / torch.bincount(sample, minlength=num_samples))[sample]
-
-
-# Policy-gradient losses per sampled token. Users register more.
-#
-# Shapes: N sampled tokens of one micro-batch, flattened. A micro-batch holds whole trajectories only.
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +200,8 @@ def token_logprobs(
     entropy: Entropy = "gradient",
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities float32 [N] of `targets` int64 [N] from hidden states [N, D], and the entropies [N] where asked for.
+    """Log-probabilities float32 [N] of `targets` int64 [N] from hidden states [N, D], and the entropies [N] where asked
+    for.
 
     The token mask and the temperature are the engine's. `tile`: None takes what suits the device.
     """
@@ -339,8 +336,8 @@ class _TokenLogprobs(torch.autograd.Function):
         d logp / dh = (w_target - Σ p_v w_v) / T        dH / dh = -Σ p_v (log p_v + H) w_v / T
 
     So the forward pass adds it up while it has the logits, with a running maximum as online softmax does (arXiv
-    1805.02867), and the backward pass only scales: two products instead of three. Weights that are trained take a third:
-    the backward pass recomputes a tile's logits and makes of them, in place, softmax minus one-hot, scaled.
+    1805.02867), and the backward pass only scales: two products instead of three. Weights that are trained take a
+    third: the backward pass recomputes a tile's logits and makes of them, in place, softmax minus one-hot, scaled.
     """
 
     @staticmethod

@@ -1,8 +1,10 @@
-"""Plans an update: the advantages of trajectory groups, and each learner's share of each optimiser step. No Ray, no torch.
+"""Plans an update: the advantages of trajectory groups, and each learner's share of each optimiser step.
 
-The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of the groups and
-the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the groups are divided after the
-estimate, so that samples without an advantage are left out."""
+No Ray, no torch.
+
+The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of
+the groups and the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the
+groups are divided after the estimate, so that samples without an advantage are left out."""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
 
 Metrics = dict[str, float]
+# The fields of UpdateStats that a micro-batch adds to, beside those of a KL penalty and a critic.
+TOKEN_SUMS = ("loss", "clipped", "entropy", "approx_kl", "mismatch_kl", "mismatch_prob", "logprob", "masked")
 
 
 @dataclass(slots=True)
@@ -46,10 +50,9 @@ class UpdateStats:
 
     @classmethod
     def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
-        """The statistics of all learners together."""
-        merged = cls(grad_norm=parts[0].grad_norm, steps=parts[0].steps, skipped_steps=parts[0].skipped_steps)
-        sums = ("tokens", "loss", "clipped", "entropy", "logprob", "value_loss", "kl", "approx_kl")
-        for name in (*sums, "mismatch_kl", "mismatch_prob", "masked"):
+        """The statistics of all learners together, which make the same steps."""
+        merged = replace(parts[0])
+        for name in (*TOKEN_SUMS, "tokens", "value_loss", "kl"):
             setattr(merged, name, sum(getattr(part, name) for part in parts))
         for name in ("ratio_max", "first_ratio_error"):
             setattr(merged, name, max(getattr(part, name) for part in parts))
@@ -78,12 +81,12 @@ class UpdateStats:
         }
 
 
-# What the driver and the learners send each other in an update. No torch.
-
-
 @dataclass(slots=True)
 class ScoreBatch:
-    """One learner's minibatches, to be answered with `Scores`. An object of its own, because RLlib takes lists apart."""
+    """One learner's minibatches, to be answered with `Scores`.
+
+    An object of its own, because RLlib takes lists apart.
+    """
 
     minibatches: list[Minibatch]
 
@@ -92,7 +95,8 @@ class ScoreBatch:
 class Scores:
     """What the learners know before an update, by trajectory id and sampled token: float32 [T].
 
-    log_ratio: log-probability minus that of the base model, where a KL penalty needs it. values: the critic's, normalised.
+    log_ratio: log-probability minus that of the base model, where a KL penalty needs it. values: the critic's,
+    normalised.
     """
 
     log_ratio: dict[str, np.ndarray] = field(default_factory=dict)
@@ -112,8 +116,9 @@ class Scores:
 class UpdateBatch:
     """One learner's share of one update: its part of every optimiser step, and what all learners agree on.
 
-    `minibatches` is empty where those are meant that the learner has scored last. advantages, returns: float32 [T] by trajectory id;
-    returns are normalised, and empty without a critic. value_weights: of each step, of the loss of a token that has a return.
+    `minibatches` is empty where those are meant that the learner has scored last. advantages, returns: float32 [T] by
+    trajectory id; returns are normalised, and empty without a critic. value_weights: of each step, of the loss of a
+    token that has a return.
     """
 
     minibatches: list[Minibatch]
@@ -138,14 +143,6 @@ class UpdateResult:
     spans: list[Span] = field(default_factory=list)  # of an update that is traced
 
 
-# Plans an update: the advantages of trajectory groups, and each learner's share of each optimiser step. No Ray, no
-# torch.
-#
-# The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of
-# the groups and the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the
-# groups are divided after the estimate, so that samples without an advantage are left out.
-
-
 def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:
     """What the configured estimator makes of the groups, checked. Raises EstimatorError."""
     estimate = ESTIMATORS.get(settings.estimator)(experience, settings)
@@ -162,11 +159,14 @@ def divide(
     num_learners: int = 1,
     max_new_tokens: int = 1,
 ) -> list[list[Minibatch]]:
-    """Divide groups into the steps of an epoch and these among learners: `[learner][step]`. `max_new_tokens` is aggregation "constant"'s.
+    """Divide groups into the steps of an epoch and these among learners: `[learner][step]`.
+
+    `max_new_tokens` is aggregation "constant"'s.
 
     Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
-    number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL penalty or
-    an entropy bonus gives them a gradient. Without `estimate` no advantage is known yet, and none is skipped.
+    number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL
+    penalty or an entropy bonus gives them a gradient. Without `estimate` no advantage is known yet, and none is
+    skipped.
     """
     lengths = _sampled_lengths(groups)
     order = rng.permutation(len(groups))
@@ -207,8 +207,8 @@ def update_batches(
 ) -> list[UpdateBatch]:
     """Each learner's share of an update from `divide`'s minibatches; returns are normalised by `scale`.
 
-    `scored`: the learners have packed the minibatches already, so these are not sent again. `how`: fields of UpdateBatch that are
-    equal for all learners.
+    `scored`: the learners have packed the minibatches already, so these are not sent again. `how`: fields of
+    UpdateBatch that are equal for all learners.
     """
     advantages, returns = {}, {}
     for g, group in enumerate(groups):
@@ -245,7 +245,8 @@ def _sampled_lengths(groups: Sequence[TrajectoryGroup]) -> list[list[int]]:
 
 
 def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> Callable[[int], float]:
-    """The weight of each token loss of a trajectory, given the sampled tokens of all trajectories of the step, and its own."""
+    """The weight of each token loss of a trajectory, given the sampled tokens of all trajectories of the step, and its
+    own."""
     sequences, tokens = len(lengths), sum(lengths)
     if aggregation == "sequence_mean":
         return lambda length: 1.0 / (length * sequences)
@@ -267,8 +268,8 @@ def make_experience(
     """What an estimator sees of the groups. `overlong_buffer` takes its penalty from a trajectory's last turn.
 
     With `shuffle_rewards`, a control with which nothing can be learned, the same total rewards are given to other
-    trajectories, at their last turns. From the learners' `scores` come the values, as returns by `scale`, and the penalty
-    -kl_coef (old - reference) of each token.
+    trajectories, at their last turns. From the learners' `scores` come the values, as returns by `scale`, and the
+    penalty -kl_coef (old - reference) of each token.
     """
     turn_rewards = [
         [np.array([turn.reward for turn in trajectory.turns]) for trajectory in group.trajectories] for group in groups

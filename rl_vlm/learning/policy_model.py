@@ -26,16 +26,6 @@ from rl_vlm.types import UserInputError
 HEAD = "head."  # names of the head's tensors, among those of the critic's adapter
 
 
-class SecondAdapter(Protocol):
-    """Another LoRA adapter in the model's layers."""
-
-    parameters: dict[str, nn.Parameter]
-
-    def active(self) -> AbstractContextManager[None]:
-        """Inside, the model computes with this adapter instead of the policy's."""
-        ...
-
-
 class Critic:
     """A value head on the hidden states of the policy (`kind: head`) or of a second LoRA adapter (`adapter`).
 
@@ -48,9 +38,7 @@ class Critic:
         adapter: for `kind: adapter`.
     """
 
-    def __init__(
-        self, model: nn.Module, section: CriticSection, width: int, adapter: SecondAdapter | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, section: CriticSection, width: int, adapter: ExtraLora | None = None) -> None:
         self.loss_coef, self.clip, self.stop_gradient = section.loss_coef, section.clip, section.stop_gradient
         device = next(model.parameters()).device
         self.last = nn.Linear(section.hidden or width, 1, device=device)
@@ -113,7 +101,8 @@ class Critic:
 
 
 def value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Per token ½ (V - R)², or with `clip` the larger of that and the same with V moved at most `clip` from the old value.
+    """Per token ½ (V - R)², or with `clip` the larger of that and the same with V moved at most `clip` from the old
+    value.
 
     As PPO's original implementation has it (openai/baselines, ppo2); all float32 [N].
     """
@@ -159,15 +148,12 @@ class LoraTraining:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def weights(self) -> dict[str, Tensor]:
-        """See Trainable."""
         return lora_state(self._model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """See Trainable."""
         load_lora_state(self._model, state)
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """See Trainable."""
         return AdapterPayload.build(version, weights, self._config, dtype)
 
     def stepped(self) -> None:
@@ -187,17 +173,20 @@ class LoraTraining:
 
 
 class FullTraining:
-    """All parameters, the vision tower's too. Those of a lower precision get float32 masters, which the optimiser steps.
+    """All parameters, the vision tower's too.
 
-    The model computes with what the masters round to, as every replica does. Gradients of a backward pass are added to the
-    masters' in float32 as soon as a parameter has its own, which is then freed (mixed precision: arXiv 1710.03740, section 3.1).
+    Those of a lower precision get float32 masters, which the optimiser steps.
+
+    The model computes with what the masters round to, as every replica does. Gradients of a backward pass are added to
+    the masters' in float32 as soon as a parameter has its own, which is then freed (mixed precision: arXiv 1710.03740,
+    section 3.1).
 
     Args:
         model: the model, whose parameters are float32 or bfloat16.
         base: the folder that it was loaded from.
         reload: its parameters by name as that folder has them, in the model's precision.
-        keep_base: keep them in memory, because the reference of a KL penalty needs them in every update; else `base` reads them
-            from the folder each time.
+        keep_base: keep them in memory, because the reference of a KL penalty needs them in every update; else `base`
+            reads them from the folder each time.
     """
 
     def __init__(
@@ -216,14 +205,12 @@ class FullTraining:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """See Trainable."""
         check_fits(state, self._own, 0)
         for name, master in self._masters.items():
             master.copy_(state[name])
         self.stepped()
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """See Trainable."""
         return FullPayload.build(version, weights, self._base_name, dtype)
 
     @torch.no_grad()
@@ -235,7 +222,6 @@ class FullTraining:
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """See Trainable."""
         base = self._kept if self._kept is not None else self._reload()
         trained = {name: own.data for name, own in self._own.items()}
         try:
@@ -264,7 +250,9 @@ def _master(own: nn.Parameter) -> nn.Parameter:
 
 
 class PolicyModel:
-    """A VLM with what is trained of it (`model.train`): what the learner updates. Plain torch, so that it works without RLlib.
+    """A VLM with what is trained of it (`model.train`): what the learner updates.
+
+    Plain torch, so that it works without RLlib.
 
     Args:
         folder: the model folder.
@@ -362,7 +350,8 @@ class PolicyModel:
     def payload(
         self, version: int, weights: Mapping[str, Tensor] | None = None, dtype: str | None = None
     ) -> WeightPayload:
-        """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable version."""
+        """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable
+        version."""
         return self.trained.payload(version, self.weights() if weights is None else weights, dtype)
 
     def load(self, adapter: WeightPayload) -> None:

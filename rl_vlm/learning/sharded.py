@@ -1,4 +1,5 @@
-"""Strategies in which each learner holds a shard of the model or of the optimiser's state: FSDP2 and DeepSpeed's ZeRO."""
+"""Strategies in which each learner holds a shard of the model or of the optimiser's state: FSDP2 and DeepSpeed's
+ZeRO."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from rl_vlm.learning.strategies import AllReduce
-from rl_vlm.models.weights import WeightPayload
+from rl_vlm.learning.strategies import AllReduce, Strategy
 
 if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 class FSDP2(AllReduce):
     """`torch.distributed.fsdp.fully_shard` over the layers of the language model.
 
-    What is trained (LoRA, a critic) is whole in every learner, in float32 beside frozen weights of any type, and its gradients
-    are added once per step. So is what a pass may leave out, because a learner that gathers alone would wait for ever: the
-    vision tower (images are cached) and the embedding with the head (tied in small models; the head is read tile by tile).
+    What is trained (LoRA, a critic) is whole in every learner, in float32 beside frozen weights of any type, and its
+    gradients are added once per step. So is what a pass may leave out, because a learner that gathers alone would wait
+    for ever: the vision tower (images are cached) and the embedding with the head (tied in small models; the head is
+    read tile by tile).
 
     Args:
         offload: keep the shards in host memory.
@@ -36,7 +37,6 @@ class FSDP2(AllReduce):
         self._offload = offload
 
     def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        """See Strategy."""
         super().prepare(policy, optimizer)
         decoder = policy.model.model.language_model
         device = policy.backbone.device.type
@@ -54,18 +54,16 @@ def _is_shard(parameter: torch.nn.Parameter) -> bool:
     return isinstance(parameter, torch.distributed.tensor.DTensor)
 
 
-# DeepSpeed's ZeRO: the optimiser's state (1), gradients (2) and the frozen layers (3) are sharded over the learners.
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 50_000_000  # elements that are sent at once; DeepSpeed allocates as many
 
 
-class Zero:
+class Zero(Strategy):
     """ZeRO of stage 1, 2 or 3.
 
-    One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser, holds the
-    frozen layers of the language model, in their own type. The vision tower, the embedding and the head stay whole for the
-    reasons that FSDP2 names.
+    One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser,
+    holds the frozen layers of the language model, in their own type. The vision tower, the embedding and the head stay
+    whole for the reasons that FSDP2 names.
 
     Args:
         stage: 1, 2 or 3.
@@ -112,7 +110,6 @@ class Zero:
                 self._frozen = initialize(decoder, None, settings, sharded_first=True)
 
     def backward(self, loss: Tensor) -> None:
-        """See Strategy."""
         self._engine.backward(loss)
         if self._frozen is not None:
             # Layers whose input has no gradient, such as the first one's, are not released by the backward pass.
@@ -126,7 +123,6 @@ class Zero:
         return norm if self._engine.was_step_applied() and math.isfinite(norm) else None
 
     def state(self) -> dict[str, Tensor]:
-        """See Strategy."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         steps = [fields["step"] for fields in self._optimizer.state.values()]
@@ -141,7 +137,6 @@ class Zero:
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """See Strategy."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
         sharded = self._engine.optimizer
@@ -161,10 +156,6 @@ class Zero:
             for name in _MOMENTS:
                 safe_set_full_optimizer_state(parameter, state[f"{name}.{k}"].to(parameter.device), name)
 
-    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
-        """See Strategy."""
-        return self._policy.payload(version, dtype=dtype)
-
 
 def _initialize(device: str) -> Any:
     """DeepSpeed's `initialize` for that kind of device, as a function of module, optimiser and settings."""
@@ -173,7 +164,8 @@ def _initialize(device: str) -> Any:
     import deepspeed
     from deepspeed.utils import logger
 
-    # Compiled on first use, behind a lock that a killed process leaves closed for ever; torch.distributed does the same.
+    # Compiled on first use, behind a lock that a killed process leaves closed for ever; torch.distributed does the
+    # same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
 

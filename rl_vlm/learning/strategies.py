@@ -1,10 +1,11 @@
-"""How the learners of a group share one optimiser step: compute, add up and apply gradients, and store the optimiser's state."""
+"""How the learners of a group share one optimiser step: compute, add up and apply gradients, and store the optimiser's
+state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,56 +20,29 @@ if TYPE_CHECKING:
 POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
 
 
-class Strategy(Protocol):
-    """One optimiser step is: `backward` for each micro-batch, then `step`."""
+_BUCKET = 50_000_000  # elements that are added at once
+
+
+class Strategy:
+    """How one learner makes an optimiser step: `backward` for each micro-batch, then `step`.
+
+    Several learners derive theirs from it.
+    """
 
     def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
         """Set the policy and its optimiser, once, before the first step."""
-        ...
+        self._policy, self._optimizer = policy, optimizer
+        optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one micro-batch; loss weights are already normalised over all learners."""
-        ...
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
         """Clip each of the optimiser's parameter groups to the norm, step them (None: all), forget the gradients.
 
         Returns the norm of the first one before clipping; None: not finite, not stepped.
         """
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """The optimiser's state as CPU tensors by name (`exp_avg.3`), the same whatever the number of learners."""
-        ...
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned, also for another number of learners."""
-        ...
-
-    def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
-        """The adapter as it is, or rounded to `dtype`, as an immutable version."""
-        ...
-
-
-# Every learner holds the whole model: one process alone, or several that add their gradients once per step.
-
-_BUCKET = 50_000_000  # elements that are added at once
-
-
-class SingleProcess:
-    """One learner."""
-
-    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        """See Strategy."""
-        self._policy, self._optimizer = policy, optimizer
-        optimizer.zero_grad(set_to_none=True)
-
-    def backward(self, loss: Tensor) -> None:
-        """See Strategy."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
-        """See Strategy."""
         every = [group["params"] for group in self._optimizer.param_groups]
         stepped = every if groups is None else [every[k] for k in groups]
         self._sum_gradients([parameter for parameters in stepped for parameter in parameters])
@@ -86,33 +60,34 @@ class SingleProcess:
         """One process has nothing to add."""
 
     def state(self) -> dict[str, Tensor]:
-        """See Strategy."""
+        """The optimiser's state as CPU tensors by name (`exp_avg.3`), the same whatever the number of learners."""
         state = self._optimizer.state_dict()["state"]
         return {f"{name}.{k}": tensor.cpu() for k, fields in state.items() for name, tensor in fields.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """See Strategy."""
+        """Load what `state` returned, also for another number of learners."""
         fields: dict[int, dict[str, Any]] = {}
         for name, tensor in state.items():
             kind, _, number = name.rpartition(".")
             fields.setdefault(int(number), {})[kind] = tensor
-        kinds = {kind for found in fields.values() for kind in found}
+        kinds = {kind for tensors in fields.values() for kind in tensors}
         if kinds and ("exp_avg" in kinds) == isinstance(self._optimizer, torch.optim.Adafactor):
             raise UserInputError("The checkpoint was written with another optimiser: keep learner.optimizer as it was.")
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": fields, "param_groups": groups})
 
     def gather_adapter(self, version: int, dtype: str | None = None) -> WeightPayload:
-        """See Strategy."""
+        """The adapter as it is, or rounded to `dtype`, as an immutable version."""
         return self._policy.payload(version, dtype=dtype)
 
 
-class AllReduce(SingleProcess):
+class AllReduce(Strategy):
     """One sum of the gradients over all learners per step.
 
     The loss weights are normalised over all learners already, so this equals one process, whatever the number of
-    micro-batches of each learner; learners without a micro-batch take part with zeros. What has a gradient in none of them, such
-    as a vision tower in a step without images, has none here either: the optimiser would move it by its momentum and decay it.
+    micro-batches of each learner; learners without a micro-batch take part with zeros. What has a gradient in none of
+    them, such as a vision tower in a step without images, has none here either: the optimiser would move it by its
+    momentum and decay it.
     """
 
     def _sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -126,7 +101,8 @@ class AllReduce(SingleProcess):
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """In their order, each of bounded size: all gradients of a whole model as one vector would be a second copy of them."""
+    """In their order, each of bounded size: all gradients of a whole model as one vector would be a second copy of
+    them."""
     bucket: list[torch.nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(one.numel() for one in bucket) + parameter.numel() > _BUCKET:
@@ -151,9 +127,6 @@ def set_gradients(parameters: Sequence[torch.nn.Parameter], vector: Tensor) -> N
         offset += count
 
 
-# The strategy that a configuration names.
-
-
 def make_strategy(learner: LearnerSection) -> Strategy:
     """The strategy of a learner group; the larger ones are imported where they are used."""
     if learner.strategy == "fsdp2":
@@ -165,4 +138,4 @@ def make_strategy(learner: LearnerSection) -> Strategy:
 
         return Zero(learner.zero_stage, learner.offload_optimizer, learner.offload_params)
     name = learner.strategy or ("all_reduce" if learner.num_learners > 1 else "single")
-    return AllReduce() if name == "all_reduce" else SingleProcess()
+    return AllReduce() if name == "all_reduce" else Strategy()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.losses import LOSSES, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
-from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
+from rl_vlm.learning.plan import TOKEN_SUMS, Scores, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import Critic, value_loss
 from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
 from rl_vlm.models.loading import TextSide
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
-    """How many micro-batches this learner has fewer than the one with most, for each optimiser step; all learners call this."""
+    """How many micro-batches this learner has fewer than the one with most, for each optimiser step; all learners call
+    this."""
     own = torch.tensor(counts, dtype=torch.int64, device=device)
     most: Tensor = own.clone()
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
@@ -38,7 +39,10 @@ def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
 
 
 def padding_batch(token_id: int) -> MicroBatch:
-    """One row of two tokens, the second sampled, with weight and advantage 0. `token_id` is one that the policy may sample."""
+    """One row of two tokens, the second sampled, with weight and advantage 0.
+
+    `token_id` is one that the policy may sample.
+    """
     nothing, first = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64)
     return MicroBatch(
         input_ids=np.full((1, 2), token_id, dtype=np.int64),
@@ -90,9 +94,6 @@ class WeightAverage:
             average.copy_(state[name])
 
 
-# The optimiser of the trained weights and of a critic.
-
-
 def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.optim.Optimizer:
     """AdamW (Adam when weight_decay is 0) or Adafactor on the trained weights, and in a second group on the critic.
 
@@ -121,11 +122,6 @@ def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
-# The policy update: old log-probabilities once per rollout, then one optimiser step per minibatch.
-#
-# Plain torch, without Ray: RLlib's learner and `examples/one_process.py` both run this.
-
-
 class LossError(RLVLMError):
     """A registered loss does not keep to the seam."""
 
@@ -144,7 +140,8 @@ class PolicyUpdater:
         without_adapter: context in which the model computes as the base model, for the KL penalty.
         critic: the value function, for PPO.
         log_entropy: measure entropies even where no bonus needs them.
-        padding: a micro-batch that counts for nothing, where passes of learners wait for each other: all then make as many.
+        padding: a micro-batch that counts for nothing, where passes of learners wait for each other: all then make as
+            many.
     """
 
     def __init__(
@@ -194,7 +191,8 @@ class PolicyUpdater:
         return scores
 
     def pack(self, batch: UpdateBatch) -> list[list[MicroBatch]]:
-        """The micro-batches of each optimiser step of an update, with all that must be computed before the first step."""
+        """The micro-batches of each optimiser step of an update, with all that must be computed before the first
+        step."""
         packed, self._scored = self._scored, []
         if batch.minibatches:
             packed = self._pack(batch.minibatches)
@@ -278,9 +276,11 @@ class PolicyUpdater:
     def recompute(
         self, trajectories: Sequence[Trajectory], change: PositionChange | None = None, *, adapter: bool = True
     ) -> list[np.ndarray]:
-        """Log-probabilities float32 [sampled tokens] of each trajectory with the weights as they are, or without the adapter.
+        """Log-probabilities float32 [sampled tokens] of each trajectory with the weights as they are, or without the
+        adapter.
 
-        `change` gives a micro-batch other position_ids int64 [3, B, L], to find out what another program may have computed.
+        `change` gives a micro-batch other position_ids int64 [3, B, L], to find out what another program may have
+        computed.
         """
         logprobs: dict[str, np.ndarray] = {}
         with nullcontext() if adapter else self._without_adapter():
@@ -346,8 +346,8 @@ class PolicyUpdater:
         terms = self._loss(TokenBatch(new, old, behaviour, advantage, sample, turn), self._settings)
         if terms.loss.shape != new.shape:
             raise LossError(
-                f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, and gave "
-                f"{tuple(terms.loss.shape)}."
+                f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, "
+                f"and gave {tuple(terms.loss.shape)}."
             )
         correction, masked = mismatch_weights(old, behaviour, sample, self._settings)
         token_loss = terms.loss * correction
@@ -395,8 +395,8 @@ class PolicyUpdater:
         old: Tensor,
     ) -> None:
         change = new.detach() - old
-        # One transfer for all sums: on a GPU each float() would wait for the device.
-        sums = torch.stack(
+        # One transfer for all sums, in the order of TOKEN_SUMS: on a GPU each float() would wait for the device.
+        *sums, ratio_max = torch.stack(
             [
                 loss.detach(),
                 clipped.float().sum(),
@@ -404,21 +404,15 @@ class PolicyUpdater:
                 (change.expm1() - change).sum(),
                 (gap.expm1() - gap).sum(),
                 gap.abs().exp().sum(),
-                ratio.detach().max(),
                 new.detach().sum(),
                 masked.float().sum(),
+                ratio.detach().max(),
             ]
         ).tolist()
+        for name, value in zip(TOKEN_SUMS, sums, strict=True):
+            setattr(stats, name, getattr(stats, name) + value)
         stats.tokens += len(ratio)
-        stats.loss += sums[0]
-        stats.clipped += sums[1]
-        stats.entropy += sums[2]
-        stats.approx_kl += sums[3]
-        stats.mismatch_kl += sums[4]
-        stats.mismatch_prob += sums[5]
-        stats.ratio_max = max(stats.ratio_max, sums[6])
-        stats.logprob += sums[7]
-        stats.masked += sums[8]
+        stats.ratio_max = max(stats.ratio_max, ratio_max)
 
 
 def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
@@ -459,14 +453,7 @@ def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
 ImagesChange: TypeAlias = Callable[[Sequence[EncodedImage]], tuple[EncodedImage, ...]]
 
 
-class Recompute(Protocol):
-    """`PolicyUpdater.recompute`."""
-
-    def __call__(
-        self, trajectories: Sequence[Trajectory], change: PositionChange | None = None, *, adapter: bool = True
-    ) -> list[np.ndarray]:
-        """Log-probabilities float32 [sampled tokens] of each trajectory."""
-        ...
+Recompute: TypeAlias = Callable[..., list[np.ndarray]]  # `PolicyUpdater.recompute`
 
 
 class UnfitImagesError(RLVLMError):
@@ -478,7 +465,7 @@ def sight_logprobs(
 ) -> dict[str, list[np.ndarray]]:
     """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by counterfactual.
 
-    The names are those of evaluation/sight_faults.py; one that changes nothing is left out. Raises UnfitImagesError.
+    The names are those of evaluation/sight.py; one that changes nothing is left out. Raises UnfitImagesError.
     """
     _check_tokens(trajectories, text)
     logprobs = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}

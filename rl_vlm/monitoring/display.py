@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -15,11 +15,10 @@ from rich.text import Text
 
 from rl_vlm.safe_text import printable, safe
 
-# What alerts look at, computed once per iteration: iterations differ in length, so a window of minutes says little.
-
 _SMOOTHING = 0.9
 _FIRST = 5  # iterations that make the start
-_FLOOR = 1e-4  # nats per token: a mismatch below this is nothing
+_NEGLIGIBLE_KL = 1e-4  # nats per token: in float32 engine and learner agree to 1e-9
+_ALARM_GROWTH = 10.0
 
 
 class MovingAverage:
@@ -41,14 +40,14 @@ class MovingAverage:
         return self._sum / self._weight if self._weight else None
 
 
-class Start:
-    """The mean of the first values of a figure."""
+class StartMean:
+    """The mean of the first five values of a metric, None before the first."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
 
     def add(self, value: float) -> bool:
-        """Take a value; False once the start is complete and the value belongs to what comes after. nan is ignored."""
+        """Take a value; False if the start is complete and the value comes after it. nan is ignored."""
         if len(self._first) >= _FIRST:
             return False
         if math.isfinite(value):
@@ -57,37 +56,28 @@ class Start:
 
     @property
     def value(self) -> float | None:
-        """The mean, or None before the first value."""
+        """The mean so far."""
         return sum(self._first) / len(self._first) if self._first else None
 
 
 class MismatchGrowth:
-    """How many times larger mismatch/kl is than at the start.
-
-    The start is the mean of the first five values, or 1e-4 where that is less: in float32 engine and learner agree to 1e-9 or
-    better, and ten times as much is still nothing.
-    """
+    """How many times larger mismatch/kl is than at the start, or than 1e-4 where the start is less."""
 
     def __init__(self) -> None:
-        self._start = Start()
-
-    @property
-    def start(self) -> float:
-        """The mean of the first values; 0 before them."""
-        return self._start.value or 0.0
+        self.start = StartMean()
 
     def add(self, kl: float) -> float | None:
         """The factor, or None while the start is being measured and for nan."""
-        if self._start.add(kl) or not math.isfinite(kl):
+        if self.start.add(kl) or not math.isfinite(kl):
             return None
-        return kl / max(self.start, _FLOOR)
+        return kl / max(self.start.value or 0.0, _NEGLIGIBLE_KL)
 
 
 class RewardTrend:
-    """The reward's start, moving average, and the best that this average was since the start."""
+    """The reward's start, its moving average, and the best moving average since the start."""
 
     def __init__(self) -> None:
-        self._start, self._average = Start(), MovingAverage()
+        self._start, self._average = StartMean(), MovingAverage()
         self._best = -math.inf
 
     def add(self, reward: float) -> dict[str, float]:
@@ -106,46 +96,75 @@ class RewardTrend:
 # Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
 PLAIN_EVERY = 10
 PLAIN_SECONDS = 5.0
-_ALARM_GROWTH = 10.0
 
+# The rows of the panel: a name, and what it shows of the metrics that an iteration has. Speed and policy need no name.
+Rows = Sequence[tuple[str, Sequence[tuple[str, str]]]]
+_REWARD_SMOOTHED, _SECONDS = "reward smoothed", "seconds per iteration"  # computed here
+_NAMELESS = ("speed", "policy")
 
-class MismatchAlarm:
-    """Watches for engine and learner drifting apart; tells once."""
-
-    def __init__(self) -> None:
-        self._growth = MismatchGrowth()
-        self._told = False
-
-    def check(self, kl: float) -> str:
-        """A sentence where this value is the first that is ten times the start, else an empty string."""
-        growth = self._growth.add(kl)
-        if self._told or growth is None or growth < _ALARM_GROWTH:
-            return ""
-        self._told = True
-        return (
-            f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was {self._growth.start:.1e} at first. Watch the reward; "
-            "a lower learner.lr, algorithm.mismatch=mask or an engine in the learner's precision helps."
-        )
+POLICY_ROWS: Rows = (
+    ("reward", [("{:.3f}", "reward/mean"), ("smoothed {:.3f}", _REWARD_SMOOTHED)]),
+    (
+        "judge",
+        [
+            ("wins {:.2f}", "judge/win_rate"),
+            ("order bias {:.2f}", "judge/order_bias"),
+            ("first {:.2f}", "judge/first_rate"),
+            ("{:.0f} questions", "judge/requests"),
+            ("{:,.0f} tokens", "judge/tokens"),
+            ("{:.1f} s", "judge/seconds"),
+        ],
+    ),
+    ("speed", [("{:,.0f} tokens/s", "rollout/tokens_per_s"), ("{:.2f} s/iteration", _SECONDS)]),
+    (
+        "policy",
+        [
+            ("version {:.0f}", "weights/version"),
+            ("{:.1f} turns", "rollout/turns"),
+            ("mismatch KL {:.1e}", "mismatch/kl"),
+        ],
+    ),
+)
+PREFERENCE_ROWS: Rows = (
+    ("return", [("{:.4g} true", "reward/mean"), ("{:.4g} learned", "reward/learned")]),
+    ("training success", [("{:.2f}", "rollout/success")]),
+    ("labels", [("{:.0f}", "labels/total")]),
+    ("speed", [("{:.0f} steps/s", "rollout/steps_per_s")]),
+    ("policy", [("alpha {:.3g}", "policy/alpha"), ("q {:.3g}", "critic/q")]),
+)
+SFT_ROWS: Rows = (
+    ("loss", [("{:.4f}", "sft/loss")]),
+    ("epoch", [("{:.2f}", "sft/epoch")]),
+    ("speed", [("{:,.0f} tokens/s", "sft/tokens_per_s")]),
+    ("policy", [("lr {:.2e}", "sft/lr")]),
+)
+# What an evaluation shows beside its accuracies.
+_HELD_OUT = {"eval/loss": "held-out loss", "reward/success": "held-out return"}
 
 
 class ProgressDisplay:
-    """Shows a run of `total` iterations of which `start` are done already.
+    """Shows a run of `total` iterations (or what `unit` names) of which `start` are done already.
 
     Use it as a context manager; other output of the process (warnings, prints) appears above the live panel.
     """
 
-    unit = "iteration"
-
     def __init__(
-        self, total: int, start: int = 0, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        start: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rows: Rows = POLICY_ROWS,
+        unit: str = "iteration",
     ) -> None:
         self._console = console or Console()
         self._clock = clock
         self.total, self._done = total, start
+        self._rows, self._unit = rows, unit
         self._metrics: Mapping[str, float] = {}
-        self._reward, self._seconds = MovingAverage(), MovingAverage()
-        self._alarm = MismatchAlarm()
-        self._before: dict[str, float] = {}
+        self._reward, self._seconds, self._mismatch = MovingAverage(), MovingAverage(), MismatchGrowth()
+        self._warned_of_mismatch = False
+        self._before: dict[str, float] = {}  # by the name of the evaluation's metric
         self._latest: dict[str, float] = {}
         self._latest_iteration = start
         self._updated = self._printed = clock()
@@ -163,7 +182,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def begins(self) -> None:
-        """Training begins here: the time of what came before, such as the start of Ray, counts for no iteration."""
+        """Training begins here: the time before, such as the start of Ray, counts for no iteration."""
         self._updated = self._clock()
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -172,45 +191,54 @@ class ProgressDisplay:
         # Wall time and not time/step, because the remaining time includes evaluation and checkpoints.
         self._seconds.add((now - self._updated) / max(iteration - self._done, 1))
         self._updated, self._done, self._metrics = now, iteration, dict(metrics)
-        if "reward/mean" in metrics:
-            self._reward.add(metrics["reward/mean"])
-        if warning := self._alarm.check(metrics.get("mismatch/kl", math.nan)):
-            self.message(warning)
+        self._reward.add(metrics.get("reward/mean", math.nan))
+        self._check_mismatch(metrics.get("mismatch/kl", math.nan))
         if self._live is not None:
             self._live.refresh()
         elif iteration % PLAIN_EVERY == 0 or iteration >= self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
-            facts = [value if name in ("speed", "policy") else f"{name} {value}" for name, value in self._facts()]
+            facts = [value if name in _NAMELESS else f"{name} {value}" for name, value in self._facts()]
             self._plain(
-                " | ".join([f"{self.unit} {iteration}/{self.total}", *facts, *filter(None, [self._remaining()])])
+                " | ".join([f"{self._unit} {iteration}/{self.total}", *facts, *filter(None, [self._remaining()])])
             )
 
+    def _check_mismatch(self, kl: float) -> None:
+        growth = self._mismatch.add(kl)
+        if self._warned_of_mismatch or growth is None or growth < _ALARM_GROWTH:
+            return
+        self._warned_of_mismatch = True
+        self.message(
+            f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was "
+            f"{self._mismatch.start.value or 0.0:.1e} at first. Watch the reward; a lower learner.lr, "
+            "algorithm.mismatch=mask or an engine in the learner's precision helps."
+        )
+
     def recall(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
-        """Know the evaluations that a run made before it was resumed, entries of eval.jsonl, without showing each."""
+        """Take over the evaluations of a run before it was resumed, entries of eval.jsonl, without showing each."""
         for entry in evaluations:
             self._remember(int(entry["iteration"]), entry)
 
     def _remember(self, iteration: int, results: Mapping[str, Any]) -> dict[str, float]:
-        found = {
-            name.removeprefix("accuracy/"): float(value)
+        shown = {
+            name: float(value)
             for name, value in results.items()
-            if name.startswith("accuracy/") and value is not None
+            if (name.startswith("accuracy/") or name in _HELD_OUT) and value is not None
         }
-        self._before = {**found, **self._before}
-        self._latest.update(found)
+        self._before = {**shown, **self._before}
+        self._latest.update(shown)
         self._latest_iteration = iteration
-        return found
+        return shown
 
     def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Show held-out accuracy, `accuracy/<variant>` of `results`."""
-        found = self._remember(iteration, results)
+        """Show held-out accuracy, `accuracy/<variant>` of `results`, loss and return."""
+        shown = self._remember(iteration, results)
         # The time of an evaluation counts for no iteration.
         self._updated = self._clock()
         if self._live is not None:
             self._live.refresh()
-        elif found:
-            accuracies = "  ".join(f"{variant} {value:.3f}" for variant, value in found.items())
-            self._plain(f"held-out accuracy at iteration {iteration}: {accuracies}")
+        elif shown:
+            values = ", ".join(f"{_label(name)} {_number(name, value)}" for name, value in shown.items())
+            self._plain(f"evaluation at {self._unit} {iteration}: {values}")
 
     def message(self, text: str) -> None:
         """Print a line above the panel."""
@@ -228,44 +256,15 @@ class ProgressDisplay:
         return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Name and value of each known figure, the most important first."""
-
-        def listed(*pairs: tuple[str, float | None]) -> str:
-            return ", ".join(form.format(value) for form, value in pairs if value is not None)
-
-        known = self._metrics.get
-        dropped = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
-        rows = [
-            ("reward", listed(("{:.3f}", known("reward/mean")), ("smoothed {:.3f}", self._reward.value))),
-            *self._accuracies(),
-            (
-                "judge",
-                listed(
-                    ("wins {:.2f}", known("judge/win_rate")),
-                    ("order bias {:.2f}", known("judge/order_bias")),
-                    ("first {:.2f}", known("judge/first_rate")),
-                    ("{:.0f} questions", known("judge/requests")),
-                    ("{:,.0f} tokens", known("judge/tokens")),
-                    ("{:.1f} s", known("judge/seconds")),
-                ),
-            ),
-            ("stage", self._stage()),
-            (
-                "speed",
-                listed(
-                    ("{:,.0f} tokens/s", known("rollout/tokens_per_s")), ("{:.2f} s/iteration", self._seconds.value)
-                ),
-            ),
-            (
-                "policy",
-                listed(
-                    ("version {:.0f}", known("weights/version")),
-                    ("{:.1f} turns", known("rollout/turns")),
-                    ("mismatch KL {:.1e}", known("mismatch/kl")),
-                ),
-            ),
-            ("dropped", ", ".join(f"{count:.0f} {reason}" for reason, count in dropped)),
+        """Name and value of each row that has one, the most important first."""
+        known = {**self._metrics, _REWARD_SMOOTHED: self._reward.value, _SECONDS: self._seconds.value}
+        first, *rest = [
+            (name, ", ".join(form.format(known[metric]) for form, metric in parts if known.get(metric) is not None))
+            for name, parts in self._rows
         ]
+        lost = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
+        dropped = ", ".join(f"{count:.0f} {reason}" for reason, count in lost)
+        rows = [first, *self._held_out(), ("stage", self._stage()), *rest, ("dropped", dropped)]
         return [(name, value) for name, value in rows if value]
 
     def _stage(self) -> str:
@@ -276,13 +275,11 @@ class ProgressDisplay:
         rate = "" if solved is None else f", {100 * solved:.0f} % solved"
         return f"{stage + 1:.0f}/{self._metrics['curriculum/stages']:.0f}{rate}"
 
-    def _accuracies(self) -> list[tuple[str, str]]:
-        rows = []
-        for variant, latest in self._latest.items():
-            name = "accuracy" if variant == "default" else variant
-            before = f"{self._before[variant]:.3f} → " if self._latest_iteration else ""
-            rows.append((name, f"{before}{latest:.3f} greedy"))
-        return rows
+    def _held_out(self) -> Iterable[tuple[str, str]]:
+        for name, latest in self._latest.items():
+            before = f"{_number(name, self._before[name])} → " if self._latest_iteration else ""
+            greedy = " greedy" if name not in _HELD_OUT else ""
+            yield _label(name), f"{before}{_number(name, latest)}{greedy}"
 
     def _render(self) -> RenderableType:
         width = self._console.width
@@ -302,6 +299,16 @@ class ProgressDisplay:
         return Group(top, table)
 
 
+def _label(name: str) -> str:
+    """How a row names an evaluation's metric."""
+    variant = name.removeprefix("accuracy/")
+    return _HELD_OUT.get(name) or ("accuracy" if variant == "default" else variant)
+
+
+def _number(name: str, value: float) -> str:
+    return f"{value:.4g}" if name in _HELD_OUT else f"{value:.3f}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as 45s, 3m 20s, 2h 05m."""
     whole = round(seconds)
@@ -310,76 +317,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-
-
-# Terminal output of a preference run: steps, returns by the true reward, labels.
-
-
-class PreferenceDisplay(ProgressDisplay):
-    """A ProgressDisplay that counts environment steps and shows the evaluation's true return beside success."""
-
-    unit = "step"
-
-    def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Show the evaluation episodes' success rate and mean true return."""
-        super().evaluation(iteration, {})
-        self._success, self._return = float(results["accuracy/success"]), float(results["reward/success"])
-        self.message(
-            f"Step {iteration}: true return {self._return:.4g} ± {results['evaluation/reward_std']:.3g} over "
-            f"{results['items/success']:.0f} episodes, success {self._success:.2f}."
-        )
-
-    _success: float | None = None
-    _return: float | None = None
-
-    def _facts(self) -> list[tuple[str, str]]:
-        known = self._metrics.get
-
-        def shown(form: str, *names: str) -> str:
-            values = [known(name) for name in names]
-            return form.format(*values) if None not in values else ""
-
-        rows = [
-            ("return", shown("{:.4g} true, {:.4g} learned", "reward/mean", "reward/learned")),
-            ("success", shown("{:.2f} in training", "rollout/success")),
-            ("evaluation", f"{self._return:.4g}, success {self._success:.2f}" if self._return is not None else ""),
-            ("labels", shown("{:.0f}", "labels/total")),
-            ("speed", shown("{:.0f} steps/s", "rollout/steps_per_s")),
-            ("policy", shown("alpha {:.3g}, q {:.3g}", "policy/alpha", "critic/q")),
-        ]
-        return [(name, value) for name, value in rows if value]
-
-
-# Terminal output of supervised fine-tuning: steps, losses, greedy answers.
-
-
-class SFTDisplay(ProgressDisplay):
-    """A ProgressDisplay that counts optimiser steps and shows losses in nats per token."""
-
-    unit = "step"
-
-    def evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Show the held-out loss and, where answers were written, how many were right."""
-        super().evaluation(iteration, {})
-        self._held_out = f"loss {results['eval/loss']:.4f}"
-        if "accuracy/default" in results:
-            self._held_out += f", exact answers {results['accuracy/default']:.3f}"
-        self.message(f"Step {iteration}: held-out {self._held_out}.")
-
-    _held_out = ""
-
-    def _facts(self) -> list[tuple[str, str]]:
-        known = self._metrics.get
-
-        def shown(form: str, name: str) -> str:
-            value = known(name)
-            return form.format(value) if value is not None else ""
-
-        rows = [
-            ("loss", shown("{:.4f}", "sft/loss")),
-            ("held out", self._held_out),
-            ("epoch", shown("{:.2f}", "sft/epoch")),
-            ("speed", shown("{:,.0f} tokens/s", "sft/tokens_per_s")),
-            ("policy", shown("lr {:.2e}", "sft/lr")),
-        ]
-        return [(name, value) for name, value in rows if value]

@@ -10,13 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.request import getproxies
 
-from rl_vlm.envs.adapters.address import is_loopback
+from rl_vlm.envs.address import is_loopback
 from rl_vlm.monitoring.ray_metrics import EVAL
 from rl_vlm.types import POLICY, RLVLMError, UserInputError
-
-# Reads metrics: from the nodes of a Ray cluster, which its dashboard names, or from a Prometheus.
 
 # What `rl-vlm top` looks at; a node's agent has thousands of other series.
 WANTED = ("ray_rl_vlm_", "ray_node_")
@@ -48,16 +45,15 @@ def parse(text: str) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     lines = "".join(line + "\n" for line in text.splitlines() if line.startswith(WANTED))
-    return [
-        Sample(one.name, one.labels, one.value)
-        for family in text_string_to_metric_families(lines)
-        for one in family.samples
-        if not math.isnan(one.value)
-    ]
+    samples = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
+    return [Sample(found.name, found.labels, found.value) for found in samples if not math.isnan(found.value)]
 
 
 def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
-    """The samples of all nodes, and the endpoints that did not answer. Raises MetricsUnavailableError, also when none answered."""
+    """The samples of all nodes, and the endpoints that did not answer.
+
+    Raises MetricsUnavailableError, also when none answered.
+    """
     groups = _get(f"{dashboard.rstrip('/')}/api/prometheus/sd", dashboard, _token()).json()
     targets = [target for group in groups for target in group["targets"]]
     with ThreadPoolExecutor(_READERS) as threads:
@@ -65,7 +61,8 @@ def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
     missing = [target for target, page in zip(targets, pages, strict=True) if page is None]
     if targets and len(missing) == len(targets):
         raise MetricsUnavailableError(
-            f"The dashboard {dashboard} names {len(targets)} metrics endpoints ({targets[0]}, ...) and none answers here: run "
+            f"The dashboard {dashboard} names {len(targets)} metrics endpoints ({targets[0]}, ...) and none answers "
+            "here: run "
             "`rl-vlm top` on a machine of the cluster, or read a Prometheus with --prometheus."
         )
     return [sample for page in pages if page is not None for sample in parse(page)], missing
@@ -87,11 +84,10 @@ def read_prometheus(url: str) -> list[Sample]:
 def _page(target: str) -> str | None:
     import httpx
 
-    # These ports know no token, so none is sent to them. Most proxies do not reach the cluster's own network, but one may be the way to it.
-    for by_proxy in (False, True) if getproxies() else (False,):
-        with contextlib.suppress(httpx.HTTPError):
-            page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=by_proxy)
-            return page.raise_for_status().text
+    # These ports know no token, so none is sent to them. A proxy does not reach the cluster's own network.
+    with contextlib.suppress(httpx.HTTPError):
+        page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
+        return page.raise_for_status().text
     return None
 
 
@@ -102,7 +98,8 @@ def _get(url: str, named: str, headers: Mapping[str, str] | None = None, **query
         answer = httpx.get(url, headers=headers, timeout=_TIMEOUT_S, trust_env=not is_loopback(url), **query)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise MetricsUnavailableError(
-            f"Nothing answers at {named} ({error}): give the head's dashboard with --address, or a Prometheus with --prometheus. A "
+            f"Nothing answers at {named} ({error}): give the head's dashboard with --address, or a Prometheus with "
+            "--prometheus. A "
             "private cluster has metrics with resources.dashboard=true and logging.ray_metrics=true."
         ) from error
     if answer.status_code in (401, 403):
@@ -122,7 +119,7 @@ def token_file() -> Path:
 
 
 def _token() -> dict[str, str]:
-    """The header of Ray's token authentication: the token of the environment, of a file, or of Ray's own file; empty without one."""
+    """The header of Ray's token authentication, from the environment, a named file or Ray's own; else empty."""
     token, path = os.environ.get("RAY_AUTH_TOKEN", "").strip(), token_file()
     if not token and path.is_file():
         try:
@@ -167,7 +164,7 @@ class Overview(NamedTuple):
 def overview(
     samples: Sequence[Sample], now: float, previous: Sequence[Sample] = (), elapsed_s: float = 0.0
 ) -> Overview:
-    """The rows of `samples`, read at `now` (seconds since 1970); rates come from `previous`, read `elapsed_s` before."""
+    """The rows of `samples`, read at `now` (Unix time); rates come from `previous`, read `elapsed_s` before."""
     return Overview(_runs(samples, now), _replicas(samples, previous, elapsed_s), _nodes(samples))
 
 
@@ -227,8 +224,10 @@ def _replicas(samples: Sequence[Sample], previous: Sequence[Sample], elapsed_s: 
 
 
 def _users(samples: Iterable[Sample]) -> list[str]:
-    """The runs that use a shared replica, by the names of their policies (run-12345678); none of a replica of one run's own."""
-    policies = {one.labels.get("policy", POLICY) for one in samples if one.name == f"{_RUN}policy_version"} - {POLICY}
+    """The runs that use a shared replica, by the names of their policies (run-12345678)."""
+    policies = {sample.labels.get("policy", POLICY) for sample in samples if sample.name == f"{_RUN}policy_version"} - {
+        POLICY
+    }
     return sorted({policy.rpartition("-")[0] for policy in policies})
 
 

@@ -31,7 +31,7 @@ from rl_vlm.types import TrajectoryGroup
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    from rl_vlm.monitoring.ray_metrics import RayFigures
+    from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
 # Sinks of metrics: progress.csv, files of JSON lines, TensorBoard event files, Weights & Biases.
@@ -269,9 +269,9 @@ class RunRecorder:
     `folder` exists. The run continues after `resumed_iteration`, and later rows of an earlier process are removed; with
     None all rows of an earlier run in the folder are removed. `draw(folder)` is called at the end.
 
-    No method but the constructor raises an OSError: a full disk must not end a run. Failures are counted in `write_errors`
-    and logged once per kind; metrics that could not be written are kept and written with the next ones. Files are written
-    whole or not at all. With WANDB_API_KEY set, metrics also go to Weights & Biases.
+    No method but the constructor raises an OSError: a full disk must not end a run. Failures are counted in
+    `write_errors` and logged once per kind; metrics that could not be written are kept and written with the next ones.
+    Files are written whole or not at all. With WANDB_API_KEY set, metrics also go to Weights & Biases.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class RunRecorder:
             if _iteration(written) > keep_until:
                 written.unlink()
         self._collector: BatchSpanProcessor | None = None
-        self.ray: RayFigures | None = None  # set once Ray is there, where figures are Ray metrics too
+        self.ray: RayMetrics | None = None  # set once Ray is there, where metrics are Ray metrics too
 
     def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one training iteration."""
@@ -311,7 +311,9 @@ class RunRecorder:
                 self.ray.add(iteration, metrics, self.write_errors)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's under `evaluation/`."""
+        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's
+        under `evaluation/`.
+        """
         with self._guard("eval.jsonl"):
             self._evaluations.add({"iteration": iteration, "time": time.time(), **results})
         numbers = {
@@ -325,7 +327,9 @@ class RunRecorder:
                 self.ray.add_evaluation(numbers)
 
     def log_spans(self, iteration: int, spans: Sequence[tracing.Span]) -> None:
-        """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there is one."""
+        """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there
+        is one.
+        """
         if not spans:
             return
         with self._guard("traces"):
@@ -340,7 +344,7 @@ class RunRecorder:
                     self._collector.on_end(span)
 
     def _evaluation_tag(self, name: str) -> str:
-        """The name of an evaluation's figure among the scalars."""
+        """The name of an evaluation's metric among the scalars."""
         # Training logs reward and accuracy of a mixture's environments under the same names.
         parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
         return name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}"
@@ -366,7 +370,10 @@ class RunRecorder:
             )
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, draw the figure, close everything. `result` holds a `status`; its extra keys are kept."""
+        """Write `result.json`, draw the figure, close everything.
+
+        `result` holds a `status`; its extra keys are kept.
+        """
         if result.get("status") not in STATUSES:
             raise ValueError(f"status is {result.get('status')!r}; it must be one of {', '.join(STATUSES)}.")
         for name, sink in (("progress.csv", self._progress), ("eval.jsonl", self._evaluations)):
@@ -385,7 +392,10 @@ class RunRecorder:
         self.close()
 
     def close(self) -> None:
-        """End the run on Weights & Biases and send the last spans; all files are closed already. A second call does nothing."""
+        """End the run on Weights & Biases and send the last spans; all files are closed already.
+
+        A second call does nothing.
+        """
         wandb, self._wandb = self._wandb, None
         if wandb is not None:
             with self._guard("Weights & Biases", Exception):
@@ -404,13 +414,9 @@ class RunRecorder:
         """Whether an evaluation at this iteration is recorded."""
         return any(entry["iteration"] == iteration for entry in self.evaluations())
 
-    def rewards(self) -> list[float]:
-        """The mean reward of every iteration, resumed parts included, in order."""
-        return self.column("reward/mean")
-
-    def column(self, figure: str) -> list[float]:
-        """A figure of every iteration that has it, resumed parts included, in order."""
-        return self._progress.column(figure)
+    def column(self, metric: str) -> list[float]:
+        """A metric of every iteration that has it, resumed parts included, in order."""
+        return self._progress.column(metric)
 
     def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
         if self._tensorboard is not None:

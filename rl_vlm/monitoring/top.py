@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -18,6 +19,8 @@ from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import RLVLMError
 
 Read = Callable[[], tuple[list[Sample], list[str]]]  # samples, and endpoints that did not answer
+Row = Mapping[str, Any]
+Columns = Mapping[str, Callable[[Row], str]]
 _GIB = 2**30
 
 
@@ -27,127 +30,64 @@ def as_json(found: Overview, missing: Sequence[str]) -> str:
 
 
 def show(read: Read, console: Console, *, every_s: float, once: bool, as_lines: bool) -> None:
-    """Read and show again every `every_s` seconds until Ctrl-C, or `once`; as a live table, or as lines of JSON.
+    """Read and show every `every_s` seconds until Ctrl-C, or `once`; as a live table, or as lines of JSON.
 
-    Raises what `read` raises, at the first reading; later ones say in the table that they failed.
+    Raises what `read` raises at the first reading; the table reports the errors of later ones.
     """
     samples, missing = read()
     read_at = time.monotonic()
     found = overview(samples, time.time())
-    if as_lines or once:
-        console.print(as_json(found, missing) if as_lines else table(found, missing), soft_wrap=as_lines, highlight=False, markup=False)  # fmt: skip
-        if once:
-            return
-    live = None if as_lines else Live(table(found, missing), console=console, screen=console.is_terminal)
-    try:
-        if live is not None:
-            live.start()
+    if once and not as_lines:
+        console.print(table(found, missing), highlight=False, markup=False)
+        return
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        live = None
+        if not as_lines:
+            live = stack.enter_context(Live(table(found, missing), console=console, screen=console.is_terminal))
         while True:
-            time.sleep(every_s)
-            before, before_at = samples, read_at
-            try:
-                samples, missing = read()
-            except (RLVLMError, ValueError, KeyError) as error:  # the head may come back
-                if live is not None:
-                    live.update(Group(table(found, missing), Text(safe(str(error)), style="red")), refresh=True)
-                continue
-            read_at = time.monotonic()
-            found = overview(samples, time.time(), before, read_at - before_at)
             if live is not None:
                 live.update(table(found, missing), refresh=True)
             else:
                 console.print(as_json(found, missing), soft_wrap=True, highlight=False, markup=False)
-    except KeyboardInterrupt:
-        return
-    finally:
-        if live is not None:
-            live.stop()
+            if once:
+                return
+            time.sleep(every_s)
+            before, before_at = samples, read_at
+            while True:
+                try:
+                    samples, missing = read()
+                    break
+                except (RLVLMError, ValueError, KeyError) as error:  # the head may come back
+                    if live is not None:
+                        live.update(Group(table(found, missing), Text(safe(str(error)), style="red")), refresh=True)
+                    time.sleep(every_s)
+            read_at = time.monotonic()
+            found = overview(samples, time.time(), before, read_at - before_at)
 
 
 def table(found: Overview, missing: Sequence[str] = ()) -> RenderableType:
     """The tables, one below the other. `queue` is groups being sampled and, after the plus, complete ones that wait."""
-    parts: list[RenderableType] = [Text("No run reports figures here.")]
-    if found.runs:
-        parts = [_runs(found.runs), _learning(found.runs)]
-    if found.replicas:
-        parts.append(_replicas(found.replicas))
-    if found.nodes:
-        parts.append(_nodes(found.nodes))
+    parts: list[RenderableType] = [] if found.runs else [Text("No run reports metrics here.")]
+    shown = (
+        ("runs", _RUN, found.runs),
+        ("learning", _LEARNING, found.runs),
+        ("replicas", _REPLICA, found.replicas),
+        ("nodes", _NODE, found.nodes),
+    )
+    for title, columns, rows in shown:
+        if rows:
+            made = Table(
+                title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False
+            )
+            for name in columns:
+                text = name in _TEXT
+                made.add_column(name, no_wrap=True, overflow="ellipsis", justify="left" if text else "right")
+            for row in rows:
+                made.add_row(*(Text(printable(cell(row))) for cell in columns.values()))
+            parts.append(made)
     if missing:
         parts.append(Text(printable(f"No answer from {', '.join(missing)}."), style="yellow"))
     return Group(*parts)
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
-    for name in left:
-        made.add_column(name, overflow="ellipsis", no_wrap=True)
-    for name in right:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
-
-
-def _runs(rows: Sequence[dict[str, Any]]) -> Table:
-    made = _table(
-        "runs", ("run", "last row"), ("done", "s/row", "speed", "lag", "queue", "version", "lost", "restarts")
-    )  # fmt: skip
-    for row in rows:
-        made.add_row(
-            Text(printable(row["run"])),
-            Text("ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago"),
-            _of(row["iteration"], row["iterations"]),
-            _number(row["iteration_seconds"]),
-            _joined((row["tokens_per_s"], "{:,.0f} tok/s"), (row["steps_per_s"], "{:,.0f} steps/s")),
-            _of(row["lag_max"], row["max_policy_lag"]),
-            "+".join(_whole(one) for one in (row["under_way"], row["waiting"]) if one is not None),
-            _whole(row["version"]),
-            _whole(sum(row["dropped"].values())), _whole(sum(row["restarts"].values())),
-        )  # fmt: skip
-    return made
-
-
-def _learning(rows: Sequence[dict[str, Any]]) -> Table:
-    made = _table(
-        "learning", ("run", "algorithm", "environment"), ("reward", "smoothed", "best", "accuracy", "mismatch")
-    )
-    for row in rows:
-        made.add_row(
-            Text(printable(row["run"])), Text(printable(row["algorithm"] or "")), Text(printable(row["env"] or "")),
-            _number(row["reward"]), _number(row["reward_smoothed"]), _number(row["reward_best"]),
-            _number(next(iter(row["accuracy"].values()), None)),
-            _joined((row["mismatch_kl"], "{:.1e}"), (row["mismatch_growth"], "×{:.1f}")),
-        )  # fmt: skip
-    return made
-
-
-def _replicas(rows: Sequence[dict[str, Any]]) -> Table:
-    made = _table(
-        "replicas", ("run", "replica", "node"),
-        ("version", "running", "waiting", "batch", "tok/s", "requests", "errors"),
-    )  # fmt: skip
-    for row in rows:
-        made.add_row(
-            Text(printable(", ".join(row["runs"]))), Text(printable(row["replica"])), Text(printable(row["node"])),
-            _whole(row["version"]), _whole(row["running"]), _whole(row["waiting"]), _number(row["mean_batch"]),
-            _whole(row["tokens_per_s"]), _whole(row["requests"]), _whole(row["errors"] or 0),
-        )  # fmt: skip
-    return made
-
-
-def _nodes(rows: Sequence[dict[str, Any]]) -> Table:
-    made = _table("nodes", ("node",), ("CPU", "memory", "disk", "GPU", "GPU memory"))
-    for row in rows:
-        gpus = row["gpus"]
-        used = [(one["memory_used"], one["memory_free"]) for one in gpus if one["memory_used"] is not None]
-        made.add_row(
-            Text(printable(row["node"])),
-            _joined((row["cpu_percent"], "{:.0f} %")),
-            _gib(row["memory_used"], row["memory_total"]),
-            _joined((row["disk_percent"], "{:.0f} %")),
-            " ".join(f"{one['percent']:.0f} %" for one in gpus if one["percent"] is not None),
-            " ".join(_gib(own, own + (free or 0.0)) for own, free in used),
-        )  # fmt: skip
-    return made
 
 
 def _number(value: float | None) -> str:
@@ -168,3 +108,54 @@ def _gib(value: float | None, whole: float | None) -> str:
 
 def _joined(*parts: tuple[float | None, str]) -> str:
     return " ".join(form.format(value) for value, form in parts if value is not None)
+
+
+def _gpu_memory(gpu: Row) -> str:
+    used = gpu["memory_used"]
+    return "" if used is None else _gib(used, used + (gpu["memory_free"] or 0.0))
+
+
+# Each table: its columns, and what a row shows there. Columns of text stand left, numbers right.
+_TEXT = ("run", "last row", "algorithm", "environment", "replica", "node")
+_RUN: Columns = {
+    "run": lambda row: row["run"],
+    "last row": lambda row: "ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago",
+    "done": lambda row: _of(row["iteration"], row["iterations"]),
+    "s/row": lambda row: _number(row["iteration_seconds"]),
+    "speed": lambda row: _joined((row["tokens_per_s"], "{:,.0f} tok/s"), (row["steps_per_s"], "{:,.0f} steps/s")),
+    "lag": lambda row: _of(row["lag_max"], row["max_policy_lag"]),
+    "queue": lambda row: "+".join(_whole(row[key]) for key in ("under_way", "waiting") if row[key] is not None),
+    "version": lambda row: _whole(row["version"]),
+    "lost": lambda row: _whole(sum(row["dropped"].values())),
+    "restarts": lambda row: _whole(sum(row["restarts"].values())),
+}
+_LEARNING: Columns = {
+    "run": lambda row: row["run"],
+    "algorithm": lambda row: row["algorithm"] or "",
+    "environment": lambda row: row["env"] or "",
+    "reward": lambda row: _number(row["reward"]),
+    "smoothed": lambda row: _number(row["reward_smoothed"]),
+    "best": lambda row: _number(row["reward_best"]),
+    "accuracy": lambda row: _number(next(iter(row["accuracy"].values()), None)),
+    "mismatch": lambda row: _joined((row["mismatch_kl"], "{:.1e}"), (row["mismatch_growth"], "×{:.1f}")),
+}
+_REPLICA: Columns = {
+    "run": lambda row: ", ".join(row["runs"]),
+    "replica": lambda row: row["replica"],
+    "node": lambda row: row["node"],
+    "version": lambda row: _whole(row["version"]),
+    "running": lambda row: _whole(row["running"]),
+    "waiting": lambda row: _whole(row["waiting"]),
+    "batch": lambda row: _number(row["mean_batch"]),
+    "tok/s": lambda row: _whole(row["tokens_per_s"]),
+    "requests": lambda row: _whole(row["requests"]),
+    "errors": lambda row: _whole(row["errors"] or 0),
+}
+_NODE: Columns = {
+    "node": lambda row: row["node"],
+    "CPU": lambda row: _joined((row["cpu_percent"], "{:.0f} %")),
+    "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
+    "disk": lambda row: _joined((row["disk_percent"], "{:.0f} %")),
+    "GPU": lambda row: _joined(*((gpu["percent"], "{:.0f} %") for gpu in row["gpus"])),
+    "GPU memory": lambda row: " ".join(filter(None, map(_gpu_memory, row["gpus"]))),
+}

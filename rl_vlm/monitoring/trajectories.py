@@ -12,9 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_vlm.envs.parquet_budget import TooLargeError, read_file
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Turn, UserInputError
+from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Turn
 
 _TURN = pa.struct(
     [
@@ -55,26 +54,20 @@ SCHEMA = pa.schema(
         ("replica_ids", pa.list_(pa.string())),
     ]
 )
-_ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}
-
-
-def dump_name(iteration: int) -> str:
-    """The file name of an iteration's dump; names sort as iterations do."""
-    return f"iteration-{iteration:06d}.parquet"
 
 
 def choose_groups(groups: Sequence[TrajectoryGroup], rows: int, seed: int) -> list[int]:
-    """Places of randomly chosen whole groups with at least `rows` trajectories together, or of all of them.
+    """Positions of randomly chosen whole groups with at least `rows` trajectories together, or of all of them.
 
     Chosen at random because the first groups of a round are those whose episodes were short.
     """
     chosen: list[int] = []
     total = 0
-    for place in np.random.default_rng(seed).permutation(len(groups)):
+    for position in np.random.default_rng(seed).permutation(len(groups)):
         if total >= rows:
             break
-        chosen.append(int(place))
-        total += len(groups[place])
+        chosen.append(int(position))
+        total += len(groups[position])
     return sorted(chosen)
 
 
@@ -96,52 +89,33 @@ def write_trajectories(
             rows.append(_row(iteration, group, trajectory, float(advantage), messages, decode(trajectory.token_ids)))
     buffer = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
-    path = folder / dump_name(iteration)
+    path = folder / f"iteration-{iteration:06d}.parquet"
     write_atomic(path, buffer.getvalue().to_pybytes())
     return path
 
 
-def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a dump, or of all dumps of a folder: arrays as numpy, `info` and `messages` as Python values."""
-    path = Path(path)
-    files = sorted(path.glob("iteration-*.parquet")) if path.is_dir() else [path]
-    rows: list[dict[str, Any]] = []
-    for file in files:
-        try:
-            # Not read_table, which may take the folder's name for a column.
-            rows += read_file(pq.ParquetFile(file)).to_pylist()
-        except TooLargeError as error:
-            raise UserInputError(f"Cannot read the trajectories in {file}: the file {error}.") from error
-        except (pa.ArrowException, OSError) as error:
-            raise UserInputError(f"Cannot read the trajectories in {file} ({error}).") from error
-    for row in rows:
-        row.update({name: np.array(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()})
-        row.update({name: json.loads(row[name]) for name in ("info", "messages")})
-    return rows
-
-
 def _row(
-    iteration: int, group: TrajectoryGroup, one: Trajectory, advantage: float, messages: list[Any], text: str
+    iteration: int, group: TrajectoryGroup, trajectory: Trajectory, advantage: float, messages: list[Any], text: str
 ) -> dict[str, Any]:
     row = {
         "iteration": iteration,
         "group_id": group.group_id,
         "env": group.env,
         "stage": group.stage,
-        "trajectory_id": one.trajectory_id,
+        "trajectory_id": trajectory.trajectory_id,
         "index": group.index,
-        "turns": [_turn(turn) for turn in one.turns],
-        "reward": one.reward,
+        "turns": [_turn(turn) for turn in trajectory.turns],
+        "reward": trajectory.reward,
         "advantage": advantage,
-        "status": str(one.status),
-        "error": one.error,
-        "info": json.dumps(to_jsonable(one.info), ensure_ascii=False),
-        "images": [image.sha256 for image in one.images],
+        "status": str(trajectory.status),
+        "error": trajectory.error,
+        "info": json.dumps(to_jsonable(trajectory.info), ensure_ascii=False),
+        "images": [image.sha256 for image in trajectory.images],
         "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
         "text": text,
-        "replica_ids": list(one.replica_ids),
+        "replica_ids": list(trajectory.replica_ids),
     }
-    return {**to_jsonable(row), **{name: getattr(one, name) for name in _ARRAYS}}
+    return {**to_jsonable(row), **{name: getattr(trajectory, name) for name in ("token_ids", "loss_mask", "logprobs")}}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Draws curves: of a policy run and of supervised fine-tuning as curve.png, and learning curves from eval.csv, ours, RL-VLM-F's and its
-fork's."""
+"""Draws curves: curve.png of any run, and learning curves from eval.csv, ours and those of RL-VLM-F and its fork."""
 
 from __future__ import annotations
 
@@ -9,8 +8,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import yaml
@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from rl_vlm.config.loading import load_yaml
@@ -88,10 +89,15 @@ _WRITERS: dict[str, Callable[[Figure], bytes]] = {
 }
 
 
-# Draws curve.png: sampled reward and greedy held-out accuracy of a run.
+def plain_legend(legend: Legend) -> None:
+    """Show the labels as they are: $ would begin a formula."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
-_REWARD, *_VARIANTS = COLORS
-_MARKERS = "osD^v"
+
+# curve.png: sampled reward or training loss, held-out loss and greedy held-out accuracy of a run.
+
+_SAMPLED, *_HELD_OUT = COLORS
 _LEFT, _RIGHT = 0.105, 0.975  # of the panels, as shares of the figure
 
 Series = list[tuple[int, float]]
@@ -107,6 +113,8 @@ class Curves:
     interval: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
     chance: float | None = None
     of_steps: bool = False  # a preference run: environment steps, and success instead of accuracy
+    loss: Series = field(default_factory=list)  # of supervised fine-tuning
+    held_out_loss: Series = field(default_factory=list)
 
 
 def draw_curve(run_folder: str | Path) -> Path:
@@ -132,15 +140,19 @@ def read_curves(folder: Path) -> Curves:
     name, of_steps = _run_name(folder)
     curves = Curves(name, of_steps=of_steps)
     try:
-        rows = csv.DictReader(line.decode() for line in whole_lines(folder / "progress.csv"))
-        reward = {int(row["iteration"]): float(row["reward/mean"]) for row in rows if row.get("reward/mean")}
+        rows = list(csv.DictReader(line.decode() for line in whole_lines(folder / "progress.csv")))
+        curves.reward, curves.loss = _column(rows, "reward/mean"), _column(rows, "sft/loss")
         evaluations: list[dict[str, Any]] = [json.loads(line) for line in whole_lines(folder / "eval.jsonl")]
         for entry in sorted(evaluations, key=lambda entry: int(entry["iteration"])):
             _add_evaluation(curves, entry)
     except (ValueError, KeyError, TypeError, OSError, csv.Error) as error:
         raise UserInputError(f"progress.csv or eval.jsonl in {folder} is damaged ({error}).") from error
-    curves.reward = sorted((iteration, value) for iteration, value in reward.items() if np.isfinite(value))
     return curves
+
+
+def _column(rows: Sequence[dict[str, str]], metric: str) -> Series:
+    values = {int(row["iteration"]): float(row[metric]) for row in rows if row.get(metric)}
+    return sorted((iteration, value) for iteration, value in values.items() if math.isfinite(value))
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -178,25 +190,28 @@ def _add_evaluation(curves: Curves, entry: dict[str, Any]) -> None:
         low, high = entry.get(f"accuracy_low/{variant}"), entry.get(f"accuracy_high/{variant}")
         if low is not None and high is not None:
             intervals.append((iteration, float(low), float(high)))
+    if entry.get("eval/loss") is not None:
+        curves.held_out_loss.append((iteration, float(entry["eval/loss"])))
     if entry.get("chance") is not None:
         curves.chance = float(entry["chance"])
 
 
 def _draw(figure: Figure, curves: Curves) -> None:
     rewards = np.array([value for _, value in curves.reward])
-    # Rewards on another scale than accuracy get their own panel: two scales on one axis mislead.
-    separate = bool(curves.accuracy) and len(rewards) > 0 and (rewards.min() < -0.05 or rewards.max() > 1.05)
-    axes = list(figure.subplots(2 if separate else 1, 1, sharex=True, squeeze=False)[:, 0])
-    upper, lower = axes[0], axes[-1]
-    for panel in axes:
+    losses = bool(curves.loss or curves.held_out_loss)
+    # What is on another scale than accuracy gets its own panel: two scales on one axis mislead.
+    other_scale = losses or (len(rewards) > 0 and (rewards.min() < -0.05 or rewards.max() > 1.05))
+    separate = bool(curves.accuracy) and other_scale
+    panels = list(figure.subplots(2 if separate else 1, 1, sharex=True, squeeze=False)[:, 0])
+    upper, lower = panels[0], panels[-1]
+    for panel in panels:
         style_panel(panel)
-    if len(rewards):
-        _draw_reward(upper, curves.reward)
+    _draw_sampled(upper, curves.reward, "sampled training reward")
+    _draw_sampled(upper, curves.loss, "training loss")
+    _draw_held_out(upper, curves.held_out_loss, [], "held-out loss", -1, ".3f")
     for number, (variant, series) in enumerate(curves.accuracy.items()):
         name = "accuracy" if variant == "default" else variant if len(variant) <= 40 else f"{variant[:38]}…"
-        change = f"{series[0][1]:.2f} → {series[-1][1]:.2f}" if len(series) > 1 else f"{series[0][1]:.2f}"
-        label = f"greedy held-out {name}: {change}"
-        _draw_accuracy(lower, series, curves.interval[variant], label, number % len(_VARIANTS))
+        _draw_held_out(lower, series, curves.interval[variant], f"greedy held-out {name}", number, ".2f")
     if curves.chance is not None:
         lower.axhline(curves.chance, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1.5)
         lower.annotate(
@@ -209,52 +224,61 @@ def _draw(figure: Figure, curves: Curves) -> None:
             color=MUTED,
             fontsize=10,
         )
+    accuracy = "success\n(share of episodes)" if curves.of_steps else "accuracy\n(share correct)"
+    labels = ["reward (mean per episode)"] * bool(len(rewards)) + ["loss (nats per token)"] * losses
     if curves.accuracy:
         lower.set_ylim(-0.03, 1.03)
         lower.set_yticks(np.linspace(0, 1, 6))
-    if not len(rewards) and not curves.accuracy:
+        if separate:
+            lower.set_ylabel(accuracy)
+        else:
+            labels.append(accuracy.replace("\n", " "))
+    if (
+        separate and len(rewards) and np.abs(rewards).max() >= 1000
+    ):  # long numbers would push the label out of the picture
+        upper.yaxis.set_major_formatter(EngFormatter(sep=""))
+        labels = ["reward per episode"]
+    upper.set_ylabel("\n".join(labels))
+    lower.set_xlabel(
+        "optimiser step" if losses else "environment steps" if curves.of_steps else "iteration (policy updates)"
+    )
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
+    everything = [curves.reward, curves.loss, curves.held_out_loss, *curves.accuracy.values()]
+    last = max((series[-1][0] for series in everything if series), default=None)
+    if last is None:
         upper.text(0.5, 0.5, "no iterations yet", transform=upper.transAxes, ha="center", color=MUTED, fontsize=13)
         upper.set_xlim(0, 10)
-    if separate:
-        upper.set_ylabel("reward\n(mean per episode)")
-        lower.set_ylabel("success\n(share of episodes)" if curves.of_steps else "accuracy\n(share correct)")
-        if np.abs(rewards).max() >= 1000:  # long numbers would push the label out of the picture
-            upper.yaxis.set_major_formatter(EngFormatter(sep=""))
-            upper.set_ylabel("reward per episode")
     else:
-        labels = ["reward (mean per episode)"] * bool(len(rewards))
-        labels += ["accuracy (share correct)"] * bool(curves.accuracy)
-        upper.set_ylabel("\n".join(labels))
-    lower.set_xlabel("environment steps" if curves.of_steps else "iteration (policy updates)")
-    lower.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
-    last = [series[-1][0] for series in [curves.reward, *curves.accuracy.values()] if series]
-    if last:
-        lower.set_xlim(-0.02 * max(last), max(*last, 1) * 1.02)
-    top = _draw_title_and_legend(figure, axes, curves)
+        lower.set_xlim(-0.02 * last, max(last, 1) * 1.02)
+    top = _draw_title_and_legend(figure, panels, curves)
     figure.subplots_adjust(left=_LEFT, right=_RIGHT, top=top, bottom=0.125, hspace=0.12)
 
 
-def _draw_reward(panel: Axes, reward: Series) -> None:
-    iterations, values = np.array(reward).T
-    raw = panel.plot(iterations, values, color=_REWARD, alpha=0.3, linewidth=1.0, zorder=2)
+def _draw_sampled(panel: Axes, series: Series, label: str) -> None:
+    if not series:
+        return
+    iterations, values = np.array(series).T
+    raw = panel.plot(iterations, values, color=_SAMPLED, alpha=0.3, linewidth=1.0, zorder=2)
     if len(values) >= 5:
-        panel.plot(iterations, smooth(values), color=_REWARD, linewidth=2.4, zorder=3, label="sampled training reward")
+        panel.plot(iterations, smooth(values), color=_SAMPLED, linewidth=2.4, zorder=3, label=label)
     else:
-        raw[0].set(alpha=1.0, marker=".", label="sampled training reward")
+        raw[0].set(alpha=1.0, marker=".", label=label)
 
 
-def _draw_accuracy(
-    panel: Axes, series: Series, intervals: list[tuple[int, float, float]], label: str, place: int
+def _draw_held_out(
+    panel: Axes, series: Series, intervals: list[tuple[int, float, float]], label: str, number: int, form: str
 ) -> None:
-    color = _VARIANTS[place]
+    if not series:
+        return
+    color, marker = _HELD_OUT[number % len(_HELD_OUT)], MARKERS[number % len(MARKERS)]
     iterations, values = np.array(series).T
     for iteration, low, high in intervals:
         panel.plot([iteration, iteration], [low, high], color=color, linewidth=1.6, alpha=0.55, zorder=3.5)
-    # Smaller markers where there are many points.
-    size = 7.0 if len(series) <= 30 else 4.5
+    change = f"{values[0]:{form}} → {values[-1]:{form}}" if len(values) > 1 else f"{values[0]:{form}}"
     panel.plot(
-        iterations, values, color=color, linewidth=1.2, linestyle=(0, (1, 1.5)), marker=_MARKERS[place],
-        markersize=size, markeredgecolor=GROUND, markeredgewidth=1.0, zorder=4, label=label,
+        iterations, values, color=color, linewidth=1.2, linestyle=(0, (1, 1.5)), marker=marker,
+        markersize=7.0 if len(series) <= 30 else 4.5,  # smaller where there are many points
+        markeredgecolor=GROUND, markeredgewidth=1.0, zorder=4, label=f"{label}: {change}",
     )  # fmt: skip
 
 
@@ -266,9 +290,8 @@ def _draw_title_and_legend(figure: Figure, axes: Sequence[Axes], curves: Curves)
     )  # fmt: skip
     if any(curves.interval.values()):
         figure.text(_RIGHT, 0.945, "bars: 95 % interval", fontsize=10, color=MUTED, va="center", ha="right")
-    found = [panel.get_legend_handles_labels() for panel in axes]
-    handles = [handle for some, _ in found for handle in some]
-    labels = [label for _, some in found for label in some]
+    shown = [panel.get_legend_handles_labels() for panel in axes]
+    handles, labels = (list(chain.from_iterable(parts)) for parts in zip(*shown, strict=True))
     if not handles:
         return 0.88
     columns = max(1, min(len(labels), 110 // (max(map(len, labels)) + 8)))
@@ -284,14 +307,12 @@ def _draw_title_and_legend(figure: Figure, axes: Sequence[Axes], curves: Curves)
         handlelength=1.6,
         columnspacing=1.6,
     )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    plain_legend(legend)
     return 0.865 - 0.042 * math.ceil(len(labels) / columns)
 
 
-# Draws learning curves from eval.csv, ours, RL-VLM-F's and its fork's: mean and interval over the runs of a kind.
+# Learning curves from eval.csv: mean and interval over the runs of a kind.
 
-Unit = Literal["auto", "percent", "fraction"]
 DEFAULT_FILE = "figure4_learning_curve.png"
 DEFAULT_WINDOW = 5
 SUCCESS = "success_rate"
@@ -319,42 +340,41 @@ class Band:
     runs: int
 
 
-def read_curve(path: str | Path, column: str | None = None, unit: Unit = "auto") -> Curve:
-    """Read eval.csv, or that of a run folder. Raises UserInputError.
-
-    Lines without a number are left out, and of several lines of a step the last counts. A success rate is taken as
-    percent unless the file is not ours and the whole column stays within [0, 1]; `unit` overrides that guess.
-    """
-    file = Path(path)
-    file = file / "eval.csv" if file.is_dir() else file
+def read_table(path: Path, default_name: str) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and rows of a CSV file, or of `default_name` in a run folder. Raises UserInputError."""
+    file = path / default_name if path.is_dir() else path
     try:
         with file.open(newline="", encoding="utf-8", errors="replace") as stream:
             reader = csv.DictReader(stream)
-            names = list(reader.fieldnames or ())
-            chosen = column or next((name for name in (SUCCESS, *_RETURNS) if name in names), "")
-            if "step" not in names or chosen not in names:
-                wanted = column or f"{SUCCESS} or {_RETURNS[0]}"
-                raise UserInputError(
-                    f"{file} needs the columns step and {wanted}; it has {', '.join(names) or 'none'}."
-                )
-            points = [(_number(row["step"]), _number(row[chosen])) for row in reader]
+            return list(reader.fieldnames or ()), list(reader)
     except (OSError, csv.Error) as error:
         raise UserInputError(f"Cannot read {file}: {getattr(error, 'strerror', None) or error}.") from error
+
+
+def read_curve(path: str | Path, column: str | None = None) -> Curve:
+    """Read eval.csv, or that of a run folder. Raises UserInputError.
+
+    Lines without a number are left out, and of several lines of a step the last counts. A success rate is taken as
+    percent unless the file is not ours and the whole column stays within [0, 1].
+    """
+    names, rows = read_table(Path(path), "eval.csv")
+    chosen = column or next((name for name in (SUCCESS, *_RETURNS) if name in names), "")
+    if "step" not in names or chosen not in names:
+        wanted = column or f"{SUCCESS} or {_RETURNS[0]}"
+        raise UserInputError(f"{path} needs the columns step and {wanted}; it has {', '.join(names) or 'none'}.")
+    points = [(_number(row["step"]), _number(row[chosen])) for row in rows]
     by_step = {step: value for step, value in points if math.isfinite(step) and math.isfinite(value)}
     if not by_step:
-        raise UserInputError(f"{file} holds no line with a number in {chosen}.")
+        raise UserInputError(f"{path} holds no line with a number in {chosen}.")
     steps, values = (np.array(part, dtype=np.float64) for part in zip(*sorted(by_step.items()), strict=True))
-    if chosen == SUCCESS and (unit == "percent" or (unit == "auto" and (_OURS in names or values.max() > 1))):
+    if chosen == SUCCESS and (_OURS in names or values.max() > 1):
         values = values / 100
     return Curve(steps, values, chosen)
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """float64 [N]: the mean of each value and up to `window` - 1 before it."""
-    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+    return np.array([values[max(k + 1 - window, 0) : k + 1].mean() for k in range(len(values))])
 
 
 def combine(curves: Sequence[Curve]) -> Band:
@@ -383,29 +403,31 @@ def draw_learning_curve(
     window: int = DEFAULT_WINDOW,
     title: str = "",
     column: str | None = None,
-    unit: Unit = "auto",
 ) -> dict[str, Band]:
     """Draw one curve per kind (name to its runs), smoothed by a trailing mean, and return what was drawn."""
     if window < 1:
         raise UserInputError(f"The smoothing window ({window}) must be at least 1.")
     check_outputs(outputs)
-    raw = {name: [read_curve(path, column, unit) for path in paths] for name, paths in kinds.items()}
-    found = {curve.column for curves in raw.values() for curve in curves}
-    if len(found) != 1:
+    raw = {name: [read_curve(path, column) for path in paths] for name, paths in kinds.items()}
+    measures = {curve.column for curves in raw.values() for curve in curves}
+    if len(measures) != 1:
         raise UserInputError(
-            f"The files hold different measures ({', '.join(sorted(found))}): choose one with --column."
+            f"The files hold different measures ({', '.join(sorted(measures))}): choose one with --column."
         )
-    success = found == {SUCCESS}
+    success = measures == {SUCCESS}
     figure = new_figure()
     panel = figure.subplots()
     style_panel(panel)
     bands: dict[str, Band] = {}
-    for place, (name, curves) in enumerate(raw.items()):
+    for number, (name, curves) in enumerate(raw.items()):
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         smoothed = [Curve(curve.steps, trailing_mean(curve.values, window), curve.column) for curve in curves]
-        bands[name] = combine(smoothed)
-        _draw_band(panel, name, bands[name], curves if window > 1 else [], place % len(COLORS), success)
+        band = bands[name] = combine(smoothed)
+        for curve in curves if window > 1 else ():
+            panel.plot(curve.steps, curve.values, marker, markersize=3, color=color, alpha=0.35)
+        draw_band(panel, band, color, f"{name}: {band.mean[-1]:{'.2f' if success else '.4g'}}")
     panel.set_xlabel("environment steps")
-    panel.set_ylabel("success rate" if success else found.pop().replace("_", " "))
+    panel.set_ylabel("success rate" if success else measures.pop().replace("_", " "))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}".replace(",", " ")))
     if success:
         panel.set_ylim(-0.03, 1.03)
@@ -415,26 +437,20 @@ def draw_learning_curve(
     if title:
         figure.text(0.1, 0.945, title, fontsize=15, fontweight="bold", color=INK, va="center", parse_math=False)
     figure.text(0.975, 0.945, ", ".join(notes), fontsize=10, color=MUTED, va="center", ha="right")
-    legend = panel.legend(frameon=False, fontsize=10, labelcolor=INK, loc="best")
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    plain_legend(panel.legend(frameon=False, fontsize=10, labelcolor=INK, loc="best"))
     figure.subplots_adjust(left=0.1, right=0.975, top=0.9, bottom=0.125)
     save_figure(figure, outputs)
     return bands
 
 
-def _draw_band(panel: Axes, name: str, band: Band, raw: Sequence[Curve], place: int, success: bool) -> None:
-    color = COLORS[place]
-    for curve in raw:
-        panel.plot(
-            curve.steps, curve.values, linestyle="none", marker=MARKERS[place], markersize=3, color=color, alpha=0.35
-        )
-    if band.low is not None and band.high is not None:
-        low, high = (np.clip(part, 0, 1) if success else part for part in (band.low, band.high))
-        panel.fill_between(band.steps, low, high, color=color, alpha=0.18, linewidth=0)
-    last = f"{band.mean[-1]:.2f}" if success else f"{band.mean[-1]:.4g}"
-    label = f"{name}: {last}" + (f" ({band.runs} runs)" if band.runs > 1 else "")
-    panel.plot(band.steps, band.mean, color=color, linewidth=2.2, label=label)
+def draw_band(panel: Axes, band: Band, color: str, label: str) -> None:
+    """The mean, labelled with the number of runs, over its interval; without a label a thin line alone."""
+    if label and band.low is not None and band.high is not None:
+        panel.fill_between(band.steps, band.low, band.high, color=color, alpha=0.18, linewidth=0)
+    runs = f" ({band.runs} runs)" if band.runs > 1 else ""
+    marker = "o" if len(band.steps) == 1 else None  # a line of one point is not seen
+    style: dict[str, Any] = {"linewidth": 2.2, "label": label + runs} if label else {"linewidth": 0.9, "alpha": 0.5}
+    panel.plot(band.steps, band.mean, color=color, marker=marker, markersize=4, **style)
 
 
 def _number(text: str | None) -> float:
@@ -442,59 +458,3 @@ def _number(text: str | None) -> float:
         return float(text) if text else math.nan
     except ValueError:
         return math.nan
-
-
-# Draws curve.png of supervised fine-tuning: training and held-out loss, and exact answers where they were written.
-
-
-def read_losses(folder: Path) -> dict[str, Series]:
-    """By name (`sft/loss`, `eval/loss`, `accuracy/default`) the values of progress.csv and eval.jsonl, by step.
-
-    Raises UserInputError for a damaged file.
-    """
-    found: dict[str, Series] = {"sft/loss": [], "eval/loss": [], "accuracy/default": []}
-    try:
-        for row in csv.DictReader(line.decode() for line in whole_lines(folder / "progress.csv")):
-            if row.get("sft/loss"):
-                found["sft/loss"].append((int(row["iteration"]), float(row["sft/loss"])))
-        for line in whole_lines(folder / "eval.jsonl"):
-            entry = json.loads(line)
-            for name in ("eval/loss", "accuracy/default"):
-                if entry.get(name) is not None:
-                    found[name].append((int(entry["iteration"]), float(entry[name])))
-    except (ValueError, KeyError, TypeError, OSError, csv.Error) as error:
-        raise UserInputError(f"progress.csv or eval.jsonl in {folder} is damaged ({error}).") from error
-    return found
-
-
-def draw_sft_curve(folder: Path) -> Path:
-    """Draw `curve.png` in a run folder."""
-    series = read_losses(folder)
-    figure = new_figure()
-    panels = figure.subplots(2 if series["accuracy/default"] else 1, 1, sharex=True, squeeze=False)[:, 0]
-    for panel in panels:
-        style_panel(panel)
-    if series["sft/loss"]:
-        steps, values = np.array(series["sft/loss"]).T
-        panels[0].plot(steps, values, color=COLORS[0], alpha=0.3, linewidth=1.0)
-        panels[0].plot(steps, smooth(values), color=COLORS[0], linewidth=2.2, label="training loss")
-    if series["eval/loss"]:
-        steps, values = np.array(series["eval/loss"]).T
-        label = f"held-out loss: {values[0]:.3f} → {values[-1]:.3f}"
-        panels[0].plot(steps, values, color=COLORS[1], marker="o", linewidth=1.2, label=label)
-    panels[0].set_ylabel("loss (nats per token)")  # in one line: ticks of three decimals leave no room for two
-    if series["accuracy/default"]:
-        steps, values = np.array(series["accuracy/default"]).T
-        label = f"held-out exact answers: {values[0]:.2f} → {values[-1]:.2f}"
-        panels[1].plot(steps, values, color=COLORS[2], marker="s", linewidth=1.2, label=label)
-        panels[1].set_ylim(-0.03, 1.03)
-        panels[1].set_ylabel("share right")
-    panels[-1].set_xlabel("optimiser step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    for panel in panels:
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(loc="center right", frameon=False, fontsize=10, labelcolor=INK)
-    figure.subplots_adjust(left=0.105, right=0.975, top=0.96, bottom=0.125, hspace=0.14)
-    path = folder / "curve.png"
-    save_figure(figure, [path])
-    return path

@@ -24,22 +24,22 @@ class Share:
 
 
 def parts_of(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The figures by split."""
-    if "splits" in results:
-        return dict(results["splits"])
-    return {results["split"]: results}
+    """The results by split."""
+    return dict(results["splits"]) if "splits" in results else {results["split"]: results}
 
 
 def variants_of(part: Mapping[str, Any]) -> list[str]:
-    """The variants whose figures a split has."""
+    """The variants that a split's results have."""
     return [name.removeprefix("accuracy/") for name in part if name.startswith("accuracy/")]
 
 
 def evaluation_page(results: Mapping[str, Any]) -> str:
     """The results as Markdown: a table of accuracies and rewards, then the tables of what else was measured."""
-    lines = [f"# Evaluation of {results['model']} on {results['env']}", ""]
-    lines += [
-        f"Adapter: {results['adapter'] or 'none, the base model'}. Intervals are 95 %: Wilson's for shares, bootstrap for means.",
+    adapter = results["adapter"] or "none, the base model"
+    lines = [
+        f"# Evaluation of {results['model']} on {results['env']}",
+        "",
+        f"Adapter: {adapter}. Intervals are 95 %: Wilson's for shares, bootstrap for means.",
         "",
     ]
     if results["lost"]:
@@ -50,19 +50,16 @@ def evaluation_page(results: Mapping[str, Any]) -> str:
             "",
         ]
     for split, part in parts_of(results).items():
-        lines += [f"## {split} split", "", *_main_table(part), *_pass_table(part)]
-        lines += _sight(part)
-        lines += _against_table(part)
-        lines += _category_tables(part)
-        lines += _info_tables(part)
+        lines += [f"## {split} split", "", *_main_table(part), *_pass_table(part), *_sight_table(part)]
+        lines += [*_against_table(part), *_category_tables(part), *_info_tables(part)]
     lines += _throughput(results.get("throughput"))
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *rows]
-    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
-    return [*(f"| {' | '.join(line)} |" for line in cells), ""]
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A table with a sentence above it; nothing without rows."""
+    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in (heads, ["---"] * len(heads), *rows)]
+    return [*([title, ""] if title else []), *(f"| {' | '.join(line)} |" for line in cells), ""] if rows else []
 
 
 def _number(value: Any) -> str:
@@ -73,89 +70,69 @@ def _range(low: Any, high: Any) -> str:
     return f"{_number(low)} … {_number(high)}"
 
 
+def _measured(values: Mapping[str, Any], name: str, suffix: str = "") -> list[str]:
+    """A value and its interval."""
+    low, high = (values.get(f"{name}_{end}{suffix}") for end in ("low", "high"))
+    return [_number(values[f"{name}{suffix}"]), _range(low, high)]
+
+
 def _main_table(part: Mapping[str, Any]) -> list[str]:
     rows = [
         [
             name,
             part[f"items/{name}"],
-            _number(part[f"accuracy/{name}"]),
-            _range(part[f"accuracy_low/{name}"], part[f"accuracy_high/{name}"]),
-            _number(part[f"reward/{name}"]),
-            _range(part.get(f"reward_low/{name}"), part.get(f"reward_high/{name}")),
+            *_measured(part, "accuracy", f"/{name}"),
+            *_measured(part, "reward", f"/{name}"),
             _number(part[f"turns/{name}"]),
         ]
         for name in variants_of(part)
     ]
-    return _table(["variant", "items", "accuracy", "interval", "reward", "interval", "turns"], rows)
+    return _table("", ["variant", "items", "accuracy", "interval", "reward", "interval", "turns"], rows)
 
 
 def _pass_table(part: Mapping[str, Any]) -> list[str]:
-    rows = [
-        [*name.removeprefix("pass@").split("/", 1), _number(value)]
-        for name, value in part.items()
-        if name.startswith("pass@")
-    ]
-    return ["Sampled answers:", "", *_table(["k", "variant", "pass@k"], rows)] if rows else []
+    sampled = [(name.removeprefix("pass@"), value) for name, value in part.items() if name.startswith("pass@")]
+    rows = [[*name.split("/", 1), _number(value)] for name, value in sampled]
+    return _table("Sampled answers:", ["k", "variant", "pass@k"], rows)
 
 
-def _sight(part: Mapping[str, Any]) -> list[str]:
-    names = {"blank": "with blank images", "swapped": "with the images of other items"}
-    rows = [
-        [text, _number(part[f"sight/accuracy_{view}"])]
-        for view, text in names.items()
-        if f"sight/accuracy_{view}" in part
-    ]
-    if not rows:
-        return []
-    gap = f"{_number(part['sight/accuracy_gap'])} ({_range(part['sight/accuracy_gap_low'], part['sight/accuracy_gap_high'])})"
-    return [
-        "Does it need to see?",
-        "",
-        *_table(["first variant", "accuracy"], [*rows, ["gain of the true over blank images", gap]]),
-    ]
+def _sight_table(part: Mapping[str, Any]) -> list[str]:
+    views = {"blank": "with blank images", "swapped": "with the images of other items"}
+    keys = {f"sight/accuracy_{view}": text for view, text in views.items()}
+    rows = [[text, _number(part[key])] for key, text in keys.items() if key in part]
+    if rows:
+        rows.append(["gain of the true over blank images", "{} ({})".format(*_measured(part, "sight/accuracy_gap"))])
+    return _table("Does it need to see?", ["first variant", "accuracy"], rows)
 
 
 def _against_table(part: Mapping[str, Any]) -> list[str]:
     if "against" not in part:
         return []
-    other = part["against"]["adapter"] or "the base model"
-    rows = []
-    for name, pair in part["against"]["variants"].items():
-        rows += [
-            [
-                name,
-                what,
-                _number(pair[what]),
-                _number(pair[f"{what}_against"]),
-                _number(pair[f"{what}_difference"]),
-                _range(pair[f"{what}_difference_low"], pair[f"{what}_difference_high"]),
-                f"{pair['p_value']:.3g}" if what == "accuracy" else "",
-                pair["items"],
-            ]
-            for what in ("accuracy", "reward")
+    rows = [
+        [
+            name,
+            what,
+            _number(pair[what]),
+            _number(pair[f"{what}_against"]),
+            *_measured(pair, f"{what}_difference"),
+            f"{pair['p_value']:.3g}" if what == "accuracy" else "",
+            pair["items"],
         ]
+        for name, pair in part["against"]["variants"].items()
+        for what in ("accuracy", "reward")
+    ]
     heads = ["variant", "", "policy", "other", "difference", "interval", "p (McNemar, exact)", "items"]
-    return [f"Against {other}, on the same items:", "", *_table(heads, rows)]
+    return _table(f"Against {part['against']['adapter'] or 'the base model'}, on the same items:", heads, rows)
 
 
 def _category_tables(part: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for variant, categories in part.get("categories", {}).items():
         rows = [
-            [
-                name,
-                row["items"],
-                _number(row["accuracy"]),
-                _range(row["accuracy_low"], row["accuracy_high"]),
-                _number(row["reward"]),
-            ]
+            [name, row["items"], *_measured(row, "accuracy"), _number(row["reward"])]
             for name, row in categories.items()
         ]
-        lines += [
-            f"By category, {variant}:",
-            "",
-            *_table(["category", "items", "accuracy", "interval", "reward"], rows),
-        ]
+        lines += _table(f"By category, {variant}:", ["category", "items", "accuracy", "interval", "reward"], rows)
         if lost := part.get("categories_lost", {}).get(variant):
             lines += [f"Beside these, {lost} items were lost, whose category is not known.", ""]
     return lines
@@ -167,11 +144,8 @@ def _info_tables(part: Mapping[str, Any]) -> list[str]:
         rows = [
             [name, row["items"], *(_number(row[key]) for key in ("mean", "p50", "p90"))] for name, row in names.items()
         ]
-        lines += [
-            f"What the environment reports, {variant}:",
-            "",
-            *_table(["key", "items", "mean", "p50", "p90"], rows),
-        ]
+        title = f"What the environment reports, {variant}:"
+        lines += _table(title, ["key", "items", "mean", "p50", "p90"], rows)
     return lines
 
 
@@ -190,13 +164,8 @@ def _throughput(block: Mapping[str, Any] | None) -> list[str]:
         for batch, row in block["batches"].items()
     ]
     heads = ["batch", "tokens/s", "first token (ms)", "steady tokens/s", "transformers tokens/s", "ours / theirs"]
-    return [
-        "## Throughput",
-        "",
-        f"{block['runs']} runs of {block['new_tokens']} new tokens, greedy, warmed up.",
-        "",
-        *_table(heads, rows),
-    ]
+    title = f"{block['runs']} runs of {block['new_tokens']} new tokens, greedy, warmed up."
+    return ["## Throughput", "", *_table(title, heads, rows)]
 
 
 def draw_evaluation(results: Mapping[str, Any], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_vlm.numerics import wilson_interval
-from rl_vlm.plots.curves import INK, MUTED, check_outputs, new_figure, save_figure, style_panel
+from rl_vlm.plots.curves import INK, MUTED, check_outputs, new_figure, read_table, save_figure, style_panel
 from rl_vlm.types import UserInputError
 
 DEFAULT_FILE = "figure6_query_accuracy.png"
@@ -31,7 +30,10 @@ class Labelled:
 
     @property
     def category(self) -> str:
-        """Of `CATEGORIES`. Where the returns are equal, no preference is the right answer, and any other a wrong one."""
+        """Of `CATEGORIES`.
+
+        Where the returns are equal, no preference is the right answer, and any other a wrong one.
+        """
         if self.first == self.second:
             return "correct" if self.label == -1 else "incorrect"
         if self.label == -1:
@@ -49,26 +51,19 @@ class Histogram:
 
 def read_labels(path: str | Path) -> list[Labelled]:
     """Read a query log, or that of a run folder; lines without a label (errors) or returns are left out."""
-    file = Path(path)
-    file = file / "vlm_query_log.csv" if file.is_dir() else file
+    names, rows = read_table(Path(path), "vlm_query_log.csv")
+    if missing := [name for name in _NEEDED if name not in names]:
+        raise UserInputError(f"{path} lacks the columns {', '.join(missing)}.")
     found = []
-    try:
-        with file.open(newline="", encoding="utf-8", errors="replace") as stream:
-            reader = csv.DictReader(stream)
-            missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
-            if missing:
-                raise UserInputError(f"{file} lacks the columns {', '.join(missing)}.")
-            for row in reader:
-                try:
-                    first, second, label = (float(row[name]) for name in _NEEDED)
-                except (TypeError, ValueError):
-                    continue
-                if math.isfinite(first) and math.isfinite(second) and label in (0, 1, -1):
-                    found.append(Labelled(first, second, int(label)))
-    except (OSError, csv.Error) as error:
-        raise UserInputError(f"Cannot read {file}: {getattr(error, 'strerror', None) or error}.") from error
+    for row in rows:
+        try:
+            first, second, label = (float(row[name]) for name in _NEEDED)
+        except (TypeError, ValueError):
+            continue
+        if math.isfinite(first) and math.isfinite(second) and label in (0, 1, -1):
+            found.append(Labelled(first, second, int(label)))
     if not found:
-        raise UserInputError(f"{file} holds no line with two returns and a label.")
+        raise UserInputError(f"{path} holds no line with two returns and a label.")
     return found
 
 
@@ -76,10 +71,8 @@ def histogram(labels: Sequence[Labelled], bins: int = DEFAULT_BINS) -> Histogram
     """Equal bins from 0 to the largest difference, which belongs to the last bin."""
     differences = np.array([abs(entry.first - entry.second) for entry in labels])
     edges = np.linspace(0.0, differences.max() or 1.0, bins + 1)
-    places = np.clip(np.searchsorted(edges, differences, side="right") - 1, 0, bins - 1)
-    counts = np.zeros((bins, len(CATEGORIES)), dtype=np.int64)
-    for place, entry in zip(places, labels, strict=True):
-        counts[place, CATEGORIES.index(entry.category)] += 1
+    categories = np.array([entry.category for entry in labels])
+    counts = np.stack([np.histogram(differences[categories == name], edges)[0] for name in CATEGORIES], axis=1)
     return Histogram(edges, counts)
 
 
@@ -103,7 +96,7 @@ def summarise(labels: Sequence[Labelled]) -> dict[str, float | int]:
 def draw_label_accuracy(
     logs: Sequence[str | Path], outputs: Sequence[Path], *, bins: int = DEFAULT_BINS, title: str = ""
 ) -> dict[str, float | int]:
-    """Draw the stacked histogram of all logs together, with 95 % intervals of the correct share; returns `summarise`."""
+    """Draw one stacked histogram of all logs, with 95 % intervals of the correct share; returns `summarise`."""
     if bins < 1:
         raise UserInputError(f"The number of bins ({bins}) must be at least 1.")
     check_outputs(outputs)
@@ -117,15 +110,12 @@ def draw_label_accuracy(
     panel = figure.subplots()
     style_panel(panel)
     bottom = np.zeros(bins)
-    for place, (name, color) in enumerate(zip(CATEGORIES, _COLORS, strict=True)):
-        panel.bar(centres, shares[:, place], 0.9 * width, bottom, label=name, color=color)
-        bottom += shares[:, place]
-    intervals = np.array(
-        [wilson_interval(int(count), int(total)) for count, total in zip(found.counts[:, 0], totals, strict=True)]
-    )
-    for centre, (low, high) in zip(centres[filled], intervals[filled], strict=True):
+    for name, color, share in zip(CATEGORIES, _COLORS, shares.T, strict=True):
+        panel.bar(centres, share, 0.9 * width, bottom, label=name, color=color)
+        bottom += share
+    for centre, right, total in zip(centres[filled], found.counts[filled, 0], totals[filled], strict=True):
+        low, high = wilson_interval(int(right), int(total))
         panel.plot([centre, centre], [100 * low, 100 * high], color=INK, linewidth=1.2, alpha=0.7)
-    for centre, total in zip(centres[filled], totals[filled], strict=True):
         panel.annotate(str(total), (centre, 101), ha="center", va="bottom", fontsize=9, color=MUTED)
     panel.set_ylim(0, 107)
     panel.set_yticks(range(0, 101, 20))

@@ -10,7 +10,18 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from rl_vlm.plots.curves import COLORS, MUTED, Band, Curve, combine, new_figure, save_figure, style_panel
+from rl_vlm.plots.curves import (
+    COLORS,
+    MUTED,
+    Band,
+    Curve,
+    combine,
+    draw_band,
+    new_figure,
+    plain_legend,
+    save_figure,
+    style_panel,
+)
 from rl_vlm.types import UserInputError
 
 Points = Sequence[tuple[int, float]]
@@ -26,29 +37,24 @@ class Setting:
 
 
 def draw_settings(settings: Sequence[Setting], metric: str, path: Path) -> None:
-    """Draw the settings, best first: the first few in colour with their names, the others grey. The band is a 95 % interval."""
+    """Draw the settings, best first: the first few in colour with their names, the others grey.
+
+    The band is a 95 % interval.
+    """
     figure = new_figure()
     panel = figure.subplots()
     style_panel(panel)
-    for place, setting in reversed(list(enumerate(settings))):
-        named = place < len(COLORS)
-        color = COLORS[place] if named else MUTED
+    for number, setting in reversed(list(enumerate(settings))):
         band = _band([_curve(points, metric) for points in setting.runs])
-        if named and band.low is not None and band.high is not None:
-            panel.fill_between(band.steps, band.low, band.high, color=color, alpha=0.15, linewidth=0)
-        runs = f" ({band.runs} runs)" if band.runs > 1 else ""
-        panel.plot(
-            band.steps, band.mean, color=color, linewidth=2.2 if named else 0.9, alpha=1.0 if named else 0.5,
-            marker="o" if len(band.steps) == 1 else None, markersize=4,
-            label=f"{setting.name}: {statistics.fmean(setting.last):.3f}{runs}" if named else None,
-        )  # fmt: skip
+        if number < len(COLORS):
+            draw_band(panel, band, COLORS[number], f"{setting.name}: {statistics.fmean(setting.last):.3f}")
+        else:
+            draw_band(panel, band, MUTED, "")
     panel.set_xlabel("iterations")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_ylabel(metric)
     handles, labels = panel.get_legend_handles_labels()
-    legend = panel.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="best")
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    plain_legend(panel.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="best"))
     others = len(settings) - len(COLORS)
     if others > 0:
         figure.text(0.975, 0.945, f"grey: {others} other settings", fontsize=10, color=MUTED, va="center", ha="right")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.labelling.store import LabelStore, label_cache
-from rl_vlm.labelling.types import Scorer
 from rl_vlm.models.devices import driver_device
 from rl_vlm.numerics import derive_seed
 from rl_vlm.preference.feedback import Feedback, PairFeedback, ScoreFeedback, check_cache
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
 class LabellerService:
     """The served model that labels, where the run asks for one. It starts in parallel with the rest of the run."""
 
-    def __init__(self, run: PreferenceConfig, service: PolicyService | None = None) -> None:
-        self._run = run
+    def __init__(self, config: PreferenceConfig, service: PolicyService | None = None) -> None:
+        self._config = config
         self._service = service
-        if service is None and run.preference.asks_served_model:
+        if service is None and config.preference.asks_served_model:
             from rl_vlm.serving.service import start_service
 
-            self._service = start_service(run)
+            self._service = start_service(config)
 
     def client_and_text(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""
@@ -36,14 +35,14 @@ class LabellerService:
         from rl_vlm.serving.client import PolicyClient, homes_of
 
         self._service.wait_until_ready()
-        serving = self._run.serving
+        serving = self._config.serving
         client = PolicyClient(
             self._service.run_id,
             deadline_s=serving.request_timeout_s,
             homes=homes_of(self._service.key, 0, 1, serving),
             key=self._service.key,
         )
-        return client, load_text_side(self._service.model.folder, self._run.model.pixels)
+        return client, load_text_side(self._service.model.folder, self._config.model.pixels)
 
     def close(self) -> None:
         """Stop serving. A second call does nothing."""
@@ -53,18 +52,18 @@ class LabellerService:
 
 
 def build_feedback(
-    run: PreferenceConfig, folder: Path, service: LabellerService, sizes: tuple[int, int]
+    config: PreferenceConfig, folder: Path, service: LabellerService, sizes: tuple[int, int]
 ) -> Feedback | None:
     """Labeller, reward model and label store of a run whose reward is learned; None for others.
 
     `sizes` are those of observation and action.
     """
-    settings = run.preference
+    settings = config.preference
     if not settings.learns_reward:
         return None
     from rl_vlm.labelling.teachers import build_labeller
 
-    cache, device = label_cache(settings.labels.cache), driver_device(run)
+    cache, device = label_cache(settings.labels.cache), driver_device(config)
     if cache is not None:
         check_cache(cache, settings, sizes)
     labeller = None
@@ -72,17 +71,18 @@ def build_feedback(
         client, text = service.client_and_text()
         labeller = build_labeller(
             settings.labels,
-            env_id=run.env.id,
-            seed=derive_seed(run.seed, 50) % 2**31,
+            env_id=config.env.id,
+            seed=derive_seed(config.seed, 50) % 2**31,
             client=client,
             text=text,
             device=device,
         )
     shape = (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
-    seed = derive_seed(run.seed, 51) % 2**31
+    seed = derive_seed(config.seed, 51) % 2**31
     trainer = RewardTrainer(RewardEnsemble(shape, settings.reward_model, seed, device=device), seed)
     if settings.reward_model.load:
         trainer.load(Path(settings.reward_model.load))
     if settings.reward == "learn_from_score":
-        return ScoreFeedback(settings, trainer, cast(Scorer, labeller), folder)
+        assert labeller is not None
+        return ScoreFeedback(settings, trainer, labeller, folder)
     return PairFeedback(settings, trainer, labeller, folder, LabelStore(cache) if cache is not None else None)

@@ -19,11 +19,11 @@ from rl_vlm.types import RLVLMError, UserInputError
 MakeEnv = Callable[[], ControlEnv]
 
 
-def make_run_env(run: PreferenceConfig) -> ControlEnv:
+def make_run_env(config: PreferenceConfig) -> ControlEnv:
     """One environment of a run, whose pictures have `preference.image_size`."""
-    if "image_size" in run.env.kwargs:
+    if "image_size" in config.env.kwargs:
         raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
-    return make_control_env(run.env.id, image_size=run.preference.image_size, **run.env.kwargs)
+    return make_control_env(config.env.id, image_size=config.preference.image_size, **config.env.kwargs)
 
 
 class CollectionError(RLVLMError):
@@ -106,8 +106,8 @@ class Collector:
     def collect(self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int] | None = None) -> StepBatch:
         """Take `steps` steps in every environment; the rows of one time step are adjacent.
 
-        `actor` None acts uniformly at random. `episode_counts` [count] are the first episode numbers of a new collector, so
-        that one that replaces a dead process uses no number twice.
+        `actor` None acts uniformly at random. `episode_counts` [count] are the first episode numbers of a new
+        collector, so that one that replaces a dead process uses no number twice.
         """
         if not self._envs:
             self._start(episode_counts or [0] * self._count)
@@ -201,9 +201,9 @@ class EpisodeResult:
     frames: np.ndarray | None = None
 
 
-def evaluation_seeds(run: PreferenceConfig) -> list[int]:
+def evaluation_seeds(config: PreferenceConfig) -> list[int]:
     """The starts of the evaluation episodes, the same at every evaluation of a run."""
-    return [derive_seed(run.seed, 40, number) % 2**31 for number in range(run.preference.evaluation.episodes)]
+    return [derive_seed(config.seed, 40, number) % 2**31 for number in range(config.preference.evaluation.episodes)]
 
 
 class Evaluator:

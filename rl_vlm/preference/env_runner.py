@@ -16,18 +16,18 @@ class ControlEnvRunner(RunEnvRunner):
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
-        run: PreferenceConfig = self.config.run_config
-        collection = run.preference.collection
+        run_config: PreferenceConfig = self.config.run_config
+        collection = run_config.preference.collection
         self.collector = Collector(
-            lambda: make_run_env(run),
-            seed=run.seed,
+            lambda: make_run_env(run_config),
+            seed=run_config.seed,
             count=collection.envs_per_runner,
             first_env=self.place * collection.envs_per_runner,
             num_envs=collection.num_envs,
-            frames=run.preference.draws_frames,
+            frames=run_config.preference.draws_frames,
         )
-        evaluation = run.preference.evaluation
-        self._evaluator = Evaluator(lambda: make_run_env(run), evaluation.parallel, evaluation.end_on_success)
+        evaluation = run_config.preference.evaluation
+        self._evaluator = Evaluator(lambda: make_run_env(run_config), evaluation.parallel, evaluation.end_on_success)
 
     def sample(self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
         """`steps` steps of every environment of this runner."""

@@ -1,4 +1,5 @@
-"""Labelling sessions (PEBBLE): which segments are asked about, what the labeller answers, and what is learned from it."""
+"""Labelling sessions (PEBBLE): which segments are asked about, what the labeller answers, and what is learned from
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import numpy as np
 from rl_vlm.config import PreferenceSection
 from rl_vlm.labelling.session import LabelledSession, LabellerDownError, is_answer, is_decided, label_session
 from rl_vlm.labelling.store import FILE_NAME, LabelStore, QueryLog, ScoreStore, SessionFiles, true_return
-from rl_vlm.labelling.types import SKIPPED, HasState, KnowsMargin, Label, Labeller, Score, Scorer, Segment, SegmentPair
+from rl_vlm.labelling.types import SKIPPED, Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import Examples, FitReport, RewardEnsemble, RewardTrainer, add_pairs, add_scores
 from rl_vlm.preference.selection import num_candidates, pair_features, select_pairs
@@ -40,8 +41,8 @@ def check_length(pairs: Sequence[SegmentPair], wanted: int) -> None:
     """Raise UserInputError unless all segments have the wanted steps."""
     for length in {len(segment) for pair in pairs for segment in (pair.first, pair.second)} - {wanted}:
         raise UserInputError(
-            f"The label cache has segments of {length} steps, and preference.segment_length is {wanted}: set it to {length}, "
-            "or leave preference.labels.cache out."
+            f"The label cache has segments of {length} steps, and preference.segment_length is {wanted}: set it to "
+            f"{length}, or leave preference.labels.cache out."
         )
 
 
@@ -50,15 +51,15 @@ def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[in
         size = segment.observations.shape[1] + segment.actions.shape[1]
         if size != sum(sizes):
             raise UserInputError(
-                f"The label cache has states and actions of {size} numbers together, and those of env.id have {sum(sizes)}: give the "
-                "cache of a run in this environment, or leave preference.labels.cache out."
+                f"The label cache has states and actions of {size} numbers together, and those of env.id have "
+                f"{sum(sizes)}: give the cache of a run in this environment, or leave preference.labels.cache out."
             )
         return
     architecture, stride = settings.reward_model.architecture, settings.reward_model.stride
     if segment.frames is None:
         raise UserInputError(
-            f"The label cache has no pictures, and preference.reward_model.architecture {architecture} learns from them: set it to mlp, "
-            "or leave preference.labels.cache out."
+            f"The label cache has no pictures, and preference.reward_model.architecture {architecture} learns from "
+            "them: set it to mlp, or leave preference.labels.cache out."
         )
     height, width = segment.frames.shape[1:3]
     # The reward model also takes pictures that its stride has thinned out already.
@@ -67,16 +68,15 @@ def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[in
         return
     remedy = f"set it to {height}" if height == width else "give the cache of a run with this one"
     raise UserInputError(
-        f"The label cache has pictures of {height} × {width} pixels, and preference.image_size is {settings.image_size}: {remedy}, or "
-        "leave preference.labels.cache out."
+        f"The label cache has pictures of {height} × {width} pixels, and preference.image_size is "
+        f"{settings.image_size}: {remedy}, or leave preference.labels.cache out."
     )
 
 
-# Waits for a labeller that is down, and ends a session that keeps a run from stopping. No Ray here.
-
 logger = logging.getLogger(__name__)
 
-# How long a session that is under way may go on when the user wants to stop: batch systems and Kubernetes kill after 30 s or more.
+# How long a session that is under way may go on when the user wants to stop: batch systems and Kubernetes kill after 30
+# s or more.
 _STOP_GRACE_S = 10.0
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ T = TypeVar("T")
 class PatientSessions:
     """Runs sessions with a labeller, and repeats a session while the labeller is down, for up to `patience_s`."""
 
-    def __init__(self, labeller: object, patience_s: float) -> None:
+    def __init__(self, labeller: Labeller | None, patience_s: float) -> None:
         self._labeller, self._patience_s = labeller, patience_s
         # One loop for all sessions: clients of served models belong to the loop that they were first used in.
         self._loop = asyncio.new_event_loop()
@@ -97,16 +97,17 @@ class PatientSessions:
     ) -> T | None:
         """The result of `session()`; None if the user wants to stop. Every attempt draws the same from `rng`.
 
-        Raises LabellerDownError when the patience is over. Then, and where it returns None, `rng` and the labeller are as before.
+        Raises LabellerDownError when the patience is over. Then, and where it returns None, `rng` and the labeller are
+        as before.
         """
         deadline = time.monotonic() + self._patience_s
         drawn, labeller = rng.bit_generator.state, self._labeller
-        before = labeller.state() if isinstance(labeller, HasState) else None
+        before = labeller.state() if labeller is not None else {}
         pause, warned = 0.5, False
 
         def take_back() -> None:
             rng.bit_generator.state = drawn
-            if isinstance(labeller, HasState) and before is not None:
+            if labeller is not None:
                 labeller.set_state(before)
 
         while not stop_requested():
@@ -141,10 +142,6 @@ class PatientSessions:
     def close(self) -> None:
         """End the event loop."""
         self._loop.close()
-
-
-# Feedback (PEBBLE's labelling sessions): what both kinds share. Pairs are in pairs.py, scores in scores.py. No Ray
-# here.
 
 
 @dataclass(slots=True)
@@ -198,7 +195,7 @@ class Feedback(ABC):
         self,
         settings: PreferenceSection,
         trainer: RewardTrainer,
-        labeller: object | None,
+        labeller: Labeller | None,
         store: SessionFiles,
         segments_per_example: int,
     ) -> None:
@@ -222,8 +219,9 @@ class Feedback(ABC):
 
     @property
     def cost(self) -> str:
-        """What labelling has cost so far and how the labeller behaves, in one line; empty for labellers that count nothing."""
-        stats = getattr(self._labeller, "stats", None)
+        """What labelling has cost so far and how the labeller behaves, in one line; empty for labellers that count
+        nothing."""
+        stats = self._labeller.stats if self._labeller is not None else None
         return stats.summary() if stats is not None else ""
 
     def session(
@@ -231,10 +229,10 @@ class Feedback(ABC):
     ) -> SessionReport | None:
         """Ask `count` questions and train the reward model on all answers that are known.
 
-        While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the user
-        wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
+        While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the
+        user wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
         """
-        if isinstance(self._labeller, KnowsMargin):
+        if self._labeller is not None:
             self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()
         report = self._ask(replay, count, step, rng, horizon)
@@ -260,7 +258,8 @@ class Feedback(ABC):
         """Add the answers in the store to the examples."""
 
     def _rewind(self) -> None:
-        """Move sessions aside that this run does not know: of an attempt that ended before its first checkpoint, or later ones."""
+        """Move sessions aside that this run does not know: of an attempt that ended before its first checkpoint, or
+        later ones."""
         self.store.rewind(self.sessions)
 
     def state(self) -> dict[str, Any]:
@@ -270,7 +269,7 @@ class Feedback(ABC):
             "asked": self.asked,
             "usable": self.usable,
             "sessions": self.sessions,
-            "labeller": labeller.state() if isinstance(labeller, HasState) else None,
+            "labeller": labeller.state() if labeller is not None else None,
         }
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
@@ -281,12 +280,12 @@ class Feedback(ABC):
         try:
             self.asked, self.usable = int(state["asked"]), int(state["usable"])
             self.sessions = int(state["sessions"])
-            if isinstance(self._labeller, HasState) and state["labeller"] is not None:
+            if self._labeller is not None and state["labeller"] is not None:
                 self._labeller.set_state(state["labeller"])
         except (KeyError, TypeError) as error:
             raise UserInputError(
-                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels source and "
-                "coin_flips."
+                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels "
+                "source and coin_flips."
             ) from error
         self._rewind()
         self.trainer.load(model_file)
@@ -298,14 +297,11 @@ class Feedback(ABC):
         self._patient.close()
 
 
-# Feedback on pairs of segments: which of the two is better?
-
-
 class PairFeedback(Feedback):
     """Asks which segment of a pair is better. `folder` holds `labels/` and the query log.
 
-    The sessions of `cache`, labels of an earlier run, are replayed first. As in the original, their pairs replace those of the
-    policy, and are trained on as they were labelled.
+    The sessions of `cache`, labels of an earlier run, are replayed first. As in the original, their pairs replace those
+    of the policy, and are trained on as they were labelled.
     """
 
     store: LabelStore
@@ -319,7 +315,7 @@ class PairFeedback(Feedback):
         cache: LabelStore | None = None,
     ) -> None:
         super().__init__(settings, trainer, labeller, LabelStore(folder / "labels"), segments_per_example=2)
-        self._pair_labeller, self._cache = labeller, cache
+        self._cache = cache
         self._next_cached = 1
         self._log_path = folder / FILE_NAME
         # Features, not pairs, for rules that select pairs far from earlier ones: pictures of 20,000 pairs take 10 GiB.
@@ -335,7 +331,7 @@ class PairFeedback(Feedback):
     ) -> SessionReport | None:
         """The first session's pairs are drawn uniformly, because the reward model is untrained."""
         session = self._cached_session()
-        labeller, labels = self._pair_labeller, self.settings.labels
+        labeller, labels = self._labeller, self.settings.labels
         if session is None and labeller is not None:
 
             def draw(wanted: int) -> list[SegmentPair]:
@@ -356,8 +352,8 @@ class PairFeedback(Feedback):
             return None
         if not session.pairs:
             logger.warning(
-                "No pair could be drawn at step %d, so nothing was labelled: the newest %d episodes hold no two segments of %d "
-                "steps (preference.segment_length).",
+                "No pair could be drawn at step %d, so nothing was labelled: the newest %d episodes hold no two "
+                "segments of %d steps (preference.segment_length).",
                 step, self.settings.query_episodes, self.settings.segment_length,
             )  # fmt: skip
         now = time.time()
@@ -408,7 +404,8 @@ class PairFeedback(Feedback):
 
 
 def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
-    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan without any."""
+    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan
+    without any."""
     decided = [
         (true_return(pair.second) - true_return(pair.first), label.value == 1)
         for pair, label in zip(pairs, labels, strict=True)
@@ -418,17 +415,14 @@ def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> flo
     return float(np.mean(right)) if right else float("nan")
 
 
-# Feedback on single pictures: how near is it to the goal?
-
-
 class ScoreFeedback(Feedback):
     """Asks for scores of single steps. `folder` holds the store, `labels/`."""
 
     store: ScoreStore
 
-    def __init__(self, settings: PreferenceSection, trainer: RewardTrainer, scorer: Scorer, folder: Path) -> None:
-        super().__init__(settings, trainer, scorer, ScoreStore(folder / "labels"), segments_per_example=1)
-        self._scorer = scorer
+    def __init__(self, settings: PreferenceSection, trainer: RewardTrainer, labeller: Labeller, folder: Path) -> None:
+        super().__init__(settings, trainer, labeller, ScoreStore(folder / "labels"), segments_per_example=1)
+        self._scorer = labeller
 
     def _ask(
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int

@@ -204,9 +204,9 @@ class StepBatch:
 class ReplayBuffer:
     """A ring of `capacity` steps.
 
-    `rewards` are those that the agent learns from; `relabel_with` replaces them. Truncated episodes go on for the critic
-    (`continues` is 1), terminated ones do not. Where the reward is learned from images, `frame_capacity` must be at least
-    `capacity`: a row without a frame could not be relabelled.
+    `rewards` are those that the agent learns from; `relabel_with` replaces them. Truncated episodes go on for the
+    critic (`continues` is 1), terminated ones do not. Where the reward is learned from images, `frame_capacity` must be
+    at least `capacity`: a row without a frame could not be relabelled.
     """
 
     def __init__(
@@ -302,7 +302,8 @@ class ReplayBuffer:
     def sample_pairs(
         self, count: int, length: int, rng: np.random.Generator, newest: int | None = None
     ) -> list[SegmentPair]:
-        """Up to `count` pairs of segments of `length` steps that end within the `newest` rows; with frames where there are any.
+        """Up to `count` pairs of segments of `length` steps that end within the `newest` rows; with frames where there
+        are any.
 
         Fewer where the buffer does not hold enough; a pair is never a segment and itself.
         """
@@ -372,6 +373,7 @@ class ReplayBuffer:
 
 
 def _check_finite(what: str, values: np.ndarray) -> None:
-    """Raise NotFiniteError: a single nan in a batch turns all weights of the agent into nan, and the checkpoint keeps them."""
+    """Raise NotFiniteError: a single nan in a batch turns all weights of the agent into nan, and the checkpoint keeps
+    them."""
     if not np.isfinite(values).all():
         raise NotFiniteError(f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it.")

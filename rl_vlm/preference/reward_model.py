@@ -31,9 +31,10 @@ _LAST_LAYER = 1e-3  # bound of the last layer's initial weights: rewards begin n
 class ImageCNN(nn.Module):
     """Convolutions with ReLU, then one linear layer: float images [N, 3, H, W] in [0, 1] to [N].
 
-    The layers are RL-VLM-F's. The initial weights are He's (2015, equation 10) and pixels are scaled to [-1, 1], because with
-    RL-VLM-F's small uniform weights and pixels from 0 the loss hardly falls in the first hundreds of gradient steps
-    (MetaWorld's drawer-open, 300 pairs, 60 steps: rank correlation with the true reward 0.73 to 0.76 against 0.85 to 0.87).
+    The layers are RL-VLM-F's. The initial weights are He's (2015, equation 10) and pixels are scaled to [-1, 1],
+    because with RL-VLM-F's small uniform weights and pixels from 0 the loss hardly falls in the first hundreds of
+    gradient steps (MetaWorld's drawer-open, 300 pairs, 60 steps: rank correlation with the true reward 0.73 to 0.76
+    against 0.85 to 0.87).
     """
 
     def __init__(self, height: int, width: int, settings: RewardModelSection) -> None:
@@ -70,7 +71,8 @@ class ImageCNN(nn.Module):
 
 
 def resnet18(weights: str | Path | None = None) -> nn.Module:
-    """torchvision's ResNet-18 with one output, from scratch or from a local file of ImageNet weights (.safetensors, .pth).
+    """torchvision's ResNet-18 with one output, from scratch or from a local file of ImageNet weights (.safetensors,
+    .pth).
 
     As in the original its output is not squashed. Raises UserInputError if the file does not fit.
     """
@@ -106,7 +108,7 @@ class ImageMembers(nn.Module):
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.networks = nn.ModuleList(network.to(memory_format=torch.channels_last) for network in networks)  # type: ignore[call-overload]
+        self.networks = nn.ModuleList(networks).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """One batch per member, to [E, N]."""
@@ -213,7 +215,8 @@ class RewardEnsemble:
         return torch.sigmoid(torch.from_numpy(difference)).numpy()
 
     def inputs_of(self, segment: Segment) -> np.ndarray:
-        """uint8 [T, H, W, 3], with every `stride`-th pixel, or float32 [T, O + A]. Raises UserInputError if they do not fit."""
+        """uint8 [T, H, W, 3], with every `stride`-th pixel, or float32 [T, O + A]. Raises UserInputError if they do not
+        fit."""
         if self.input_kind == "state_action":
             inputs = np.concatenate([segment.observations, segment.actions], axis=1, dtype=np.float32)
         elif segment.frames is None:
@@ -340,12 +343,16 @@ class Examples:
     def _read(self, place: int) -> np.ndarray:
         parts = self._inputs[place]
         return np.stack(
-            [unpack(part, self._key, self._shape) if isinstance(part, bytes) else part for part in parts]  # type: ignore[arg-type]
+            [
+                part if self._key is None or isinstance(part, np.ndarray) else unpack(part, self._key, self._shape)
+                for part in parts
+            ]
         )
 
 
 def add_pairs(examples: Examples, model: RewardEnsemble, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
-    """Add the pairs that may be trained on; returns how many. Raises UserInputError for segments that the model cannot see."""
+    """Add the pairs that may be trained on; returns how many. Raises UserInputError for segments that the model cannot
+    see."""
     usable = 0
     for pair, label in zip(pairs, labels, strict=True):
         target = target_of_label(label, model.settings)
@@ -356,7 +363,8 @@ def add_pairs(examples: Examples, model: RewardEnsemble, pairs: Sequence[Segment
 
 
 def add_scores(examples: Examples, model: RewardEnsemble, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
-    """Add the segments that have a score s, with the target 2 s - 1, the range of a squashed reward; returns how many."""
+    """Add the segments that have a score s, with the target 2 s - 1, the range of a squashed reward; returns how
+    many."""
     usable = 0
     for segment, score in zip(segments, scores, strict=True):
         if score.value is not None and not score.error:
@@ -390,7 +398,8 @@ class RewardTrainer:
         self._optimizer = torch.optim.Adam(ensemble.members.parameters(), lr=self._settings.lr)
 
     def fit(self, examples: Examples) -> FitReport:
-        """One session of training on all examples: pairs with an early stop, or scores with squared error and without one."""
+        """One session of training on all examples: pairs with an early stop, or scores with squared error and without
+        one."""
         settings, members = self._settings, self.ensemble.members
         report = FitReport(examples=len(examples))
         starts = self._batch_starts(examples)
@@ -425,7 +434,8 @@ class RewardTrainer:
                 return report
 
     def _batch_starts(self, examples: Examples) -> list[int]:
-        """Where batches begin. Batch normalisation needs two pictures: a last one that is alone joins the batch before."""
+        """Where batches begin. Batch normalisation needs two pictures: a last one that is alone joins the batch
+        before."""
         starts = list(range(0, len(examples), self._settings.batch_size))
         normalises, scores = self._settings.architecture == "resnet18", examples.parts == 1
         alone = normalises and scores and bool(starts) and len(examples) - starts[-1] == 1
@@ -436,7 +446,8 @@ class RewardTrainer:
         tensors = {f"members.{name}": tensor for name, tensor in self.ensemble.members.state_dict().items()}
         for number, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"adam.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
-        # One key: safetensors writes several in an order that differs from call to call, and equal states are equal files.
+        # One key: safetensors writes several in an order that differs from call to call, and equal states are equal
+        # files.
         metadata = {"rng": json.dumps(self._rng.bit_generator.state)}
         # Copies: safetensors takes no tensors that share memory, and none in the channels-last layout.
         plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -472,7 +483,8 @@ def score_loss(returns: Tensor, targets: Tensor) -> Tensor:
 
 
 def _hits(returns: Tensor, targets: Tensor) -> tuple[int, int]:
-    """Over all members: pairs whose preferred segment has the higher return, and pairs that have a preferred segment."""
+    """Over all members: pairs whose preferred segment has the higher return, and pairs that have a preferred
+    segment."""
     wanted = (targets[..., 1] - targets[..., 0]).sign()
     predicted = (returns[..., 1] - returns[..., 0]).sign()
     return int(((wanted == predicted) & (wanted != 0)).sum()), int((wanted != 0).sum())
@@ -489,7 +501,6 @@ def _adam_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
 
 # The agent's reward: the task's own, success alone, or a reward model, learned or not.
 
-_TRUE = {"gt_task_reward", "sparse_task_reward"}
 # Reward modes by the similarity of picture and text: the labels.source with the same model.
 _SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_matching": "itm"}
 
@@ -506,13 +517,10 @@ class AgentReward:
         self.mode = settings.reward
         self.model = ensemble
         if self.mode in _SIMILARITY_SOURCES:
-            from rl_vlm.labelling.teachers import (
-                SimilarityReward,
-                build_similarity,  # transformers is slow to import
-            )
+            from rl_vlm.labelling.teachers import build_similarity  # transformers is slow to import
 
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[self.mode]})
-            self.model = SimilarityReward(build_similarity(labels, env_id, device))
+            self.model = build_similarity(labels, env_id, device)
 
     def rewards_of(self, batch: StepBatch) -> np.ndarray:
         """float32 [n]."""

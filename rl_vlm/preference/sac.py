@@ -79,7 +79,8 @@ class SACNetworks(nn.Module):
         self.targets.load_state_dict(self.critics.state_dict())
 
     def act(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions and their log-probabilities for observations [B, O], as `sample_actions`; zero noise gives the mode."""
+        """Actions and their log-probabilities for observations [B, O], as `sample_actions`; zero noise gives the
+        mode."""
         return sample_actions(self.actor(observations), noise, self.log_std_bounds)
 
     @staticmethod
@@ -101,9 +102,10 @@ _EXTRA_CANDIDATES = 8  # candidates beyond the k nearest, whose exact distances 
 def state_entropy(states: Tensor, visited: Tensor, k: int) -> Tensor:
     """float32 [B]: the distance from each of `states` [B, O] to the k-th nearest other one of `visited` [N, O].
 
-    `visited` holds `states` too, so the nearest neighbour is the state itself and is not counted. With N <= k, the farthest
-    one counts. One matrix product ranks the neighbours: |visited|² - 2 state · visited, which leaves out |state|² because it
-    does not change the order. It is inexact for close neighbours, so the distances to the nearest few are computed exactly.
+    `visited` holds `states` too, so the nearest neighbour is the state itself and is not counted. With N <= k, the
+    farthest one counts. One matrix product ranks the neighbours: |visited|² - 2 state · visited, which leaves out
+    |state|² because it does not change the order. It is inexact for close neighbours, so the distances to the nearest
+    few are computed exactly.
     """
     wanted = min(k + 1, len(visited))
     candidates = min(wanted + _EXTRA_CANDIDATES, len(visited))
@@ -139,7 +141,7 @@ class RunningStd:
 
 logger = logging.getLogger(__name__)
 
-STATISTICS = ("critic_loss", "q", "batch_reward", "actor_loss", "entropy", "alpha_loss")
+STATISTICS = ("critic_loss", "q", "batch_reward", "actor_loss", "actor_entropy", "alpha_loss")  # as RL-VLM-F calls them
 
 
 class Batch(NamedTuple):
@@ -245,13 +247,13 @@ class SACUpdater:
         self.optimizers["critic"].state.clear()
 
     def take_statistics(self) -> dict[str, float]:
-        """Means since the last call, `alpha` and the number of `updates`; empty if there was none."""
+        """Means since the last call, `alpha_value` and the number of `updates`; empty if there was none."""
         if not self._statistics:
             return {}
         found = dict(zip(STATISTICS, torch.stack(self._statistics).mean(0).tolist(), strict=True))
-        for name in ("actor_loss", "alpha_loss", "entropy"):
+        for name in ("actor_loss", "alpha_loss", "actor_entropy"):
             found[name] *= self.settings.actor_update_every
-        found |= {"alpha": float(self.networks.log_alpha.detach().exp()), "updates": float(len(self._statistics))}
+        found |= {"alpha_value": float(self.networks.log_alpha.detach().exp()), "updates": float(len(self._statistics))}
         self._statistics.clear()
         return found
 

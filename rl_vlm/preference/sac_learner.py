@@ -67,9 +67,9 @@ class SACLearner(TorchLearner):
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """One Adam each for actor, critics and alpha."""
-        run, self.networks = self.config.run_config, self.module[module_id].networks
-        seed = derive_seed(run.seed, 31)
-        self.updater = SACUpdater(self.networks, run.preference.sac, seed, self.config.compile_updates)
+        config, self.networks = self.config.run_config, self.module[module_id].networks
+        seed = derive_seed(config.seed, 31)
+        self.updater = SACUpdater(self.networks, config.preference.sac, seed, self.config.compile_updates)
         for name, optimizer in self.updater.optimizers.items():
             params, lr = optimizer.param_groups[0]["params"], optimizer.param_groups[0]["lr"]
             self.register_optimizer(

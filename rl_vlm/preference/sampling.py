@@ -85,7 +85,8 @@ class ControlSampler:
     def _gather(
         self, running: dict[ray.ObjectRef, int], ask: Callable[[int], ray.ObjectRef], timeout_s: float, setting: str
     ) -> dict[int, Any]:
-        """The results of the calls `running` by runner; `ask` calls a runner that died again. Raises CollectionError."""
+        """The results of the calls `running` by runner; `ask` calls a runner that died again. Raises
+        CollectionError."""
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         died: set[int] = set()  # calls to these fail until Ray has restarted them
@@ -107,7 +108,8 @@ class ControlSampler:
                 for runner in running.values():
                     ray.kill(self._manager.actors()[runner], no_restart=False)
                 raise CollectionError(
-                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or raise {setting}."
+                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or raise "
+                    f"{setting}."
                 )
         return results
 
@@ -118,7 +120,8 @@ class ControlSampler:
         return batch
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
-        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises CollectionError."""
+        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises
+        CollectionError."""
         if self._local is not None:
             with environment_errors():
                 results: list[EpisodeResult] = self._local.evaluate(actor, seeds, film)
@@ -137,7 +140,8 @@ class ControlSampler:
         return [by_seed[seed] for seed in seeds]
 
     def states(self) -> list[dict[str, Any]]:
-        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open episodes."""
+        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open
+        episodes."""
         if self._local is not None:
             return [self._local.collector.state()]
         references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._actors()]
@@ -145,7 +149,8 @@ class ControlSampler:
         return [_state_of(reference) for reference in references]
 
     def load_states(self, states: Sequence[dict[str, Any]], episode_counts: Sequence[int]) -> None:
-        """Restore every runner's environments, and `episode_counts`. Raises UserInputError where their number differs."""
+        """Restore every runner's environments, and `episode_counts`. Raises UserInputError where their number
+        differs."""
         if len(states) != self.runners:
             raise UserInputError(
                 f"The checkpoint has {len(states)} env runners and this run {self.runners}: keep "

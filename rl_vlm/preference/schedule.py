@@ -32,8 +32,8 @@ def check_segments(settings: PreferenceSection, horizon: int) -> None:
     asks_for_pairs = settings.reward == "learn_from_preference" and settings.labels.source != "cache"
     if asks_for_pairs and settings.segment_length > horizon:
         raise UserInputError(
-            f"preference.segment_length is {settings.segment_length} and episodes have at most {horizon} steps: no pair of "
-            "segments could be labelled. Take shorter segments, or longer episodes."
+            f"preference.segment_length is {settings.segment_length} and episodes have at most {horizon} steps: no "
+            "pair of segments could be labelled. Take shorter segments, or longer episodes."
         )
 
 
@@ -117,7 +117,8 @@ class EpisodeTracker:
         self._returns: deque[float] = deque(maxlen=10)
 
     def add(self, batch: StepBatch, rewards: np.ndarray, before: int) -> list[FinishedEpisode]:
-        """Add a round with the agent's rewards, `before` steps into the run; returns the episodes that ended, in order."""
+        """Add a round with the agent's rewards, `before` steps into the run; returns the episodes that ended, in
+        order."""
         done = batch.terminated | batch.truncated
         turns = self._turns(batch)
         ended = []

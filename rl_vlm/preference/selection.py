@@ -28,7 +28,8 @@ def num_candidates(rule: Rule, count: int, large_batch: int) -> int:
 def select_pairs(
     rule: Rule, candidates: Sequence[SegmentPair], count: int, model: RewardEnsemble, known: np.ndarray = _NONE
 ) -> list[SegmentPair]:
-    """`count` of the candidates, or all if there are fewer; `known` are the `pair_features` of those that were labelled before.
+    """`count` of the candidates, or all if there are fewer; `known` are the `pair_features` of those that were labelled
+    before.
 
     Candidates are random pairs, so the first `count` are a uniform choice.
     """
@@ -66,7 +67,8 @@ _UNCERTAINTY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def k_center(points: np.ndarray, known: np.ndarray, count: int) -> np.ndarray:
-    """Places of `count` of the points [N, D], chosen one by one: each is the farthest from all that are known or chosen.
+    """Places of `count` of the points [N, D], chosen one by one: each is the farthest from all that are known or
+    chosen.
 
     Without known points [0, D], the first one is the farthest from the mean.
     """

@@ -11,16 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 
 from rl_vlm.rewards.exact import Monomial, parse_monomial
 from rl_vlm.rewards.normalize import MAX_CHARS, Answer, is_oversized, normalize_answer, read_answer
-from rl_vlm.rewards.symbolic import TIMEOUT_S, WORKER, GraderError, Verdict
+from rl_vlm.rewards.symbolic import TIMEOUT_S, WORKER, GraderError, Reason
 from rl_vlm.rewards.units import units_clash
-
-# Find the boxed answer in a response: `\boxed{...}`, `\fbox{...}` or the unbraced `\boxed 5`.
 
 # One left-to-right scan over these tokens keeps the cost linear: no token contains another, and none backtracks
 # over more than a few characters. `\\.` comes after the box so that `\{` and `\}` are not counted as braces; a doubled
@@ -152,7 +149,6 @@ __all__ = [
     "Reason",
     "compare",
     "extract_boxed",
-    "grade",
     "grade_turns",
     "is_equal",
     "normalize_answer",
@@ -167,17 +163,6 @@ _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' ]*")
 
 
-class Reason(StrEnum):
-    """Why a response was graded as it was."""
-
-    CORRECT = "correct"
-    WRONG = "wrong"  # another value, unit, kind or number of elements
-    NO_ANSWER = "no_answer"  # no box with something in it
-    TOO_LONG = "too_long"  # more than MAX_CHARS characters in the box
-    TIMED_OUT = "timed_out"  # the symbolic comparison took longer than its limit
-    UNPARSABLE = "unparsable"  # differs as text and number, and is no expression that may be evaluated
-
-
 @dataclass(frozen=True, slots=True)
 class Grade:
     """The verdict on one response; `answer` is the content of the box, cut to MAX_CHARS."""
@@ -185,11 +170,6 @@ class Grade:
     correct: bool
     answer: str | None
     reason: Reason
-
-
-def grade(response: str, truth: str) -> Grade:
-    """Grade the last boxed answer of one text that the policy wrote."""
-    return grade_turns((response,), truth)
 
 
 def grade_turns(turns: Sequence[str], truth: str) -> Grade:
@@ -231,17 +211,9 @@ class _SymbolicBudget:
             return Reason.UNPARSABLE
         if self._left_s < _LEAST_S:
             return Reason.TIMED_OUT
-        verdict, spent_s = WORKER.compare(answer, truth, self._left_s)
+        reason, spent_s = WORKER.compare(answer, truth, self._left_s)
         self._left_s -= spent_s
-        return _REASONS[verdict]
-
-
-_REASONS = {
-    Verdict.EQUAL: Reason.CORRECT,
-    Verdict.DIFFERENT: Reason.WRONG,
-    Verdict.UNPARSABLE: Reason.UNPARSABLE,
-    Verdict.TIMED_OUT: Reason.TIMED_OUT,
-}
+        return reason
 
 
 @lru_cache(maxsize=16384)

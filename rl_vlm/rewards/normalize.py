@@ -212,7 +212,8 @@ def _read_item(text: str) -> Answer:
 
 
 def _without_text(text: str) -> str:
-    r"""The content of a `\text{}` around a whole answer: `\text{12 cm}` as `12 cm`, `\text{3 apples}` as `3\text{ apples}`."""
+    r"""The content of a `\text{}` around a whole answer: `\text{12 cm}` as `12 cm`, `\text{3 apples}` as `3\text{
+    apples}`."""
     whole = _WHOLE_TEXT.fullmatch(text)
     if whole is None:
         return text
@@ -274,7 +275,8 @@ def _enclosing(text: str) -> tuple[str, str] | None:
 
 
 def _left_to_right(text: str) -> str:
-    r"""`2/3\pi` as `\frac{2}{3}\pi`: quotients and products of one line are read in the order in which they are written."""
+    r"""`2/3\pi` as `\frac{2}{3}\pi`: quotients and products of one line are read in the order in which they are
+    written."""
     return _QUOTIENT_BEFORE_FACTOR.sub(r"\\frac{\1}{\2}", text)
 
 

@@ -24,13 +24,15 @@ class GraderError(RLVLMError):
     """The symbolic grader does not start, or has too much to do."""
 
 
-class Verdict(StrEnum):
-    """What the comparison found."""
+class Reason(StrEnum):
+    """Why a response was graded as it was."""
 
-    EQUAL = "equal"
-    DIFFERENT = "different"
-    UNPARSABLE = "unparsable"  # not an expression, or it broke the child twice
-    TIMED_OUT = "timed_out"
+    CORRECT = "correct"
+    WRONG = "wrong"  # another value, unit, kind or number of elements
+    NO_ANSWER = "no_answer"  # no box with something in it
+    TOO_LONG = "too_long"  # more than MAX_CHARS characters in the box
+    TIMED_OUT = "timed_out"  # the symbolic comparison took longer than its limit
+    UNPARSABLE = "unparsable"  # differs as text and number, and is no expression that may be evaluated
 
 
 class SymbolicWorker:
@@ -51,8 +53,8 @@ class SymbolicWorker:
         """The child's process id, or None while there is none."""
         return self._child.pid if self._child else None
 
-    def compare(self, answer: str, truth: str, timeout_s: float = TIMEOUT_S) -> tuple[Verdict, float]:
-        """Compare two normalised expressions that passed `guard.refusal`.
+    def compare(self, answer: str, truth: str, timeout_s: float = TIMEOUT_S) -> tuple[Reason, float]:
+        """Compare two normalised expressions that passed `math.refusal`.
 
         Returns the verdict and the seconds that it took, at most about `timeout_s`, without the wait for other threads
         and for the start of the child. Raises GraderError if the child does not start, or too many threads wait.
@@ -63,23 +65,23 @@ class SymbolicWorker:
         except BusyError as error:
             raise GraderError(f"The symbolic grader has too much to do: {error}.") from error
 
-    def _compare(self, request: dict[str, str], timeout_s: float) -> tuple[Verdict, float]:
+    def _compare(self, request: dict[str, str], timeout_s: float) -> tuple[Reason, float]:
         spent_s = 0.0
         for _ in range(2):  # again if the child was killed from outside, by the OOM killer for example
             child = self._ready_child()
             started = time.monotonic()
-            verdict: Verdict | None = None
+            reason: Reason | None = None
             try:
-                verdict = Verdict(child.ask(request, timeout_s=timeout_s)[0]["verdict"])
+                reason = Reason(child.ask(request, timeout_s=timeout_s)[0]["reason"])
             except TimeoutError:
-                verdict = Verdict.TIMED_OUT
+                reason = Reason.TIMED_OUT
                 self._child = self._start()  # so that it imports while the caller goes on
             except (PeerGoneError, FrameError):
                 pass
             spent_s += time.monotonic() - started
-            if verdict is not None:
-                return verdict, spent_s
-        return Verdict.UNPARSABLE, spent_s
+            if reason is not None:
+                return reason, spent_s
+        return Reason.UNPARSABLE, spent_s
 
     def close(self) -> None:
         """Kill the child; the next comparison starts a new one."""

@@ -1,7 +1,7 @@
 """Compares expressions symbolically, in the child process of `rl_vlm.rewards.symbolic`.
 
-A request is `{"answer": ..., "truth": ...}`, a reply `{"verdict": "equal" | "different" | "unparsable"}`. It imports nothing else of
-this package, so that the child starts fast and stays small.
+A request is `{"answer": ..., "truth": ...}`, a reply `{"reason": ...}` with the value of a `Reason`. It imports nothing
+else of this package, so that the child starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def prepare() -> Callable[[dict[str, Any], list[bytes]], tuple[dict[str, Any], l
 
 def _answer(request: dict[str, Any], _: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
     try:
-        verdict = "equal" if compare(request["answer"], request["truth"]) else "different"
+        reason = "correct" if compare(request["answer"], request["truth"]) else "wrong"
     except (UnparsableError, RecursionError, MemoryError):
-        verdict = "unparsable"
-    return {"verdict": verdict}, []
+        reason = "unparsable"
+    return {"reason": reason}, []
 
 
 # What sympy raises for expressions that it cannot handle.

@@ -42,7 +42,8 @@ def refusal(text: str, max_chars: int) -> str:
 
 
 def without_thought(text: str) -> str:
-    """The text without the one thought that it may begin with, `<think>...</think>` or what stands before `</think>`; others stay."""
+    """The text without the one thought that it may begin with, `<think>...</think>` or what stands before `</think>`;
+    others stay."""
     thought = _THOUGHT.match(text)
     return text[thought.end() :] if thought else text
 
@@ -63,7 +64,8 @@ def _is_imitation(word: str) -> bool:
 _QUOTES = re.compile('["\u201c-\u201f\u00ab\u00bb\u2033\u301d-\u301f\uff02]')
 _SPACES = re.compile(r"\s+")
 _ONE = r"(?:(?:number|no\.?)\s*)?(?:[12]|one|two|first|second|this|me|mine|the (?:first|second|other|caption|answer|option|above|below))\b"
-# What nobody who describes a picture writes: orders to choose, the judge's own question, names of the two texts, praise of itself.
+# What nobody who describes a picture writes: orders to choose, the judge's own question, names of the two texts, praise
+# of itself.
 _TO_THE_JUDGE = re.compile(
     "|".join(
         (
@@ -87,16 +89,17 @@ _TO_THE_JUDGE = re.compile(
 
 
 def quoted(text: str, max_chars: int) -> str:
-    """The text on one line between straight quotes, cut off after `max_chars`. No quote inside can end it, and no line break begins
-    something else."""
+    """The text on one line between straight quotes, cut off after `max_chars`. No quote inside can end it, and no line
+    break begins something else."""
     return '"' + _QUOTES.sub("'", _SPACES.sub(" ", text).strip())[:max_chars] + '"'
 
 
 def judged_refusal(text: str, max_chars: int) -> str:
     """Why a text is not shown to a judge; "" if it may be.
 
-    Reasons: empty; those of `plain_text.refusal`; to_the_judge (it gives orders, names the texts that are compared, or repeats the
-    question). The last is a list of phrases, not a proof: a judge that can be talked into something may be talked into it by others.
+    Reasons: empty; those of `refusal`; to_the_judge (it gives orders, names the texts that are compared, or
+    repeats the question). The last is a list of phrases, not a proof: a judge that can be talked into something may be
+    talked into it by others.
     """
     if not text.strip():
         return "empty"

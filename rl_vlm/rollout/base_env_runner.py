@@ -1,4 +1,6 @@
-"""The base of the env runners: the methods that RLlib calls. Every env-runner process imports it, so its imports are few.
+"""The base of the env runners: the methods that RLlib calls.
+
+Every env-runner process imports it, so its imports are few.
 
 They do not derive from RLlib's EnvRunner, whose import brings torch, Tune and Data into each of those processes: five
 seconds of CPU. `RunnerGroup` starts them, and RLlib calls them by the names of these methods.
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What an env runner is made from: the run, the served policy's id, key and model (if there is one), the environment's spaces."""
+    """What an env runner is made from: the run, the served policy's id, key and model (if there is one), the
+    environment's spaces."""
 
     run_config: Any  # PolicyConfig or PreferenceConfig
     run_id: str

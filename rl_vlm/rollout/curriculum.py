@@ -16,8 +16,8 @@ from rl_vlm.types import TrajectoryGroup, UserInputError
 def blend(here: Any, there: Any, share: float) -> Any:
     """`here` moved by `share` (0 to 1) of the way to `there`.
 
-    Numbers move linearly, and stay integers (rounded, halves up) where both are. Lists of the same length and mappings move item by item.
-    Whatever else differs stays as it is here.
+    Numbers move linearly, and stay integers (rounded, halves up) where both are. Lists of the same length and mappings
+    move item by item. Whatever else differs stays as it is here.
     """
     if _is_number(here) and _is_number(there):
         value = here + (there - here) * share
@@ -45,7 +45,9 @@ def numbers_in(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 class Stages:
-    """What each stage sets. A stage's arguments are laid over the environment's own, not over those of the stage before.
+    """What each stage sets.
+
+    A stage's arguments are laid over the environment's own, not over those of the stage before.
 
     A number that one of two stages leaves out moves from or to the environment's own argument, where it has one.
     """
@@ -117,16 +119,14 @@ class Stages:
                         yield f"curriculum.stages, stage {title}{between}", name, arguments
 
 
-# Curriculum: a mixture whose tasks change in stages, by episodes, by iterations, or by a metric with hysteresis.
-
-
 class Curriculum(Mixture):
     """Lays the arguments and weights of the current stage over a mixture.
 
-    By episodes, those are counted that were sampled (also of groups that are not learned from); by iterations, the learner's steps. By
-    metric, a stage ends when the mean over the newest `window` of its own episodes reaches its `until`, and it goes back to the
-    stage before when that mean is `fall_back_margin` below the value which ended that one. After each move `min_episodes` of the new
-    stage come first, so a noisy metric does not make it flicker. Which of its tasks were solved is forgotten at each move.
+    By episodes, those are counted that were sampled (also of groups that are not learned from); by iterations, the
+    learner's steps. By metric, a stage ends when the mean over the newest `window` of its own episodes reaches its
+    `until`, and it goes back to the stage before when that mean is `fall_back_margin` below the value which ended that
+    one. After each move `min_episodes` of the new stage come first, so a noisy metric does not make it flicker. Which
+    of its tasks were solved is forgotten at each move.
 
     Args:
         run: the stages and when they end, and what Mixture needs.
@@ -143,7 +143,6 @@ class Curriculum(Mixture):
         self._in_stages: Counter[int] = Counter()  # tasks handed out in each
 
     def begin(self, iteration: int) -> None:
-        """See Mixture."""
         self._iteration = iteration
         self._move()
 
@@ -240,8 +239,8 @@ class Curriculum(Mixture):
         if state.get("stages") != list(self._settings.names):
             saved = state.get("stages")
             raise UserInputError(
-                f"The checkpoint's curriculum has {'the stages ' + ', '.join(saved) if saved else 'no stages'}: resume with the "
-                "curriculum that the run began with."
+                f"The checkpoint's curriculum has {'the stages ' + ', '.join(saved) if saved else 'no stages'}: resume "
+                "with the curriculum that the run began with."
             )
         self.stage, self._episodes = int(state["stage"]), int(state["episodes"])
         self._iteration, self._in_stage = int(state["iteration"]), int(state["in_stage"])

@@ -1,5 +1,5 @@
-"""Environments while they are played: their calls in threads beside the event loop, with deadlines, one pool for each set of
-arguments, and what becomes of those that fail."""
+"""Environments while they are played: their calls in threads beside the event loop, with deadlines, one pool for each
+set of arguments, and what becomes of those that fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rl_vlm.config import RunConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
-from rl_vlm.envs.parts import make_part
+from rl_vlm.envs.registry import make_part
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
 from rl_vlm.waiting import note_hung_thread
@@ -71,8 +71,6 @@ class CallBatch:
             return self._begun
 
 
-# Runs environment calls in threads beside the event loop, with deadlines; short calls share one thread switch.
-
 logger = logging.getLogger(__name__)
 
 # Calls this short run one after the other in one thread: a thread switch costs about as much as they do.
@@ -105,7 +103,8 @@ class EnvPool:
         self._inline = inline
         self._max_threads = max_threads
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
-        # Running means; the first calls go alone. Not one for both: after many quick resets slow steps would go in one thread.
+        # Running means; the first calls go alone. Not one for both: after many quick resets slow steps would go in one
+        # thread.
         self._call_s = {"reset": _SHORT_CALL_S, "step": _SHORT_CALL_S}
         self._idle: list[VisionEnv] = []
         self.lent = 0  # environments that groups have
@@ -237,7 +236,9 @@ class EnvPool:
     async def _answer(
         self, future: asyncio.Future[Any], began: list[float], timeout_s: float, ended: threading.Event
     ) -> Timed:
-        """What a thread gives; `began` holds when it began, once it has. The deadline starts then, unless all threads hang.
+        """What a thread gives; `began` holds when it began, once it has.
+
+        The deadline starts then, unless all threads hang.
 
         `ended` is set when the thread is done.
         """
@@ -299,8 +300,6 @@ def _close_quietly(env: VisionEnv) -> None:
         # Nothing depends on closing an environment that failed.
         logger.debug("closing an environment failed: %s", error)
 
-
-# EnvPools: one pool of environments for each set of arguments that tasks ask for; pools that were not used for long are closed.
 
 # Threads of slow environments, which mostly wait: one for each episode as far as that goes.
 _MIN_THREADS, _MAX_THREADS = 32, 256
@@ -393,9 +392,6 @@ class EnvPools:
         self._closed_busy_s = 0.0
 
 
-# Failures while groups are sampled: each has a name that is counted, and too many in a row stop the run.
-
-
 class GroupFailedError(RLVLMError):
     """An episode of the group failed; `reason` is the name under which it is counted."""
 
@@ -442,6 +438,6 @@ class FailureBudget:
         if self.in_a_row >= self.limit:
             reason = list(lost.values())[-1]
             raise TooManyFailuresError(
-                f"{self.in_a_row} groups in a row were lost, the last because of: {reason}. Repair the environment or the "
-                "server, or raise rollout.max_consecutive_failures."
+                f"{self.in_a_row} groups in a row were lost, the last because of: {reason}. Repair the environment or "
+                "the server, or raise rollout.max_consecutive_failures."
             )

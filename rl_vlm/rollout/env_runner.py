@@ -85,7 +85,8 @@ class RolloutWorker:
     async def run(self, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
         """Sample all tasks; failures of environments and requests are reported in the result, never raised.
 
-        With `at_once`, for held-out tasks, so many at a time, and environments that training does not need are closed afterwards.
+        With `at_once`, for held-out tasks, so many at a time, and environments that training does not need are closed
+        afterwards.
         """
         started = time.perf_counter()
         client = self._connect()
@@ -149,7 +150,10 @@ class RolloutWorker:
     async def _attempt_few(
         self, tasks: list[RolloutTask], client: PolicyClient, dropped: Counter[str], at_once: int
     ) -> list[TrajectoryGroup | str]:
-        """`_attempt` of each task, `at_once` at a time. No variant's environments are left when the next one's are made."""
+        """`_attempt` of each task, `at_once` at a time.
+
+        No variant's environments are left when the next one's are made.
+        """
         places = asyncio.Semaphore(at_once)
 
         async def attempt(task: RolloutTask) -> TrajectoryGroup | str:
@@ -183,7 +187,8 @@ class RolloutWorker:
 
 
 def share_images(groups: Iterable[TrajectoryGroup]) -> None:
-    """Make images with the same bytes one object, which travels to the driver and the learners once, and is held once there."""
+    """Make images with the same bytes one object, which travels to the driver and the learners once, and is held once
+    there."""
     known: dict[str, EncodedImage] = {}
     for group in groups:
         for trajectory in group.trajectories:
@@ -192,9 +197,9 @@ def share_images(groups: Iterable[TrajectoryGroup]) -> None:
 
 # VLMEnvRunner: an env runner that drives many vision episodes at once with asyncio.
 #
-# With a policy lag the actor answers several calls at once, one per group, in threads (`concurrent_calls`); all of them run on one event
-# loop, in a thread of its own. Threads and not coroutines: a coroutine anywhere in the class would make it an asynchronous actor,
-# whose health checks and calls at lag 0 would then share the loop with user code.
+# With a policy lag the actor answers several calls at once, one per group, in threads (`concurrent_calls`); all of them
+# run on one event loop, in a thread of its own. Threads and not coroutines: a coroutine anywhere in the class would
+# make it an asynchronous actor, whose health checks and calls at lag 0 would then share the loop with user code.
 
 T = TypeVar("T")
 

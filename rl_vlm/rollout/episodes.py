@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,8 @@ from rl_vlm.types import (
     as_encoded,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Conversation:
@@ -51,7 +53,10 @@ class Conversation:
     status: TrajectoryStatus = field(default=TrajectoryStatus.COMPLETED, kw_only=True)
 
     def next_budget(self, rollout: RolloutSection, room: int | None = None) -> int:
-        """The tokens that the next turn may have, with `room` left in the context. 0 ends the episode, which is truncated."""
+        """The tokens that the next turn may have, with `room` left in the context.
+
+        0 ends the episode, which is truncated.
+        """
         left = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - self.num_sampled)
         budget = max(left if room is None else min(left, room), 0)
         if budget == 0 or self.num_turns >= rollout.max_turns:
@@ -77,13 +82,13 @@ class Conversation:
         return None if terminated or truncated else observation
 
 
-# One sampled turn, in one request or, for partial rollouts, in pieces that may come from several versions of the policy.
-#
-# With in-flight updates one request's answer may consist of several versions, too (`Sample.pieces`).
-#
-# A piece that ends because of its length goes on from what was sampled so far: the next request's prompt is the prompt and these tokens,
-# whose keys and values are computed anew under the weights that the replica has by then. So each token's log-probability is that of the
-# version which sampled it, given everything before it (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2).
+# A turn is sampled in one request or, for partial rollouts, in pieces that may come from several versions of the
+# policy. With in-flight updates one request's answer may consist of several versions, too (`Sample.pieces`). A piece
+# that ends because of its
+# length goes on from what was sampled so far: the next request's prompt is the prompt and these tokens, whose keys and
+# values are computed anew under the weights that the replica has by then. So each token's log-probability is that of
+# the version which sampled it, given everything before it (partial rollouts: Kimi k1.5, arXiv 2501.12599, section
+# 2.6.2).
 
 
 class CompletionClient(Protocol):
@@ -100,7 +105,8 @@ class ImageAccountingError(RLVLMError):
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """What the policy said: token ids int32 [T], log-probabilities float32 [T], and (tokens, version) of each piece in order."""
+    """What the policy said: token ids int32 [T], log-probabilities float32 [T], and (tokens, version) of each piece in
+    order."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -116,62 +122,46 @@ async def sample_turns(
 
     `expected` is the prompt with images expanded. Raises ImageAccountingError where the engine's differs.
     """
-    first = request if piece is None else _shortened(request, min(piece, request.sampling.max_new_tokens))
-    completion = await policy.generate(first)
-    _check_prompt(completion, expected, name)
-    turns = [_turn([sample], [completion]) for sample in completion.samples]
-    if piece is None:
-        return turns
-    outcomes = await asyncio.gather(
-        *(
-            _go_on(policy, request, expected, name, piece, number, sample, completion)
-            for number, sample in enumerate(completion.samples)
-        ),
-        return_exceptions=True,
-    )
-    whole = []
-    for outcome in outcomes:  # all have ended before an error is raised
+    budget, seeds = request.sampling.max_new_tokens, request.sampling.seeds
+    length = budget if piece is None else min(piece, budget)
+    first = await policy.generate(replace(request, sampling=replace(request.sampling, max_new_tokens=length)))
+    _check_prompt(first, expected, name)
+
+    async def whole_turn(number: int) -> SampledTurn:
+        samples, completions, asked = [first.samples[number]], [first], length
+        # A sample that is shorter than it might be was ended by the engine.
+        while samples[-1].stop_reason is StopReason.LENGTH and len(samples[-1].token_ids) == asked:
+            said = np.concatenate([sample.token_ids for sample in samples])
+            asked = min(length, budget - len(said))
+            if not asked:
+                break
+            own_seed = None if seeds is None else (derive_seed(seeds[number], len(samples)),)
+            further = replace(
+                request,
+                request_id=f"{request.request_id}+{number}.{len(samples)}",
+                prompt_ids=np.concatenate([request.prompt_ids, said]),
+                preferred_replica=completions[-1].replica_id,
+                sampling=replace(request.sampling, max_new_tokens=asked, n=1, seeds=own_seed),
+            )
+            completions.append(await policy.generate(further))
+            _check_prompt(completions[-1], np.concatenate([expected, said]), name)
+            samples.append(completions[-1].samples[0])
+        return _turn(samples, completions)
+
+    return await _all_ended([whole_turn(number) for number in range(len(first.samples))])
+
+
+async def _all_ended(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order.
+
+    All have ended before an error is raised, so that no environment is stepped after it was discarded.
+    """
+    results: list[T] = []
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
-        whole.append(outcome)
-    return whole
-
-
-async def _go_on(
-    policy: CompletionClient,
-    request: GenerationRequest,
-    expected: np.ndarray,
-    name: str,
-    piece: int,
-    number: int,
-    sample: Sample,
-    completion: Completion,
-) -> SampledTurn:
-    """The rest of answer `number`, of which `sample` is the first piece."""
-    budget, seeds = request.sampling.max_new_tokens, request.sampling.seeds
-    samples, completions, asked = [sample], [completion], min(piece, budget)
-    # A sample that is shorter than it might be was ended by the engine.
-    while samples[-1].stop_reason is StopReason.LENGTH and len(samples[-1].token_ids) == asked:
-        said = np.concatenate([part.token_ids for part in samples])
-        asked = min(piece, budget - len(said))
-        if not asked:
-            break
-        further = replace(
-            _shortened(request, asked),
-            request_id=f"{request.request_id}+{number}.{len(samples)}",
-            prompt_ids=np.concatenate([request.prompt_ids, said]),
-            preferred_replica=completions[-1].replica_id,
-        )
-        own_seed = None if seeds is None else (derive_seed(seeds[number], len(samples)),)
-        further = replace(further, sampling=replace(further.sampling, n=1, seeds=own_seed))
-        completions.append(await policy.generate(further))
-        _check_prompt(completions[-1], np.concatenate([expected, said]), name)
-        samples.append(completions[-1].samples[0])
-    return _turn(samples, completions)
-
-
-def _shortened(request: GenerationRequest, max_new_tokens: int) -> GenerationRequest:
-    return replace(request, sampling=replace(request.sampling, max_new_tokens=max_new_tokens))
+        results.append(outcome)
+    return results
 
 
 def _turn(samples: list[Sample], completions: list[Completion]) -> SampledTurn:
@@ -198,9 +188,6 @@ def _check_prompt(completion: Completion, expected: np.ndarray, name: str) -> No
         )
 
 
-# What the policy sees in the place of an environment's images, where a task asks whether it needs them.
-
-
 async def viewed_opening(
     images: tuple[EncodedImage, ...], task: RolloutTask, pool: EnvPool
 ) -> tuple[EncodedImage, ...]:
@@ -219,16 +206,14 @@ def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[Encoded
     return blanked(images) if task.view == "blank" else images
 
 
-# Episodes and groups: runs the policy in environments until the episodes end.
-#
 # A group's first turn is one request with `n = group size`: one prefill and one image encoding for all its samples.
 # After that the episodes of a group are independent.
 
 
 @dataclass(slots=True)
 class _Episode(Conversation):
-    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces; `logprobs`
-    those of each sampled turn."""
+    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces;
+    `logprobs` those of each sampled turn."""
 
     number: int
     ids: list[np.ndarray]
@@ -239,6 +224,30 @@ class _Episode(Conversation):
     length: int = 0
     state_id: str = ""  # of what was shown last
     replicas: list[str] = field(default_factory=list)
+
+    def append(self, ids: np.ndarray, expanded: np.ndarray) -> None:
+        """Add tokens, also with images expanded."""
+        self.ids.append(ids)
+        self.spans.append(expanded)
+        self.length += len(expanded)
+
+    def add_sampled(self, sampled: SampledTurn) -> None:
+        """Add what the policy said."""
+        start = self.length
+        self.append(sampled.token_ids, sampled.token_ids)
+        self.logprobs.append(sampled.logprobs)
+        self.replicas.append(sampled.replica_id)
+        self.turns.append(
+            Turn(
+                start,
+                self.length,
+                min(version for _, version in sampled.pieces),
+                sampled.stop_reason,
+                state_id=self.state_id,
+                pieces=sampled.pieces if len(sampled.pieces) > 1 else (),
+                well_formed=sampled.stop_reason is not StopReason.LENGTH,
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,171 +290,133 @@ async def run_group(
     if opened is None:
         opened = await open_group(task, pool, text)
     with discard_on_failure(pool, opened.envs):
-        group = await _run_group(task, opened, pool, policy, text, rollout, max_context)
+        group = await _GroupSampler(task, pool, policy, text, rollout, max_context).sample(opened)
     pool.give_back(opened.envs)
     return group
 
 
-async def _run_group(
-    task: RolloutTask,
-    opened: OpenGroup,
-    pool: EnvPool,
-    policy: CompletionClient,
-    text: TextSide,
-    rollout: RolloutSection,
-    max_context: int,
-) -> TrajectoryGroup:
-    envs, openings, prompt, expanded = opened.envs, opened.openings, opened.prompt, opened.expanded
-    first = openings[0][0]
-    budget = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens, max_context - len(expanded))
-    if budget < 1:
-        raise GroupFailedError(
-            "prompt_too_long",
-            f"The prompt of item {task.index} has {len(expanded)} tokens and serving.max_context is "
-            f"{max_context}: raise it or shrink the images.",
-        )
-    seeds = tuple(derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size))
-    request = GenerationRequest(
-        request_id=f"{task.group_id}:0",
-        prompt_ids=prompt.token_ids,
-        images=prompt.images,
-        sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, task.size, seeds),
-        min_version=task.min_version,
-    )
-    turns = await sample_turns(policy, request, expanded, task.group_id, rollout.partial_tokens)
-    opening_state = state_id(first, prompt.images)
-    episodes = [
-        _Episode(
-            number=number,
-            env=env,
-            ids=[prompt.token_ids],
-            images=list(prompt.images),
-            spans=[expanded],
-            logprobs=[],
-            messages=list(first.messages) if task.record else [],
-            length=len(expanded),
-            state_id=opening_state,
-            info=dict(opening[1]),
-        )
-        for number, (env, opening) in enumerate(zip(envs, openings, strict=True))
-    ]
-    samples = list(zip(episodes, turns, strict=True))
-    # The first actions are sent to all environments together, later ones by each episode alone.
-    observations = await _act(samples, pool, text, rollout, task)
-    going_on = [
-        _continue(episode, observation, task, pool, policy, text, rollout, max_context)
-        for (episode, _), observation in zip(samples, observations, strict=True)
-        if observation is not None
-    ]
-    # All episodes end before an error is raised, so that no environment is stepped after it was discarded.
-    for outcome in await asyncio.gather(*going_on, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
-    finished = [_finish(episode, task) for episode in episodes]
-    return TrajectoryGroup(task.group_id, task.index, finished, task.env, task.stage)
+@dataclass(frozen=True, slots=True)
+class _GroupSampler:
+    """Plays the episodes of one group to their ends."""
 
+    task: RolloutTask
+    pool: EnvPool
+    policy: CompletionClient
+    text: TextSide
+    rollout: RolloutSection
+    max_context: int
 
-async def _continue(
-    episode: _Episode,
-    observation: Observation,
-    task: RolloutTask,
-    pool: EnvPool,
-    policy: CompletionClient,
-    text: TextSide,
-    rollout: RolloutSection,
-    max_context: int,
-) -> None:
-    """The second and later turns of one episode."""
-    current: Observation | None = observation
-    while current is not None:
-        ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
-        span = text.codec.encode_continuation(current.messages, ended)
-        span = replace(span, images=viewed(span.images, task))
-        expanded = _expand(span, text, task.group_id)
-        budget = episode.next_budget(rollout, max_context - episode.length - len(expanded))
-        if not budget:
-            return
-        _append(episode, span.token_ids, expanded)
-        episode.images.extend(span.images)
-        episode.state_id = state_id(current, span.images)
-        if task.record:
-            episode.messages.extend(current.messages)
-        turn = len(episode.turns)
-        request = GenerationRequest(
-            request_id=f"{task.group_id}:{episode.number}:{turn}",
-            prompt_ids=np.concatenate(episode.ids),
-            images=tuple(episode.images),
-            sampling=SamplingParams(
-                budget,
-                task.temperature,
-                task.top_p,
-                task.top_k,
-                seeds=(derive_seed(task.sampling_seed, episode.number, turn),),
-            ),
-            min_version=task.min_version,
-            preferred_replica=episode.replicas[-1],
-        )
-        (said,) = await sample_turns(
-            policy, request, np.concatenate(episode.spans), task.group_id, rollout.partial_tokens
-        )
-        (current,) = await _act([(episode, said)], pool, text, rollout, task)
-
-
-async def _act(
-    samples: Sequence[tuple[_Episode, SampledTurn]],
-    pool: EnvPool,
-    text: TextSide,
-    rollout: RolloutSection,
-    task: RolloutTask,
-) -> list[Observation | None]:
-    """Give sampled turns to their environments; None where the episode ended."""
-    acting: list[tuple[_Episode, str]] = []
-    for episode, sample in samples:
-        start = episode.length
-        _append(episode, sample.token_ids, sample.token_ids)
-        episode.logprobs.append(sample.logprobs)
-        oldest = min(version for _, version in sample.pieces)
-        pieces = sample.pieces if len(sample.pieces) > 1 else ()
-        episode.turns.append(
-            Turn(
-                start,
-                episode.length,
-                oldest,
-                sample.stop_reason,
-                state_id=episode.state_id,
-                pieces=pieces,
-                well_formed=sample.stop_reason is not StopReason.LENGTH,
+    async def sample(self, opened: OpenGroup) -> TrajectoryGroup:
+        task, rollout, prompt, expanded = self.task, self.rollout, opened.prompt, opened.expanded
+        first = opened.openings[0][0]
+        budget = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens, self.max_context - len(expanded))
+        if budget < 1:
+            raise GroupFailedError(
+                "prompt_too_long",
+                f"The prompt of item {task.index} has {len(expanded)} tokens and serving.max_context is "
+                f"{self.max_context}: raise it or shrink the images.",
             )
+        seeds = tuple(derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size))
+        request = GenerationRequest(
+            request_id=f"{task.group_id}:0",
+            prompt_ids=prompt.token_ids,
+            images=prompt.images,
+            sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, task.size, seeds),
+            min_version=task.min_version,
         )
-        episode.replicas.append(sample.replica_id)
-        action = text.codec.decode(sample.token_ids)
-        if task.record:
-            episode.messages.append(Message.of("assistant", action))
-        if episode.add_turn(rollout, len(sample.token_ids), sample.stop_reason is StopReason.LENGTH):
-            acting.append((episode, action))
-    results: list[StepResult | RLVLMError] = []
-    if acting:
-        with tracing.span("environment", episodes=len(acting)):
-            results = await pool.step([episode.env for episode, _ in acting], [action for _, action in acting])
-    observations: dict[int, Observation] = {}
-    for (episode, _), result in zip(acting, results, strict=True):
-        if isinstance(result, RLVLMError):
-            raise GroupFailedError(reason_of(result), str(result)) from result
-        reward, info = result[1], result[4]
-        turn = episode.turns[-1]
-        episode.turns[-1] = replace(
-            turn,
-            reward=reward,
-            parts=reward_parts(info),
-            well_formed=turn.well_formed and not _is_false(info.get("well_formed")),
+        turns = await sample_turns(self.policy, request, expanded, task.group_id, rollout.partial_tokens)
+        opening_state = state_id(first, prompt.images)
+        episodes = [
+            _Episode(
+                number=number,
+                env=env,
+                ids=[prompt.token_ids],
+                images=list(prompt.images),
+                spans=[expanded],
+                logprobs=[],
+                messages=list(first.messages) if task.record else [],
+                length=len(expanded),
+                state_id=opening_state,
+                info=dict(info),
+            )
+            for number, (env, (_, info)) in enumerate(zip(opened.envs, opened.openings, strict=True))
+        ]
+        # The first actions are sent to all environments together, later ones by each episode alone.
+        observations = await self._act(episodes, turns)
+        await _all_ended(
+            [
+                self._play_on(episode, observation)
+                for episode, observation in zip(episodes, observations, strict=True)
+                if observation is not None
+            ]
         )
-        if (observation := episode.receive(result)) is not None:
-            observations[episode.number] = observation
-    return [observations.get(episode.number) for episode, _ in samples]
+        trajectories = [_finish(episode, task) for episode in episodes]
+        return TrajectoryGroup(task.group_id, task.index, trajectories, task.env, task.stage)
+
+    async def _play_on(self, episode: _Episode, observation: Observation | None) -> None:
+        """The second and later turns of one episode."""
+        task = self.task
+        while observation is not None:
+            ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
+            span = self.text.codec.encode_continuation(observation.messages, ended)
+            span = replace(span, images=viewed(span.images, task))
+            expanded = _expand(span, self.text, task.group_id)
+            budget = episode.next_budget(self.rollout, self.max_context - episode.length - len(expanded))
+            if not budget:
+                return
+            episode.append(span.token_ids, expanded)
+            episode.images.extend(span.images)
+            episode.state_id = state_id(observation, span.images)
+            if task.record:
+                episode.messages.extend(observation.messages)
+            turn = len(episode.turns)
+            seeds = (derive_seed(task.sampling_seed, episode.number, turn),)
+            request = GenerationRequest(
+                request_id=f"{task.group_id}:{episode.number}:{turn}",
+                prompt_ids=np.concatenate(episode.ids),
+                images=tuple(episode.images),
+                sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, seeds=seeds),
+                min_version=task.min_version,
+                preferred_replica=episode.replicas[-1],
+            )
+            so_far = np.concatenate(episode.spans)
+            turns = await sample_turns(self.policy, request, so_far, task.group_id, self.rollout.partial_tokens)
+            (observation,) = await self._act([episode], turns)
+
+    async def _act(self, episodes: Sequence[_Episode], turns: Sequence[SampledTurn]) -> list[Observation | None]:
+        """Give sampled turns to their environments; None where the episode ended."""
+        acting: list[tuple[_Episode, str]] = []
+        for episode, sampled in zip(episodes, turns, strict=True):
+            action = self.text.codec.decode(sampled.token_ids)
+            episode.add_sampled(sampled)
+            if self.task.record:
+                episode.messages.append(Message.of("assistant", action))
+            if episode.add_turn(self.rollout, len(sampled.token_ids), sampled.stop_reason is StopReason.LENGTH):
+                acting.append((episode, action))
+        results: list[StepResult | RLVLMError] = []
+        if acting:
+            with tracing.span("environment", episodes=len(acting)):
+                results = await self.pool.step([episode.env for episode, _ in acting], [action for _, action in acting])
+        observations: dict[int, Observation] = {}
+        for (episode, _), result in zip(acting, results, strict=True):
+            if isinstance(result, RLVLMError):
+                raise GroupFailedError(reason_of(result), str(result)) from result
+            reward, info = result[1], result[4]
+            turn = episode.turns[-1]
+            episode.turns[-1] = replace(
+                turn,
+                reward=reward,
+                parts=reward_parts(info),
+                well_formed=turn.well_formed and not _is_false(info.get("well_formed")),
+            )
+            if (observation := episode.receive(result)) is not None:
+                observations[episode.number] = observation
+        return [observations.get(episode.number) for episode in episodes]
 
 
 def _is_false(value: object) -> bool:
-    """Whether it is a bool and false, numpy's kind too, which comparisons of arrays give; no other value is a verdict."""
+    """Whether it is a bool and false, numpy's kind too, which comparisons of arrays give; no other value is a
+    verdict."""
     return isinstance(value, bool | np.bool_) and not value
 
 
@@ -462,12 +433,6 @@ def state_id(observation: Observation, images: Sequence[EncodedImage]) -> str:
             shown = ["text", part] if isinstance(part, str) else ["image", next(numbered).sha256]
             found.update(json.dumps(shown).encode())
     return found.hexdigest()[:16]
-
-
-def _append(episode: _Episode, ids: np.ndarray, expanded: np.ndarray) -> None:
-    episode.ids.append(ids)
-    episode.spans.append(expanded)
-    episode.length += len(expanded)
 
 
 def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:

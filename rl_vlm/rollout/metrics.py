@@ -30,7 +30,8 @@ def group_metrics(declared: Mapping[str, Metrics], groups: Sequence[TrajectoryGr
 
 
 def declared_metrics(declared: Metrics, trajectories: Iterable[HasInfo]) -> dict[str, float]:
-    """`env/<name>` for each of `VisionEnv.metrics`, its mean over the episodes that have it, and `env/<name>_p50` per quantile."""
+    """`env/<name>` for each of `VisionEnv.metrics`, its mean over the episodes that have it, and `env/<name>_p50` per
+    quantile."""
     infos = [trajectory.info for trajectory in trajectories]
     metrics: dict[str, float] = {}
     for name, quantiles in declared.items():
@@ -43,15 +44,15 @@ def declared_metrics(declared: Metrics, trajectories: Iterable[HasInfo]) -> dict
     return metrics
 
 
-# What a judge said and cost: metrics from the notes that the reward part `judge` leaves in each episode's info.
-
-
 def judge_metrics(episodes: Iterable[HasInfo]) -> dict[str, float]:
-    """Empty without a judge. `judge/win_rate`: the mean of 1, 0.5 and 0 for answers that won, contradicted the judge's orders or lost.
+    """Empty without a judge.
 
-    `judge/order_bias`: share of the answers asked about whose orders contradict each other; `judge/first_rate`: share of replies for
-    the text that was shown first, 0.5 without a bias; `judge/unclear`: share of replies that chose neither; `judge/refused`: share of
-    answers that lost without a question; `judge/requests` and `judge/tokens` in all; `judge/seconds`: how long a group waited, the mean.
+    `judge/win_rate`: the mean of 1, 0.5 and 0 for answers that won, contradicted the judge's orders or lost.
+
+    `judge/order_bias`: share of the answers asked about whose orders contradict each other; `judge/first_rate`: share
+    of replies for the text that was shown first, 0.5 without a bias; `judge/unclear`: share of replies that chose
+    neither; `judge/refused`: share of answers that lost without a question; `judge/requests` and `judge/tokens` in all;
+    `judge/seconds`: how long a group waited, the mean.
     """
     judged = [one.info for one in episodes if "judge_win" in one.info]
     if not judged:
@@ -74,15 +75,13 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else 0.0
 
 
-# Metrics of the groups that a learner learns from.
-
-
 def sampling_metrics(
     groups: Sequence[TrajectoryGroup], version: int, seconds: float, max_turns: int, crosses_versions: bool = False
 ) -> dict[str, float]:
     """Metrics of the groups that a learner at `version` learns from; `seconds`: how long it waited for them.
 
-    Where turns cross versions the lag bounds the age of a group's newest token, and `rollout/oldest_token` is that of its oldest.
+    Where turns cross versions the lag bounds the age of a group's newest token, and `rollout/oldest_token` is that of
+    its oldest.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:

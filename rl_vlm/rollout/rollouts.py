@@ -1,4 +1,7 @@
-"""Complete groups on their way to the learner: those that wait, each with its own age, and those that are replaced. No Ray, no clock."""
+"""Complete groups on their way to the learner: those that wait, each with its own age, and those that are replaced.
+
+No Ray, no clock.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ from rl_vlm.types import TrajectoryGroup
 class GroupBuffer:
     """Holds groups and never gives one that is too old.
 
-    A group's age is the learner's version minus the oldest version that sampled a token of it; of groups whose turns cross
-    versions (partial rollouts, in-flight updates), minus the newest: when their episodes began does not count.
+    A group's age is the learner's version minus the oldest version that sampled a token of it; of groups whose turns
+    cross versions (partial rollouts, in-flight updates), minus the newest: when their episodes began does not count.
 
     Args:
         max_lag: the largest age that is given out.
@@ -52,7 +55,8 @@ class GroupBuffer:
         self._groups.sort(key=lambda group: (self._version(group), group.group_id))
 
     def take(self, count: int, version: int) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
-        """Up to `count` groups for a learner at `version`, and all that have become too old for it; neither stays here."""
+        """Up to `count` groups for a learner at `version`, and all that have become too old for it; neither stays
+        here."""
         fresh = [group for group in self._groups if version - self._version(group) <= self._max_lag]
         stale = [group for group in self._groups if version - self._version(group) > self._max_lag]
         self._groups = fresh[count:]
@@ -65,9 +69,10 @@ class GroupBuffer:
     def batch_leaves_time(self, count: int, version: int, running: Sequence[int]) -> bool:
         """Whether all others can still be learned from in time after the learner has taken the `count` oldest groups.
 
-        `running` holds the version of each group that is not complete. A group of version w is due when the learner is at
-        w + max_lag at the latest, and every step takes `count`: so of what remains, at most k × `count` groups may be due at
-        `version` + k (earliest deadline first; none for k = 0). Otherwise the learner has to wait for the oldest.
+        `running` holds the version of each group that is not complete. A group of version w is due when the learner is
+        at w + max_lag at the latest, and every step takes `count`: so of what remains, at most k × `count` groups may
+        be due at `version` + k (earliest deadline first; none for k = 0). Otherwise the learner has to wait for the
+        oldest.
         """
         rest = [self._version(group) for group in self._groups[count:]] + list(running)
         return all(
@@ -83,10 +88,11 @@ class GroupBuffer:
 
 
 class Refill:
-    """Replaces groups without a gradient by further ones, at most `limit` per iteration (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
+    """Replaces groups without a gradient by further ones, at most `limit` per iteration (dynamic sampling, DAPO, arXiv
+    2503.14476, section 3.2).
 
-    A group whose rewards are all equal has zero advantage under estimators that compare its rewards with each other; with others
-    a configuration has no refill.
+    A group whose rewards are all equal has zero advantage under estimators that compare its rewards with each other;
+    with others a configuration has no refill.
     """
 
     def __init__(self, limit: int) -> None:
@@ -110,8 +116,8 @@ class Refill:
 
 # Rollouts: groups for a learner, in rounds or continuously, and what was learned from, dropped and lost.
 #
-# At lag 0 a round is sampled, then learned from (`RoundRollouts`). With a lag, groups are handed out one by one and used when they
-# are complete (`ContinuousRollouts`): env runners never wait for the slowest group of a round.
+# At lag 0 a round is sampled, then learned from (`RoundRollouts`). With a lag, groups are handed out one by one and
+# used when they are complete (`ContinuousRollouts`): env runners never wait for the slowest group of a round.
 
 
 class Rollouts(ABC):
@@ -212,7 +218,10 @@ class Rollouts(ABC):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs. Tasks that are under way are sampled anew after a resume: none of their items is lost."""
+        """What `restore` needs.
+
+        Tasks that are under way are sampled anew after a resume: none of their items is lost.
+        """
         return {
             "tasks": self._stream.state(),
             "trajectories": self.trajectories,
@@ -243,7 +252,10 @@ class RoundRollouts(Rollouts):
         self._opened: list[RolloutTask] | None = None  # tasks whose episodes are being opened
 
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
-        """See `Rollouts`. Lost groups are missing from the batch; those without a gradient are replaced in further rounds."""
+        """See `Rollouts`.
+
+        Lost groups are missing from the batch; those without a gradient are replaced in further rounds.
+        """
         self.timings = {"env": 0.0, "runner": 0.0}
         self._begin(iterations_left)
         tasks, self._opened = self._opened or self._stream.take(self._batch), None
@@ -257,7 +269,8 @@ class RoundRollouts(Rollouts):
         return self._take(self._batch, version)
 
     def open_next(self) -> None:
-        """Open the next round's episodes and encode their images: neither needs the weights that are learned meanwhile."""
+        """Open the next round's episodes and encode their images: neither needs the weights that are learned
+        meanwhile."""
         # Not in a deterministic run, which is lock-step.
         if not self._run.rollout.open_ahead or self._run.deterministic:
             return
@@ -272,9 +285,9 @@ class RoundRollouts(Rollouts):
 class ContinuousRollouts(Rollouts):
     """Keeps the env runners at work and gives the learner groups as they become complete.
 
-    With lag L and B groups per step, at most (L + 1) × B groups are under way or wait while the learner waits, and L × B while
-    it works: so every group can be learned from before it is too old. Whether the learner waits for one that is late, or steps
-    with the first B complete groups and drops late ones, is `rollout.late_groups`.
+    With lag L and B groups per step, at most (L + 1) × B groups are under way or wait while the learner waits, and L ×
+    B while it works: so every group can be learned from before it is too old. Whether the learner waits for one that is
+    late, or steps with the first B complete groups and drops late ones, is `rollout.late_groups`.
     """
 
     def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig, continuous: Sampler) -> None:

@@ -91,13 +91,15 @@ class EnvRunners:
         return set(self.all()) - set(self.healthy())
 
 
-# Sampler: the driver's side of sampling. It sends tasks to env runners, takes their groups, and replaces runners that die or hang.
+# Sampler: the driver's side of sampling. It sends tasks to env runners, takes their groups, and replaces runners that
+# die or hang.
 #
-# Each call of a runner holds a shard of a round (`sharded`) or a single task, whose group is then there when it is complete and not when
-# its round is. An env runner answers several calls at once in threads of its actor (`VLMEnvRunner.concurrent_calls`); further calls wait
-# in Ray's queue in the runner's process. So a runner has work while the driver is busy with the learner, and nothing needs a
-# protocol of submitting and asking: a call that fails names the groups that are lost with it, forgetting a call is to forget
-# its reference, and no result can arrive twice.
+# Each call of a runner holds a shard of a round (`sharded`) or a single task, whose group is then there when it is
+# complete and not when its round is. An env runner answers several calls at once in threads of its actor
+# (`VLMEnvRunner.concurrent_calls`); further calls wait in Ray's queue in the runner's process. So a runner has work
+# while the driver is busy with the learner, and nothing needs a
+# protocol of submitting and asking: a call that fails names the groups that are lost with it, forgetting a call is to
+# forget its reference, and no result can arrive twice.
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,8 @@ class RoundAbandonedError(RLVLMError):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Tasks that one call samples, when they are lost (on the clock of `Sampler._waited_s`; None before they run), and who runs them."""
+    """Tasks that one call samples, when they are lost (on the clock of `Sampler._waited_s`; None before they run), and
+    who runs them."""
 
     tasks: list[RolloutTask]
     timeout_s: float
@@ -135,12 +138,14 @@ class _Call:
 class Sampler:
     """Samples tasks on the env runners.
 
-    Only time in `collect` and `finish` counts towards a call's deadline, as the driver may have been busy with other work, and only from
-    when a runner has a place for the call. An answer from an earlier life of a runner says nothing about its health now.
+    Only time in `collect` and `finish` counts towards a call's deadline, as the driver may have been busy with other
+    work, and only from when a runner has a place for the call. An answer from an earlier life of a runner says nothing
+    about its health now.
 
     Args:
         runners: the env runners.
-        sharded: give each runner its share of the tasks in one call; otherwise each task is a call, and the idlest runner gets it.
+        sharded: give each runner its share of the tasks in one call; otherwise each task is a call, and the idlest
+        runner gets it.
         places: calls that a runner answers at once; it takes them in the order in which they were sent.
         grace_s: how long to wait for a first runner to come back when all have died.
     """
@@ -187,13 +192,15 @@ class Sampler:
         self._waiting.clear()
 
     def collect(self, version: int, wait_s: float) -> RolloutResult:
-        """What has become complete, waiting up to `wait_s` for a first answer. Tasks of runners that died are sent anew, for
-        `version`. Raises SamplingError when all runners are gone and none comes back.
+        """What has become complete, waiting up to `wait_s` for a first answer. Tasks of runners that died are sent
+        anew, for `version`. Raises SamplingError when all runners are gone and none comes back.
         """
         return merged(self._answers(version, wait_s), sum)
 
     def finish(self, stop_requested: Callable[[], bool] = lambda: False) -> RolloutResult:
-        """Wait for all tasks. The groups are sorted by their ids, whatever the order in which they arrived; timings are the slowest runner's.
+        """Wait for all tasks.
+
+        The groups are sorted by their ids, whatever the order in which they arrived; timings are the slowest runner's.
 
         Raises SamplingError, and RoundAbandonedError once `stop_requested()` is true; nothing is under way then.
         """
@@ -285,7 +292,10 @@ class Sampler:
                 self._open[ref] = replace(call, due=self._waited_s + call.timeout_s)
 
     def _expire(self) -> list[RolloutResult]:
-        """Tasks whose deadline has passed are lost. Runners where they had a place are restarted: their other calls are sent anew."""
+        """Tasks whose deadline has passed are lost.
+
+        Runners where they had a place are restarted: their other calls are sent anew.
+        """
         count_as = "round_timeout" if self._sharded else "group_timeout"
         expired = []
         placed = set(self._placed())
@@ -303,7 +313,8 @@ class Sampler:
         return call.due is not None and call.due <= self._waited_s
 
     def _check_openings(self) -> None:
-        """Count runners that died while they opened episodes: they may be back already, and then their next call succeeds."""
+        """Count runners that died while they opened episodes: they may be back already, and then their next call
+        succeeds."""
         for runner, ref in self._opening:
             if ray.wait([ref], timeout=0)[0]:
                 try:

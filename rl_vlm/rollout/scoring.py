@@ -4,8 +4,9 @@
     def brief(answered):
         return [-float(len(answers[-1].split())) for answers in answered.answers]
 
-`env.reward.weights: {env: 1.0, brief: 0.01}` then adds the weighted value to each episode's last turn. A function that waits for
-something (the judge of judge.py, say, which asks through `answered.policy`) is `async def`: the groups of a worker wait side by side.
+`env.reward.weights: {env: 1.0, brief: 0.01}` then adds the weighted value to each episode's last turn. A function that
+waits for something (the judge of judge.py, say, which asks through `answered.policy`) is `async def`: the groups of a
+worker wait side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, Question, ServedEndpoint, all_of, ask_again
+from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, Question, ServedEndpoint, ask_again
 from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.models.loading import TextSide
@@ -41,14 +42,15 @@ from rl_vlm.types import (
     TrajectoryStatus,
     UserInputError,
 )
+from rl_vlm.waiting import all_or_none
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredGroup:
     """What a part sees: a complete group of G trajectories, with the environment's own rewards.
 
-    answers: the text of each turn, per trajectory. policy, text: the served model and its tokenizer; a request with `min_version`
-    -1 is answered by the base model.
+    answers: the text of each turn, per trajectory. policy, text: the served model and its tokenizer; a request with
+    `min_version` -1 is answered by the base model.
     """
 
     group: TrajectoryGroup
@@ -75,7 +77,8 @@ register_reward_part = REWARD_PARTS.register
 
 @register_reward_part("format")
 def format_share(answered: AnsweredGroup) -> list[float]:
-    """The share of an episode's turns that are well-formed: not cut off, and not `well_formed: False` in the environment's info."""
+    """The share of an episode's turns that are well-formed: not cut off, and not `well_formed: False` in the
+    environment's info."""
     return [float(np.mean([turn.well_formed for turn in one.turns])) for one in answered.group.trajectories]
 
 
@@ -90,7 +93,8 @@ def tokens_over_budget(answered: AnsweredGroup) -> list[float]:
 def relative_length(answered: AnsweredGroup) -> list[float]:
     """The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3), from the lengths of the whole group.
 
-    λ = 0.5 - (length - shortest) / (longest - shortest) for a correct answer, min(0, λ) for a wrong one; 0 where all are equally long.
+    λ = 0.5 - (length - shortest) / (longest - shortest) for a correct answer, min(0, λ) for a wrong one; 0 where all
+    are equally long.
     """
     lengths = np.array([one.num_sampled for one in answered.group.trajectories], dtype=np.float64)
     spread = np.ptp(lengths)
@@ -103,9 +107,10 @@ def relative_length(answered: AnsweredGroup) -> list[float]:
 
 # The reward part `judge`: a model compares each answer with a reference, in both orders.
 #
-# By default the judge is the base model of the very replicas that serve the policy, so one system is policy and judge. An answer that
-# is preferred in both orders wins (1), one that is preferred in neither loses (0), and where the orders contradict each other the judge
-# has looked at the place and not at the text (0.5). Answers that are malformed or speak to the judge lose without a question.
+# By default the judge is the base model of the very replicas that serve the policy, so one system is policy and judge.
+# An answer that is preferred in both orders wins (1), one that is preferred in neither loses (0), and where the orders
+# contradict each other the judge has looked at the place and not at the text (0.5). Answers that are malformed or speak
+# to the judge lose without a question.
 
 CHOICES = ("1", "2")
 _DIGIT = re.compile(r"(?<![\w.])[12](?![\w.]*\w)")
@@ -115,9 +120,11 @@ _DIGIT = re.compile(r"(?<![\w.])[12](?![\w.]*\w)")
 class Opinion:
     """What a judge said about one answer.
 
-    win: 1, 0.5 or 0. value: the mean probability of the answer's choice where the judge gave it, else `win`. first: in how many of
-    the `asked` replies the text that was shown first was preferred. unclear: replies that chose neither. tokens: read and written.
-    asked_besides: 1 with the answer that the group's question for the start is counted with. refused: lost without a question.
+    win: 1, 0.5 or 0. value: the mean probability of the answer's choice where the judge gave it, else `win`. first: in
+    how many of the `asked` replies the text that was shown first was preferred. unclear: replies that chose neither.
+    tokens: read and written.
+    asked_besides: 1 with the answer that the group's question for the start is counted with. refused: lost without a
+    question.
     """
 
     win: float
@@ -141,7 +148,7 @@ class Judge:
         ours, theirs = (quoted(text, self._settings.max_chars) for text in (answer, reference))
         if ours == theirs:
             return Opinion(0.5, 0.5)
-        replies = await all_of([self._reply(images, ours, theirs), self._reply(images, theirs, ours)])
+        replies = await all_or_none([self._reply(images, ours, theirs), self._reply(images, theirs, ours)])
         shown_first = [_preference(reply.text) for reply in replies]
         win = {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((shown_first[0], shown_first[1]), 0.5)
         given, swapped = (reply.probabilities if self._settings.probabilities else None for reply in replies)
@@ -172,14 +179,18 @@ class Judge:
 
 
 def _preference(text: str) -> float:
-    """1 if the reply's last line names the text that was shown first, 0 for the second, 0.5 where it names neither or both."""
+    """1 if the reply's last line names the text that was shown first, 0 for the second, 0.5 where it names neither or
+    both."""
     named = set(_DIGIT.findall(text.strip().rpartition("\n")[2]))
     return float(named == {"1"}) if len(named) == 1 else 0.5
 
 
 @register_reward_part("judge")
 async def judge(answered: AnsweredGroup) -> Noted:
-    """See the module. Raises UserInputError without a reference, EndpointError where the judge gives no reply in time."""
+    """See the module.
+
+    Raises UserInputError without a reference, EndpointError where the judge gives no reply in time.
+    """
     settings, members = answered.reward_settings.judge, answered.group.trajectories
     started = time.monotonic()
     texts = [without_thought(said[-1]) for said in answered.answers]
@@ -194,7 +205,9 @@ async def judge(answered: AnsweredGroup) -> Noted:
         gate = _gate_of(settings, asyncio.get_running_loop())
         async with _endpoint_of(answered).open() as ask:
             panel = Judge(ask, settings, gate)
-            found = await all_of([panel.compare(members[place].images, texts[place], reference) for place in asked])
+            found = await all_or_none(
+                [panel.compare(members[place].images, texts[place], reference) for place in asked]
+            )
         for place, opinion in zip(asked, found, strict=True):
             opinions[place] = opinion
         # The group's one question for a reference is counted with its first answer.
@@ -213,8 +226,8 @@ async def _reference(answered: AnsweredGroup) -> tuple[str, int]:
         if isinstance(text := one.info.get(settings.key), str) and text.strip():
             return text, 0
     raise UserInputError(
-        f"The environment's info has no text under {settings.key!r} to compare answers with: name the key that has one in "
-        "env.reward.judge.key, or set env.reward.judge.against to start."
+        f"The environment's info has no text under {settings.key!r} to compare answers with: name the key that has one "
+        "in env.reward.judge.key, or set env.reward.judge.against to start."
     )
 
 
@@ -222,8 +235,8 @@ async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) 
     """The base model's greedy answer to the prompt of an episode, and its tokens."""
     if len(one.turns) > 1:
         raise UserInputError(
-            f"env.reward.judge.against: start compares answers to one prompt, and this episode had {len(one.turns)} turns: use "
-            "against: reference."
+            f"env.reward.judge.against: start compares answers to one prompt, and this episode had {len(one.turns)} "
+            "turns: use against: reference."
         )
     codec = answered.text.codec
     expanded = one.token_ids[: one.turns[0].start]
@@ -275,8 +288,6 @@ def _notes(one: Opinion, seconds: float) -> dict[str, float]:
     }
 
 
-# The reward of a complete group as the weighted sum of its parts.
-
 OWN = "env"  # the environment's own reward
 
 
@@ -285,9 +296,10 @@ async def score_group(
 ) -> TrajectoryGroup:
     """The group with the rewards that `settings` ask for; without weights, as it is.
 
-    A part of the environment (`info["reward_parts"]`) is paid at its turn and wins over a registered one of the same name; a registered
-    part is paid at the last turn. What was correct stays so: it is noted before weights change the rewards. Raises
-    GroupFailedError where a part is missing from an episode that has ended by itself, fails, or is not a finite number.
+    A part of the environment (`info["reward_parts"]`) is paid at its turn and wins over a registered one of the same
+    name; a registered part is paid at the last turn. What was correct stays so: it is noted before weights change the
+    rewards. Raises GroupFailedError where a part is missing from an episode that has ended by itself, fails, or is not
+    a finite number.
     """
     if not settings.weights:
         return group
@@ -330,7 +342,8 @@ async def _paid(name: str, answered: AnsweredGroup) -> Noted:
     if not len(values) == len(noted.notes) == len(answered.group) or not all(map(math.isfinite, values)):
         raise GroupFailedError(
             "reward_part",
-            f"The reward part {name} gave {values[:4]} for {len(answered.group)} answers: it must give one finite number for each.",
+            f"The reward part {name} gave {values[:4]} for {len(answered.group)} answers: it must give one finite "
+            "number for each.",
         )
     return Noted(values, noted.notes)
 
@@ -346,8 +359,8 @@ def _weighted(one: Trajectory, settings: RewardSection, at_the_end: dict[str, fl
         known = sorted({name for turn in turns for name, _ in turn.parts} | set(REWARD_PARTS.names()))
         raise GroupFailedError(
             "reward_part",
-            f"env.reward.weights names {', '.join(sorted(missing))}, and the parts here are {', '.join(known)}: correct the name, or "
-            "let the environment give it in info['reward_parts'].",
+            f"env.reward.weights names {', '.join(sorted(missing))}, and the parts here are {', '.join(known)}: "
+            "correct the name, or let the environment give it in info['reward_parts'].",
         )
     # Without the environment's word the reward of 1 is what is correct, and weights change the reward.
     return replace(one, turns=tuple(turns), info={**one.info, "correct": one.correct})

@@ -23,9 +23,10 @@ class RolloutTask:
 
     `seed` seeds the environments (the same for all copies); `sampling_seed` is hashed with sample and turn for the
     policy's randomness. `min_version` is the oldest policy version that may answer. `variant` names a set of
-    environment arguments that the runner knows from the configuration, `env` one environment of a mixture, and `arguments` are
-    what the curriculum changes in its arguments at `stage`. `trace` is the span that asks for the group (see tracing.py). `view` says what the policy sees: the true images, blank ones
-    in every turn, or in the first turn those of item `other_index`.
+    environment arguments that the runner knows from the configuration, `env` one environment of a mixture, and
+    `arguments` are what the curriculum changes in its arguments at `stage`. `trace` is the span that asks for the group
+    (see tracing.py). `view` says what the policy sees: the true images, blank ones in every turn, or in the first turn
+    those of item `other_index`.
     """
 
     group_id: str
@@ -60,8 +61,6 @@ class RolloutResult:
     needs_restart: bool = False  # an environment hangs in a thread of this runner
     spans: list[Span] = field(default_factory=list)  # of tasks that are traced
 
-
-# DataCursor: every item of a split once per epoch.
 
 _ENDLESS = 2**31 - 1
 
@@ -117,10 +116,11 @@ class DataCursor:
 # Recent solve rates of tasks, and draws of tasks by them: those near one half first, because they have a gradient.
 #
 # With n episodes of a task of which s were solved, and a prior of m episodes of which half were, its rate is
-# p = (s + m / 2) / (n + m) and its weight floor + (1 - floor) · 4 p (1 - p): 1 at one half, `floor` where all or none is solved. The
-# variance p (1 - p) of a 0/1 reward is what a group's advantages are made of (prioritised sampling by it: SPEED-RL, arXiv 2506.09016).
-# Older episodes count less: half after `half_life` further episodes of the same task. A task whose last group was lost has the weight
-# `floor`: nothing can be learned from an item that cannot be played.
+# p = (s + m / 2) / (n + m) and its weight floor + (1 - floor) · 4 p (1 - p): 1 at one half, `floor` where all or none
+# is solved. The variance p (1 - p) of a 0/1 reward is what a group's advantages are made of (prioritised sampling by
+# it: SPEED-RL, arXiv 2506.09016).
+# Older episodes count less: half after `half_life` further episodes of the same task. A task whose last group was lost
+# has the weight `floor`: nothing can be learned from an item that cannot be played.
 
 MAX_KNOWN = (
     65_536  # tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten
@@ -181,16 +181,15 @@ class SolveRates:
 
     def restore(self, state: list[list[Any]]) -> None:
         """Go back to a saved state."""
-        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved, *_ in state}
-        # Earlier checkpoints do not say what was lost.
-        self._lost = {str(key) for key, _, _, *lost in state if any(lost)}
+        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved, _ in state}
+        self._lost = {str(key) for key, _, _, lost in state if lost}
 
 
 class SolveRateItems:
     """Draws indices of a split by the weights of their solve rates, with replacement.
 
-    An index that was never sampled has the largest weight, so a split that is larger than the run is mostly seen once; nothing
-    starves. Works in the number of known indices, not in the size of the split.
+    An index that was never sampled has the largest weight, so a split that is larger than the run is mostly seen once;
+    nothing starves. Works in the number of known indices, not in the size of the split.
 
     Args:
         num_items: size of the split.
@@ -230,23 +229,24 @@ class SolveRateItems:
         return {"drawn": self._drawn, "rates": self.rates.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state. Raises UserInputError when the data have become fewer than the items that it knows."""
+        """Go back to a saved state.
+
+        Raises UserInputError when the data have become fewer than the items that it knows.
+        """
         last = max((int(key) for key, *_ in state["rates"]), default=-1)
         if last >= self._num_items:
             raise UserInputError(
-                f"The checkpoint has the solve rate of item {last} and the data have {self._num_items} items: resume with the data "
-                "that the run began with."
+                f"The checkpoint has the solve rate of item {last} and the data have {self._num_items} items: resume "
+                "with the data that the run began with."
             )
         self._drawn = int(state["drawn"])
         self.rates.restore(state["rates"])
 
 
-# Mixture: the tasks that come next, of one or several environments, by weight and, where asked, by their recent solve rates.
-
-
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One task instance of the training split: its index there, and the seed of its environments, the same whenever it comes.
+    """One task instance of the training split: its index there, and the seed of its environments, the same whenever it
+    comes.
 
     `env` is the environment's name in a mixture; `arguments` change its arguments, as the curriculum's `stage` says.
     """
@@ -259,12 +259,14 @@ class TaskItem:
 
 
 class Mixture:
-    """Takes tasks from environments in turn, so that after any number of tasks each has had its share to within one task.
+    """Takes tasks from environments in turn, so that after any number of tasks each has had its share to within one
+    task.
 
-    A run with one environment is a mixture of one. In each turn every environment earns its share of the weights; the one with the largest balance is taken and pays one ("smooth
-    weighted round robin", as in nginx). So a small batch holds all environments, and nothing is drawn that a resume must repeat. With
-    `sampling: solve_rate` an environment's weight is multiplied by that of its recent solve rate, and its items are drawn
-    likewise; items that are made without end are not drawn twice, so they have no rate.
+    A run with one environment is a mixture of one. In each turn every environment earns its share of the weights; the
+    one with the largest balance is taken and pays one ("smooth weighted round robin", as in nginx). So a small batch
+    holds all environments, and nothing is drawn that a resume must repeat. With `sampling: solve_rate` an environment's
+    weight is multiplied by that of its recent solve rate, and its items are drawn likewise; items that are made without
+    end are not drawn twice, so they have no rate.
 
     Args:
         weights: weight of each environment by name; a single one has the empty name.
@@ -330,7 +332,8 @@ class Mixture:
                 items.rates.observe(str(group.index), len(group), solved)
 
     def lose(self, tasks: Sequence[RolloutTask]) -> None:
-        """Note the tasks whose groups were lost after all attempts: they are drawn no more often than those that are always solved."""
+        """Note the tasks whose groups were lost after all attempts: they are drawn no more often than those that are
+        always solved."""
         for task in tasks:
             items = self._items[task.env]
             if isinstance(items, SolveRateItems):
@@ -372,8 +375,8 @@ class Mixture:
         kinds = {name: "rates" in inner for name, inner in saved.items()}
         if kinds != {name: isinstance(items, SolveRateItems) for name, items in self._items.items()}:
             raise UserInputError(
-                f"The checkpoint has tasks of {', '.join(saved) or 'another kind of run'}, drawn in another way: resume with the "
-                "env.mixture, curriculum.stages and curriculum.sampling that the run began with."
+                f"The checkpoint has tasks of {', '.join(saved) or 'another kind of run'}, drawn in another way: "
+                "resume with the env.mixture, curriculum.stages and curriculum.sampling that the run began with."
             )
         self._balance = {str(name): float(balance) for name, balance in state["balance"].items()}
         self._taken = Counter({str(name): int(count) for name, count in state["taken"].items()})
@@ -382,11 +385,10 @@ class Mixture:
             items.restore(saved[name])
 
 
-# TaskStream: numbered rollout tasks from a task source; tasks that were not finished are repeated after a resume.
-
-
 class TaskStream:
-    """Makes tasks, `prompts_per_iteration` to a round. A task's round and place form its id and the seed of its sampling.
+    """Makes tasks, `prompts_per_iteration` to a round.
+
+    A task's round and place form its id and the seed of its sampling.
 
     Args:
         source: which instances come.
@@ -463,8 +465,7 @@ class TaskStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a saved state; its open tasks are handed out first."""
         self._source.restore(state["source"])
-        # Earlier checkpoints have no place: they were made between whole rounds.
-        self._next_round, self._next_place = int(state["round"]), int(state.get("place", 0))
+        self._next_round, self._next_place = int(state["round"]), int(state["place"])
         rollout = self._run.rollout  # which a resume may have changed; the learner computes with this temperature
         changed = {"size": rollout.group_size, "temperature": rollout.temperature}
         self._repeated = [RolloutTask(**{**fields, **changed}) for fields in state["open"]]

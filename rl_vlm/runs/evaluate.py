@@ -1,4 +1,5 @@
-"""`rl-vlm eval`: held-out items played by a served policy or an endpoint, kept one by one, and summed up in a report."""
+"""`rl-vlm eval`: held-out items played by a served policy or an endpoint, kept one by one, and summed up in a
+report."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from rl_vlm.asking.http_endpoints import OpenAIEndpoint
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.envs.parts import Survey, survey
+from rl_vlm.envs.registry import Survey, survey
 from rl_vlm.evaluation.heldout import EvaluationOptions, ItemPrompts, evaluation_tasks, identity_of, viewed_tasks
 from rl_vlm.evaluation.outcomes import (
     Outcome,
@@ -166,7 +167,7 @@ class PlainGenerateError(RLVLMError):
 
 
 @dataclass(slots=True)
-class _Figures:
+class _Throughput:
     """Of one batch size: a value per run. `first_s` and `steady` are of streams."""
 
     ours: list[float] = field(default_factory=list)  # tokens per second
@@ -178,7 +179,8 @@ class _Figures:
     def summary(self) -> dict[str, float]:
         """Mean and standard deviation over runs; `ratio` is ours over theirs, the median over runs.
 
-        Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of ratios of means.
+        Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of
+        ratios of means.
         """
         result = {
             "tokens_per_s_mean": float(np.mean(self.ours)),
@@ -199,21 +201,23 @@ class _Figures:
 async def measure_throughput(
     config: PolicyConfig, run_id: str, adapter: Path | None, *, runs: int, compare_hf: bool
 ) -> dict[str, Any]:
-    """Ask prompts of the evaluation greedily, with exactly `rollout.max_new_tokens_per_turn` new tokens, at batch 1 and 8.
+    """Ask prompts of the evaluation greedily, with exactly `rollout.max_new_tokens_per_turn` new tokens, at batch 1 and
+    8.
 
-    All go to one replica, which must have loaded the adapter as version 1. No prompt is asked twice while the split has others, so that no image is
-    in a cache. Times are from messages to tokens. Runs of both sides alternate, and which is first changes from run to run.
+    All go to one replica, which must have loaded the adapter as version 1. No prompt is asked twice while the split has
+    others, so that no image is in a cache. Times are from messages to tokens. Runs of both sides alternate, and which
+    is first changes from run to run.
     """
     new_tokens = config.rollout.max_new_tokens_per_turn
     served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL, new_tokens)
     prompts, numbers = ItemPrompts(config), itertools.count()
-    figures = {batch: _Figures() for batch in BATCHES}
+    throughput = {batch: _Throughput() for batch in BATCHES}
     async with _plain(config, adapter, new_tokens, compare_hf) as plain:
         for number in range(-_WARM_UPS, runs):
             for batch in BATCHES:
                 items = [next(numbers) for _ in range(batch)]
                 streamed = prompts.take([next(numbers) for _ in range(batch)])
-                kept = figures[batch] if number >= 0 else _Figures()
+                kept = throughput[batch] if number >= 0 else _Throughput()
                 theirs = await plain.answer(items) if plain and number % 2 else None
                 seconds, tokens = await served.answer(prompts.take(items))
                 if plain and theirs is None:
@@ -229,7 +233,7 @@ async def measure_throughput(
     return {
         "runs": runs,
         "new_tokens": new_tokens,
-        "batches": {str(batch): kept.summary() for batch, kept in figures.items()},
+        "batches": {str(batch): kept.summary() for batch, kept in throughput.items()},
     }
 
 
@@ -365,8 +369,9 @@ def evaluate_policy_run(
 ) -> dict[str, Any]:
     """Held-out accuracy per variant with intervals (see `tables.summary_of`), and what the options ask for.
 
-    The adapter is named by itself or through its run's folder, or by model.adapter; without these the base model is measured. With `out` the results
-    are written there as JSON, and beside it the items (`.items.jsonl`, as they are finished), a page (`.md`) and a figure (`.png`).
+    The adapter is named by itself or through its run's folder, or by model.adapter; without these the base model is
+    measured. With `out` the results are written there as JSON, and beside it the items (`.items.jsonl`, as they are
+    finished), a page (`.md`) and a figure (`.png`).
     """
     options = options or EvaluationOptions()
     adapters = _adapters(config, find_trained(adapter, run_dir), options)
@@ -509,11 +514,11 @@ def _results(
     log: OutcomeLog,
     adapters: dict[Side, Path | None],
 ) -> dict[str, Any]:
-    """The figures of one split at the top; those of several each under `splits`."""
+    """The results of one split at the top; those of several each under `splits`."""
     parts = {split: _split_results(config, split, envs, tasks, log, adapters) for split in envs.sizes}
     if len(parts) == 1:
-        ((split, figures),) = parts.items()
-        return {"split": split, **figures}
+        ((split, only),) = parts.items()
+        return {"split": split, **only}
     return {"split": list(parts), "splits": parts}
 
 

@@ -9,15 +9,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_vlm.config import CommonConfig, SFTConfig, TrainConfig, save_config
-from rl_vlm.evaluation.heldout import EvaluationOptions
+from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, save_checkpoint
+from rl_vlm.config import SFTConfig, TrainConfig, save_config
 from rl_vlm.files import clean_leftovers, open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.weights import WeightPayload
@@ -27,7 +26,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithmConfig
-    from rl_vlm.monitoring.ray_metrics import RayFigures
+    from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
 # SIGINT and SIGTERM while a command starts something that does not run yet, or ends it: it says so, and leaves.
@@ -37,16 +36,15 @@ _caught: list[int] = []
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """Inside this context a signal is told on stderr, and the context ends with SystemExit and its exit code, 130 or 143."""
+    """Inside this context a signal is told on stderr, and the context ends with SystemExit and its exit code, 130 or
+    143."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     _caught.clear()
     leave_on_signals()
     try:
         yield
     except BaseException:
-        if (
-            _caught
-        ):  # Ray makes an exit code 1 of any that it meets in a call of its own, and what is half started fails
+        if _caught:  # Ray turns any exit code that it meets in a call of its own into 1, and what is half started fails
             raise SystemExit(128 + _caught[0]) from None
         raise
     finally:
@@ -72,8 +70,8 @@ _COMMANDS = ("train", "sft", "sweep")  # which save a checkpoint on SIGTERM
 _ACTOR = "ray::"  # how the title of a Ray worker's process begins
 _IDLE = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "ProxyActor", "ServeController")  # what does no work of a run
 _PAUSE_S = 0.5
-# What a run calls itself in the system's table of processes (15 characters at most): a script's arguments do not tell that it is one, and
-# one that saves its checkpoint already must not be told twice, which ends it at once.
+# What a run calls itself in the system's table of processes (15 characters at most): a script's arguments do not tell
+# that it is one, and one that saves its checkpoint already must not be told twice, which ends it at once.
 RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
 
 
@@ -103,7 +101,8 @@ def is_actor(arguments: Sequence[str]) -> bool:
 
 
 def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
-    """Send SIGTERM to this user's runs, but those that stop already, and wait. Returns the process ids of those that are still there.
+    """Send SIGTERM to this user's runs, but those that stop already, and wait. Returns the process ids of those that
+    are still there.
 
     `within`: only processes that descend from this one; None: all of this user.
     """
@@ -121,7 +120,8 @@ def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
 
 
 def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
-    """Wait until no actor works on this machine; they end with their run. Returns the process ids of those that still do."""
+    """Wait until no actor works on this machine; they end with their run. Returns the process ids of those that still
+    do."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = [process.pid for process, arguments in _mine(within) if is_actor(arguments)]
@@ -157,8 +157,8 @@ class InterruptedRun(RLVLMError):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM, of which it tells; a second one, or any while starting, raises KeyboardInterrupt at
-    once."""
+    """Remembers the first SIGINT or SIGTERM, of which it tells; a second one, or any while starting, raises
+    KeyboardInterrupt at once."""
 
     def __init__(
         self,
@@ -195,27 +195,44 @@ class StopRequest:
 
 
 class BaseRun(ABC):
-    """The state of one command that trains; `start` iterations are done already."""
+    """The state of one command that trains; `start` iterations (or steps) are done already.
+
+    The constructor raises UserInputError where the newest checkpoint does not fit the configuration.
+    """
 
     config: TrainConfig | SFTConfig
     _unit = "iteration"  # what `_position` counts
 
-    def __init__(
-        self, config: TrainConfig | SFTConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay
-    ) -> None:
-        self.folder, self.display = folder, display
-        self.config = config
+    def __init__(self, config: TrainConfig | SFTConfig, folder: Path, resume: bool) -> None:
+        self.config, self.folder = config, folder
+        self.checkpoints = folder / "checkpoints"
         clean_leftovers(folder)
-        self.saved_at = -1  # iterations or steps that are in the newest checkpoint; -1 without one
-        self._found = _contents(folder, ("config.yaml", "result.json")) if resume else {}
+        clean_leftovers(self.checkpoints)
+        self.start_from = self._latest_checkpoint() if resume else None
+        self.start = checkpoint_number(self.start_from) if self.start_from else 0
+        self.saved_at = self.start if self.start_from else -1  # what the newest checkpoint holds; -1 without one
+        if self.start_from is not None:
+            self._check_fits(self.start_from)
+        self.display = self._new_display()
+        self._before = _contents(folder, ("config.yaml", "result.json")) if resume else {}
         save_config(config, folder / "config.yaml")
-        self.recorder = self._new_recorder(start if resume else None)
+        self.recorder = self._new_recorder(self.start if resume else None)
         self.display.recall(self.recorder.evaluations())
         self.stop = StopRequest()
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0
         self.write_errors = 0
         self.rewards: list[float] = []  # of this process, for when a full disk keeps them out of progress.csv
+
+    def _latest_checkpoint(self) -> Path | None:
+        return latest_checkpoint(self.checkpoints)
+
+    def _check_fits(self, checkpoint: Path) -> None:  # noqa: B027  # not every kind has something to check
+        """Raise UserInputError where the run cannot go on from a checkpoint."""
+
+    @abstractmethod
+    def _new_display(self) -> ProgressDisplay:
+        """What shows the progress."""
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         return RunRecorder(self.folder, self.config, resumed_iteration, draw=self._draw)
@@ -251,7 +268,7 @@ class BaseRun(ABC):
                     if error:
                         result["error"] = error
                     self.recorder.finish(result)
-                    for path, text in self._found.items() if refused else ():
+                    for path, text in self._before.items() if refused else ():
                         write_atomic(path, text)
         finally:
             self.recorder.close()
@@ -271,8 +288,13 @@ class BaseRun(ABC):
         """How far training is."""
 
     @abstractmethod
-    def _save(self, position: int) -> None:
-        """Write a checkpoint. Raises OSError."""
+    def _write_checkpoint(self, folder: Path) -> None:
+        """Write the files of a checkpoint. Raises OSError."""
+
+    def _save(self, position: int) -> Path:
+        """Save a checkpoint, and delete old ones. Raises OSError."""
+        keep, name = self.config.logging.keep_checkpoints, f"iteration-{position:06d}"
+        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep)
 
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
@@ -292,7 +314,8 @@ class BaseRun(ABC):
             payload.write(self.folder / f"{payload.FOLDER}{suffix}")
         except OSError as error:
             raise RLVLMError(
-                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and --resume."
+                f"Could not write the adapter to {self.folder} ({error.strerror or error}): free some space and "
+                "--resume."
             ) from error
 
     @abstractmethod
@@ -322,7 +345,7 @@ class BaseRun(ABC):
         self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
 
     def _result(self, status: str) -> dict[str, Any]:
-        rewards = self.recorder.rewards() or self.rewards
+        rewards = self.recorder.column("reward/mean") or self.rewards
         window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
@@ -334,14 +357,33 @@ class BaseRun(ABC):
 
 
 class RunLifecycle(BaseRun):
-    """The state of one `train` call: Ray, and an algorithm on it."""
+    """The state of one `train` call: Ray, and an algorithm on it. The static methods need no run: they are its
+    kind's."""
 
     config: TrainConfig
 
-    def __init__(self, config: TrainConfig, folder: Path, start: int, resume: bool, display: ProgressDisplay) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, resume: bool) -> None:
         self.algorithm: Any = None
-        self._figures: RayFigures | None = None
-        super().__init__(config, folder, start, resume, display)
+        self._figures: RayMetrics | None = None
+        super().__init__(config, folder, resume)
+
+    @staticmethod
+    @abstractmethod
+    def inspect(config: Any) -> dict[str, Any]:
+        """Check a configuration without starting Ray; returns what was found, to be printed. Raises UserInputError."""
+
+    @staticmethod
+    @abstractmethod
+    def evaluate(config: Any, **options: Any) -> dict[str, Any]:
+        """Evaluate what a run trained; returns the results, and writes them to `out`.
+
+        options: `adapter`, `run_dir` and `out` (paths), and `options`, an EvaluationOptions.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def rllib_config(config: Any) -> type[RunAlgorithmConfig]:
+        """The class of the RLlib configuration, which takes seconds to import."""
 
     def _loop(self) -> None:
         """Start everything, train, stop everything."""
@@ -357,18 +399,16 @@ class RunLifecycle(BaseRun):
             started_service(self.config) if serves else nullcontext() as service,
         ):
             imports_done()
-            config = self._rllib_config().from_run_config(self.config, self.folder, service)
+            config = self.rllib_config(self.config).from_run_config(self.config, self.folder, service)
             with self._algorithm(config):
                 self._train()
 
     def _announce(self, serves: bool) -> None:
-        """Say which settings change nothing, and what starts."""
+        """Say what starts."""
         shared = self.config.serving.shared
         replicas = f", {self.config.serving.num_replicas} replicas" if serves else ""
         replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        for sentence in self.config.notes():
-            self.display.message(sentence)
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.title} ...")
+        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.env.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)
@@ -384,9 +424,9 @@ class RunLifecycle(BaseRun):
         if not (joins_cluster() if wanted is None else wanted):
             yield
             return
-        from rl_vlm.monitoring.ray_metrics import RayFigures
+        from rl_vlm.monitoring.ray_metrics import RayMetrics
 
-        self._figures = self.recorder.ray = RayFigures(self.config, self.folder, self.display.total)
+        self._figures = self.recorder.ray = RayMetrics(self.config, self.folder, self.display.total)
         self._figures.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield
@@ -400,10 +440,6 @@ class RunLifecycle(BaseRun):
             super()._checkpoint()
         except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
             self.display.message(f"No checkpoint at {self._unit} {self._position()}. {error}")
-
-    @abstractmethod
-    def _rllib_config(self) -> type[RunAlgorithmConfig]:
-        """The class of the RLlib configuration."""
 
     @abstractmethod
     def _train(self) -> None:
@@ -447,38 +483,3 @@ def stderr_to(path: Path) -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(saved, 2)
             os.close(saved)
-
-
-Config = TypeVar("Config", bound=CommonConfig)
-_Given = TypeVar("_Given", bound=CommonConfig, contravariant=True)
-
-
-class Evaluate(Protocol[_Given]):
-    """Evaluates what a run trained; returns the results, and writes them to `out`."""
-
-    def __call__(
-        self,
-        config: _Given,
-        /,
-        *,
-        adapter: Path | None = None,
-        run_dir: Path | None = None,
-        out: Path | None = None,
-        options: EvaluationOptions | None = None,
-    ) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunKind(Generic[Config]):
-    """One kind of run.
-
-    config: its class of configurations. inspect: checks one without starting Ray, returns what was found, raises
-    UserInputError. run: a run in a folder, new or resumed. evaluate: see `Evaluate`. rllib_config: the class of the RLlib
-    configuration, which takes seconds to import.
-    """
-
-    config: type[Config]
-    inspect: Callable[[Config], dict[str, Any]]
-    run: Callable[[Config, Path, bool], BaseRun]
-    evaluate: Evaluate[Config]
-    rllib_config: Callable[[Config], type[RunAlgorithmConfig]]

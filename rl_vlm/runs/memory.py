@@ -47,7 +47,8 @@ def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path |
 
 
 def smallest_gpu_gib(config: CommonConfig) -> float | None:
-    """Memory of this machine's smallest GPU, where the run asks for one and there is one. torch is imported only then."""
+    """Memory of this machine's smallest GPU, where the run asks for one and there is one. torch is imported only
+    then."""
     if not config.needed_gpus or not _has_nvidia():
         return None
     import torch
@@ -72,14 +73,15 @@ def _versions(config: CommonConfig) -> int:
 
 
 def object_store_mib(config: CommonConfig) -> int:
-    """The object store of a private cluster. Raises UserInputError where the configuration's is too small for the adapter."""
+    """The object store of a private cluster. Raises UserInputError where the configuration's is too small for the
+    adapter."""
     needed, given = adapters_mib(config), config.resources.object_store_mib
     if given is None:
         return max(_STORE_MIB, needed + _STORE_MIB // 2)
     if given < needed:
         raise UserInputError(
-            f"resources.object_store_mib {given} is too small: {_versions(config)} versions of this run's {_published(config)}, take "
-            f"{needed} MiB. Set it to {needed + _STORE_MIB // 2} or leave it out."
+            f"resources.object_store_mib {given} is too small: {_versions(config)} versions of this run's "
+            f"{_published(config)}, take {needed} MiB. Set it to {needed + _STORE_MIB // 2} or leave it out."
         )
     return given
 
@@ -100,7 +102,8 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     for card in plan.cards:
         yield from _card(card, plan.gpus)
     if plan.adapter_bytes:
-        yield f"A version of {'the weights' if plan.full else 'the adapter'}: {plan.adapter_bytes / 1e6:.{0 if plan.adapter_bytes > 1e7 else 2}f} MB"
+        what, digits = "the weights" if plan.full else "the adapter", 0 if plan.adapter_bytes > 1e7 else 2
+        yield f"A version of {what}: {plan.adapter_bytes / 1e6:.{digits}f} MB"
     if plan.starved:
         yield f"It does not fit. {plan.starved}"
     if any(card.left is not None and card.left < 0 for card in plan.cards):
@@ -179,7 +182,8 @@ def weights_size(parameters: int, dtype: DType) -> dict[str, Any]:
 
 
 def count_parameters(folder: Path) -> int:
-    """The parameters of a model folder, from the headers of its safetensors files; without those from its configuration.
+    """The parameters of a model folder, from the headers of its safetensors files; without those from its
+    configuration.
 
     Tied weights count once. Raises UserInputError when a file is damaged.
     """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.envs.parts import survey
+from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.players import EpisodesLostError, losses
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.numerics import derive_seed

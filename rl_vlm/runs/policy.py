@@ -11,26 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.algorithms.checkpoint import latest_checkpoint, save_checkpoint
+from rl_vlm.algorithms.checkpoint import write_checkpoint
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import check_step, reward_parts
-from rl_vlm.envs.parts import make_part, survey, train_size
-from rl_vlm.envs.registry import portable_id
-from rl_vlm.envs.wire import check_plain
+from rl_vlm.envs.isolation import check_plain
+from rl_vlm.envs.registry import make_part, portable_id, survey, train_size
 from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
-from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.rollout.curriculum import Stages, make_task_source
 from rl_vlm.rollout.scoring import OWN, REWARD_PARTS
-from rl_vlm.runs.lifecycle import RunKind, RunLifecycle
+from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
@@ -38,24 +36,29 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithmConfig
 
 
-# Sentences about figures that usually mean a mistake in the environment, the prompt or the reward.
+# Sentences about metrics that usually mean a mistake in the environment, the prompt or the reward.
 
 _NEEDS_IMAGES = 0.1  # gain in accuracy over blank images, below which people are told
 _UNPAID = 5  # iterations at the start
 
 
 def blind(results: Mapping[str, float]) -> str:
-    """What an evaluation says where answers are as good with blank images; empty where they need them, or where none is right."""
+    """What an evaluation says where answers are as good with blank images; empty where they need them, or where none is
+    right."""
     if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
         return ""
     unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
     if unseen == 0 and gap == 0:  # nothing is known of images by answers that are all wrong
         return ""
-    return f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones [sight/accuracy_gap]."
+    return (
+        f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones "
+        "[sight/accuracy_gap]."
+    )
 
 
 class UnpaidStart:
-    """Tells once where no group of a run's first iterations has answers that are paid differently: then nothing is learned from."""
+    """Tells once where no group of a run's first iterations has answers that are paid differently: then nothing is
+    learned from."""
 
     def __init__(self) -> None:
         self._unpaid = 0
@@ -68,8 +71,9 @@ class UnpaidStart:
         if iteration != _UNPAID:
             return ""
         return (
-            f"Nothing has been learned from: in each group of the first {_UNPAID} iterations all answers were paid alike (mean reward "
-            f"{metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers and what they are paid."
+            f"Nothing has been learned from: in each group of the first {_UNPAID} iterations all answers were paid "
+            f"alike (mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
+            "answers and what they are paid."
         )
 
 
@@ -81,10 +85,11 @@ _NEARLY = 0.85  # of difflib: "formt" and "format" are .91 alike
 
 
 def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> None:
-    """Names that are no registered part must be given by the episode that was opened, which is answered by nothing until it ends.
+    """Names that are no registered part must be given by the episode that was opened, which is answered by nothing
+    until it ends.
 
-    Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only what is spelt nearly as
-    a registered part is refused. One that raises says nothing.
+    Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only
+    what is spelt nearly as a registered part is refused. One that raises says nothing.
     """
     unknown = set(names) - {OWN, *REWARD_PARTS.names()}
     given: set[str] = set()
@@ -111,8 +116,8 @@ def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> 
         near = difflib.get_close_matches(missing[0], known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserInputError(
-            f"env.reward.weights names {', '.join(missing)}, and the parts here are {', '.join(known)}: correct the name, or let the "
-            f"environment give it in info['reward_parts'].{hint}"
+            f"env.reward.weights names {', '.join(missing)}, and the parts here are {', '.join(known)}: correct the "
+            f"name, or let the environment give it in info['reward_parts'].{hint}"
         )
 
 
@@ -122,8 +127,9 @@ def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> 
 def held_at_once(config: PolicyConfig, name: str, held_out: int | None) -> tuple[int, int]:
     """The most environments of one kind at once: in training, and beside them in an evaluation.
 
-    `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An evaluation comes
-    on top: its variants have pools of their own, which keep their environments, unless `evaluation.at_once` bounds them all.
+    `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An
+    evaluation comes on top: its variants have pools of their own, which keep their environments, unless
+    `evaluation.at_once` bounds them all.
     """
     rollout = config.rollout
     groups = (
@@ -135,7 +141,8 @@ def held_at_once(config: PolicyConfig, name: str, held_out: int | None) -> tuple
 
 
 def check_places(config: PolicyConfig, name: str, held_out: int | None, places: int | None) -> None:
-    """Raise UserInputError where a run needs more than the `places` of its environment's server; None: they have no limit.
+    """Raise UserInputError where a run needs more than the `places` of its environment's server; None: they have no
+    limit.
 
     Its groups would each hold a part of the places and wait for the rest until all are lost.
     """
@@ -143,9 +150,9 @@ def check_places(config: PolicyConfig, name: str, held_out: int | None, places: 
     if places is not None and training + evaluation > places:
         raise UserInputError(
             f"{config.env.parts[name].id} has places for {places} environments at a time, and the run needs up to "
-            f"{training + evaluation}: {training} in training and {evaluation} in an evaluation. Start `rl-vlm envs serve` with "
-            f"--max-sessions {training + evaluation}, or lower rollout.prompts_per_iteration, rollout.group_size or "
-            "evaluation.num_items."
+            f"{training + evaluation}: {training} in training and {evaluation} in an evaluation. Start `rl-vlm envs "
+            f"serve` with --max-sessions {training + evaluation}, or lower rollout.prompts_per_iteration, "
+            "rollout.group_size or evaluation.num_items."
         )
 
 
@@ -153,8 +160,8 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     """Open one item of each split and encode it, and look up what learns from it."""
     if config.model.train == "lora" and config.model.lora.target_modules == "none":
         raise UserInputError(
-            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` and `rl-vlm "
-            "serve` take it."
+            "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision; `rl-vlm eval` "
+            "and `rl-vlm serve` take it."
         )
     if config.model.dtype == "float16":
         raise UserInputError(f"{FLOAT16_UNTRAINABLE}.")
@@ -173,9 +180,9 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():
-        figures = _inspect_part(config, name, text)
-        sizes[name] = train_size(part, figures["train_items"])
-        found |= {f"{name}_{key}" if name else key: value for key, value in figures.items()}
+        inspected = _inspect_part(config, name, text)
+        sizes[name] = train_size(part, inspected["train_items"])
+        found |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
         for variant in config.evaluation.variants:
             _open_changed(
                 config,
@@ -239,7 +246,8 @@ def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | Non
 def _open_changed(
     config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
 ) -> None:
-    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are drawn from."""
+    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are
+    drawn from."""
     try:
         env = _make_part(config, name, changes)
         try:
@@ -256,7 +264,7 @@ def _open_changed(
 
 
 def _check_tasks(config: PolicyConfig, checkpoint: Path) -> None:
-    """Raise UserInputError where the configuration's tasks are not the checkpoint's: a minute before the algorithm would."""
+    """Raise UserInputError where the configuration's tasks are not the checkpoint's."""
     tasks = json.loads((checkpoint / "state.json").read_text())["rollouts"]["tasks"]
     make_task_source(config, survey(config.env, "train").sizes["train"]).restore(tasks["source"])
 
@@ -266,18 +274,35 @@ class PolicyRun(RunLifecycle):
 
     config: PolicyConfig
 
+    inspect = staticmethod(inspect_policy_run)
+
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
-        self.checkpoints = folder / "checkpoints"
-        clean_leftovers(self.checkpoints)
-        self.start_from = latest_checkpoint(self.checkpoints) if resume else None
-        if self.start_from is not None:
-            _check_tasks(config, self.start_from)
-        start = int(self.start_from.name.removeprefix("iteration-")) if self.start_from else 0
-        super().__init__(config, folder, start, resume, ProgressDisplay(config.algorithm.iterations, start))
+        super().__init__(config, folder, resume)
         self.evaluations: list[dict[str, Any]] = []
-        self.saved_at = start if self.start_from else -1
-        self.last_iteration = self.start_iteration = start
+        self.last_iteration = self.start
         self._unpaid_start = UnpaidStart()
+
+    @staticmethod
+    def evaluate(config: PolicyConfig, **options: Any) -> dict[str, Any]:
+        """See RunLifecycle."""
+        from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
+
+        return evaluate_policy_run(config, **options)
+
+    @staticmethod
+    def rllib_config(config: PolicyConfig) -> type[RunAlgorithmConfig]:
+        """See RunLifecycle."""
+        from rl_vlm.algorithms.grpo import GRPOConfig
+        from rl_vlm.algorithms.ppo import PPOConfig
+
+        return PPOConfig if config.algorithm.name == "ppo" else GRPOConfig
+
+    def _check_fits(self, checkpoint: Path) -> None:
+        """A minute before the algorithm would."""
+        _check_tasks(self.config, checkpoint)
+
+    def _new_display(self) -> ProgressDisplay:
+        return ProgressDisplay(self.config.algorithm.iterations, self.start)
 
     def _train(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError
@@ -312,7 +337,8 @@ class PolicyRun(RunLifecycle):
                     while algorithm.updates < self.config.algorithm.iterations and not self.stop:
                         self._iterate()
         except (SamplingError, TooManyFailuresError, SightError):
-            # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have learned.
+            # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have
+            # learned.
             if algorithm.updates > max(self.saved_at, 0):
                 with suppress(RLVLMError):
                     self._checkpoint()
@@ -329,8 +355,8 @@ class PolicyRun(RunLifecycle):
         self._tell_faults(self.algorithm.sight.gate())
         if self.algorithm.sight.needed:
             self.display.message(
-                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank image "
-                f"changes answers by {self.algorithm.sight.effect:.2g}."
+                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank "
+                f"image changes answers by {self.algorithm.sight.effect:.2g}."
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
@@ -342,7 +368,8 @@ class PolicyRun(RunLifecycle):
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
         if iteration <= self.last_iteration:
-            # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned nothing.
+            # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned
+            # nothing.
             self._forget_after(iteration)
             return
         self.last_iteration = iteration
@@ -380,18 +407,18 @@ class PolicyRun(RunLifecycle):
         self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
-        if self.algorithm.updates > self.start_iteration and (hint := blind(results)):
+        if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)
 
-    def _save(self, position: int) -> None:
-        recovery, keep = self.algorithm.recovery, self.config.logging.keep_checkpoints
-        recovery.last_checkpoint = save_checkpoint(self.checkpoints, position, recovery.checkpoint(), keep)
+    def _write_checkpoint(self, folder: Path) -> None:
+        write_checkpoint(folder, self.algorithm.recovery.checkpoint())
 
-    def _rllib_config(self) -> type[RunAlgorithmConfig]:
-        return _rllib_config(self.config)
+    def _save(self, position: int) -> Path:
+        self.algorithm.recovery.last_checkpoint = saved = super()._save(position)
+        return saved
 
     def _position(self) -> int:
-        return self.algorithm.updates if self.algorithm is not None else self.start_iteration
+        return self.algorithm.updates if self.algorithm is not None else self.start
 
     def _outcome(self) -> dict[str, Any]:
         evaluations = self.recorder.evaluations() or self.evaluations
@@ -418,19 +445,3 @@ def _counts(algorithm: Any) -> dict[str, Any]:
         "restarts": dict(algorithm.restarts),
         "requests_by_replica": dict(rollouts.requests_by_replica),
     }
-
-
-def _rllib_config(config: PolicyConfig) -> type[RunAlgorithmConfig]:
-    from rl_vlm.algorithms.grpo import GRPOConfig
-    from rl_vlm.algorithms.ppo import PPOConfig
-
-    return PPOConfig if config.algorithm.name == "ppo" else GRPOConfig
-
-
-def _evaluate(config: PolicyConfig, /, **arguments: Any) -> dict[str, Any]:
-    from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
-
-    return evaluate_policy_run(config, **arguments)
-
-
-KIND = RunKind(PolicyConfig, inspect_policy_run, PolicyRun, _evaluate, _rllib_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from rl_vlm.algorithms.preference_checkpoint import AGENT, STATE, CheckpointFolders, latest_checkpoint, read_state
+from rl_vlm.algorithms.checkpoint import AGENT, latest_checkpoint, read_state, save_checkpoint
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.heldout import EvaluationOptions
-from rl_vlm.files import write_atomic
+from rl_vlm.files import clean_leftovers, write_atomic
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring.display import PreferenceDisplay
+from rl_vlm.monitoring.display import PREFERENCE_ROWS, ProgressDisplay
 from rl_vlm.plots.video import write_video
 from rl_vlm.preference.collector import (
     EpisodeResult,
@@ -32,10 +33,11 @@ from rl_vlm.preference.schedule import (
     TRAIN_COLUMNS,
     FinishedEpisode,
     StepCsv,
+    check_segments,
     evaluation_metrics,
     evaluation_row,
 )
-from rl_vlm.runs.lifecycle import RunKind, RunLifecycle
+from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -47,9 +49,7 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
     """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
     from rl_vlm.labelling.store import label_cache
     from rl_vlm.labelling.teachers import prompts_of
-    from rl_vlm.preference.collector import make_run_env
     from rl_vlm.preference.feedback import check_cache
-    from rl_vlm.preference.schedule import check_segments
 
     settings = config.preference
     env = make_run_env(config)
@@ -88,19 +88,37 @@ class PreferenceRun(RunLifecycle):
 
     _unit = "step"
 
+    inspect = staticmethod(inspect_preference_run)
+
     def __init__(self, config: PreferenceConfig, folder: Path, resume: bool) -> None:
         self.settings = config.preference
-        self.checkpoints = CheckpointFolders(folder, config.name, config.logging.keep_checkpoints)
-        self.start_from = self.checkpoints.latest() if resume else None
-        state = read_state(self.start_from) if self.start_from else None
-        start = int(state["step"]) if state else 0
-        super().__init__(config, folder, start, resume, PreferenceDisplay(self.settings.total_steps, start))
-        keep_until = start if state else -1
-        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, keep_until)
-        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, keep_until)
-        self.session_figures: dict[str, float] = {}
+        root = os.environ.get("ARTIFACT_ROOT")
+        self.artifacts = Path(root) / config.name if root else None  # all checkpoints and videos stay there
+        if self.artifacts is not None:
+            clean_leftovers(self.artifacts / "checkpoints")
+        super().__init__(config, folder, resume)
+        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, self.saved_at)
+        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, self.saved_at)
+        self.session_metrics: dict[str, float] = {}
         self.episode_started = time.monotonic()
-        self.saved_at = start if state else -1
+
+    @staticmethod
+    def evaluate(config: PreferenceConfig, **options: Any) -> dict[str, Any]:
+        """See RunLifecycle."""
+        return evaluate_preference_run(config, **options)
+
+    @staticmethod
+    def rllib_config(config: PreferenceConfig) -> type[RunAlgorithmConfig]:
+        """See RunLifecycle."""
+        from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+
+        return PreferenceSACConfig
+
+    def _latest_checkpoint(self) -> Path | None:
+        return latest_checkpoint(self.checkpoints, read_state)
+
+    def _new_display(self) -> ProgressDisplay:
+        return ProgressDisplay(self.settings.total_steps, self.start, rows=PREFERENCE_ROWS, unit=self._unit)
 
     def _train(self) -> None:
         algorithm = self.algorithm
@@ -133,14 +151,15 @@ class PreferenceRun(RunLifecycle):
             self.recorder.log_iteration(step, algorithm.last_metrics)
             self.recorder.log_spans(step, algorithm.last_spans)
             self.display.update(step, algorithm.last_metrics)
-            # `checkpoint_every` counts rows of figures, as everywhere.
+            # `checkpoint_every` counts rows of metrics, as everywhere.
             if _crosses_multiple(before, step, every * settings.steps_per_iteration):
                 self._checkpoint()
             if step >= settings.total_steps or (evaluations and _crosses_multiple(before, step, evaluations)):
                 self._evaluate()
 
     def _evaluation_is_missing(self) -> bool:
-        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended during it."""
+        """Whether one was due at the present step and is not recorded: before the run, or of an attempt that ended
+        during it."""
         step, every = self.algorithm.env_steps, self.settings.evaluation.every
         if step == 0 or step >= self.settings.total_steps:
             return not self.recorder.has_evaluation(step)
@@ -155,13 +174,13 @@ class PreferenceRun(RunLifecycle):
             self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
         except OSError as error:
             self._cannot_write("eval.csv", error)
-        figures = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
-        self.recorder.log_evaluation(algorithm.env_steps, figures)
-        self.display.evaluation(algorithm.env_steps, figures)
+        metrics = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
+        self.recorder.log_evaluation(algorithm.env_steps, metrics)
+        self.display.evaluation(algorithm.env_steps, metrics)
         self._save_videos(results)
 
     def _save_videos(self, results: list[EpisodeResult]) -> None:
-        folder = self.checkpoints.videos or self.folder / "videos"
+        folder = (self.artifacts or self.folder) / "videos"
         for number, result in enumerate(results):
             if result.frames is None:
                 continue
@@ -172,28 +191,23 @@ class PreferenceRun(RunLifecycle):
             except OSError as error:
                 self._cannot_write("a video", error)
 
-    def _log_session(self, figures: dict[str, float]) -> None:
-        self.session_figures = figures
-        if "labels/asked" in figures:
-            accuracy = figures.get("labels/accuracy")
+    def _log_session(self, metrics: dict[str, float]) -> None:
+        self.session_metrics = metrics
+        if "labels/asked" in metrics:
+            accuracy = metrics.get("labels/accuracy")
             agree = f", {accuracy:.0%} of the decided agree with the true reward" if accuracy is not None else ""
-            fitted = figures.get("reward_model/accuracy")  # none without pairs, or of scores
+            fitted = metrics.get("reward_model/accuracy")  # none without pairs, or of scores
             model = f"; reward model accuracy {fitted:.2f}" if fitted is not None else ""
             self.display.message(
-                f"Step {self.algorithm.env_steps}: {figures['labels/asked']:.0f} labels in {figures['labels/seconds']:.1f} s, "
-                f"{figures['labels/usable']:.0f} usable{agree}{model}."
+                f"Step {self.algorithm.env_steps}: {metrics['labels/asked']:.0f} labels in "
+                f"{metrics['labels/seconds']:.1f} s, {metrics['labels/usable']:.0f} usable{agree}{model}."
             )
             if cost := self.algorithm.feedback.cost:
                 self.display.message(f"Labels so far: {cost}.")
 
     def _log_episode(self, episode: FinishedEpisode) -> None:
         algorithm, now = self.algorithm, time.monotonic()
-        figures = algorithm.running_figures()
         feedback = algorithm.feedback
-        names = {
-            "batch_reward": "critic/reward", "critic_loss": "critic/loss", "actor_loss": "policy/loss",
-            "actor_entropy": "policy/entropy", "alpha_loss": "policy/alpha_loss", "alpha_value": "policy/alpha",
-        }  # fmt: skip
         row: dict[str, Any] = {
             "episode": episode.number,
             "step": episode.step,
@@ -204,10 +218,10 @@ class PreferenceRun(RunLifecycle):
             "duration": now - self.episode_started,
             "total_feedback": feedback.asked if feedback is not None else 0,
             "labeled_feedback": feedback.usable if feedback is not None else 0,
-            "reward_learning_acc": self.session_figures.get("reward_model/accuracy", ""),
-            "vlm_acc": self.session_figures.get("labels/accuracy", ""),
+            "reward_learning_acc": self.session_metrics.get("reward_model/accuracy", ""),
+            "vlm_acc": self.session_metrics.get("labels/accuracy", ""),
             "actor_target_entropy": algorithm.target_entropy,
-            **{column: figures[name] for column, name in names.items() if name in figures},
+            **algorithm.update_statistics(),
         }
         self.episode_started = now
         try:
@@ -215,11 +229,13 @@ class PreferenceRun(RunLifecycle):
         except OSError as error:
             self._cannot_write("train.csv", error)
 
-    def _save(self, position: int) -> None:
-        self.checkpoints.save(position, lambda folder: self.algorithm.save_checkpoint(str(folder)))
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.algorithm.save_checkpoint(str(folder))
 
-    def _rllib_config(self) -> type[RunAlgorithmConfig]:
-        return _rllib_config(self.config)
+    def _save(self, position: int) -> Path:
+        keep, name = self.config.logging.keep_checkpoints, f"step-{position:08d}"
+        history = self.artifacts / "checkpoints" if self.artifacts is not None else None
+        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep, history)
 
     def _position(self) -> int:
         return self.algorithm.env_steps if self.algorithm is not None else -1
@@ -249,20 +265,6 @@ def _crosses_multiple(before: int, now: int, every: int) -> bool:
     return now // every > before // every
 
 
-def _rllib_config(config: PreferenceConfig) -> type[RunAlgorithmConfig]:
-    from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
-
-    return PreferenceSACConfig
-
-
-def _evaluate(config: PreferenceConfig, /, **arguments: Any) -> dict[str, Any]:
-
-    return evaluate_preference_run(config, **arguments)
-
-
-KIND = RunKind(PreferenceConfig, inspect_preference_run, PreferenceRun, _evaluate, _rllib_config)
-
-
 # `rl-vlm eval` of a preference run: the agent of a checkpoint plays in this process, without Ray, labeller or replay
 # buffer.
 
@@ -277,16 +279,17 @@ def evaluate_preference_run(
 ) -> dict[str, Any]:
     """Play the evaluation episodes with a checkpoint's agent; written to `out` as JSON if given.
 
-    `run_dir` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the figures
-    of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits, CollectionError
-    when an environment fails.
+    `run_dir` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the
+    metrics of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits,
+    CollectionError when an environment fails.
     """
     (options or EvaluationOptions()).refuse_any(
         "this is for policies that see images, and the agent of a preference run sees the state."
     )
     if adapter is not None or run_dir is None:
         raise UserInputError(
-            "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with --run-dir."
+            "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with "
+            "--run-dir."
         )
     checkpoint = _find_checkpoint(run_dir)
     step = int(read_state(checkpoint)["step"])
@@ -314,9 +317,9 @@ def evaluate_preference_run(
 
 
 def _find_checkpoint(folder: Path) -> Path:
-    if (folder / STATE).is_file():
+    if (folder / AGENT).is_file():
         return folder
-    found = latest_checkpoint(folder / "checkpoints")
+    found = latest_checkpoint(folder / "checkpoints", read_state)
     if found is None:
         raise UserInputError(
             f"{folder} holds no complete checkpoint: name the folder of a preference run, or a checkpoint."

@@ -7,13 +7,11 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import ray
 from ray._private import node, services
 from ray._private import utils as ray_utils
@@ -33,15 +31,16 @@ from rl_vlm.types import RLVLMError, UserInputError
 # Each process takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for any of
 # this; this derives from its classes, which is why Ray's version is pinned exactly.
 
-# Of a node with this address all processes listen here alone, of any other one on every interface. `ray.init` does not take it: it
-# replaces it by an address that other machines reach.
+# Of a node with this address all processes listen here alone, of any other one on every interface. `ray.init` does not
+# take it: it replaces it by an address that other machines reach.
 LOOPBACK = "127.0.0.1"
 
 logger = logging.getLogger(__name__)
 
 
 class PrivateNode(node.Node):
-    """Starts neither the autoscaler nor the log monitor, the API server only where a dashboard is wanted, and is this machine's own."""
+    """Starts neither the autoscaler nor the log monitor, the API server only where a dashboard is wanted, and is this
+    machine's own."""
 
     def __init__(self, ray_params: RayParams, **settings: Any) -> None:
         if settings.get("head"):
@@ -53,9 +52,7 @@ class PrivateNode(node.Node):
         self.all_processes: dict[str, list[Any]] = {}  # Ray's own comes after checks that may raise
         try:
             super().__init__(ray_params, **settings)
-        except Exception as error:
-            started = {name: _condition(info.process) for name, infos in self.all_processes.items() for info in infos}
-            logger.warning("A start of Ray failed (%s); its processes: %s", str(error).partition("\n")[0], started)
+        except Exception:
             # Nobody has this object yet, so nobody else could end what it has started.
             self.kill_all_processes(check_alive=False, wait=True)
             raise
@@ -66,24 +63,13 @@ class PrivateNode(node.Node):
             super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
 
 
-def _condition(process: subprocess.Popen[bytes]) -> str:
-    """What has become of a process that was started."""
-    code = process.poll()
-    if code is not None:
-        return f"ended with code {code}"
-    try:
-        found = psutil.Process(process.pid)
-        return f"{found.status()}, {sum(found.cpu_times()[:2]):.1f} s of CPU"
-    except psutil.Error as error:
-        return str(error)
-
-
 class OwnSession(services.ConsolePopen):
     """A process of Ray in a session of its own.
 
-    `timeout`, batch systems and terminals signal the whole group of a command. The command answers a SIGTERM with a checkpoint and a
-    clean end, for which it needs Ray's processes: without them it would wait for ever. They still end with it, whatever ends it: the
-    kernel kills them when their parent is gone, and the raylet's own helpers follow within a minute.
+    `timeout`, batch systems and terminals signal the whole group of a command. The command answers a SIGTERM with a
+    checkpoint and a clean end, for which it needs Ray's processes: without them it would wait for ever. They still end
+    with it, whatever ends it: the kernel kills them when their parent is gone, and the raylet's own helpers follow
+    within a minute.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -101,8 +87,8 @@ _STARTS = 4  # of a private cluster, before it is given up
 _STORE_WAIT_S = "60"  # for the process with the cluster's tables; Ray's own 30 s are few on a busy machine
 _NOT_STARTED = ("timed out during startup", "Timed out waiting for file")  # of the raylet; of that process
 _WRONG_TOKEN = "InvalidAuthToken"  # of Ray's error where the driver sends no token, or another one
-# Workers inherit these from a private cluster's processes, and get them from the job on one that was joined. One torch thread
-# each, because they share the cores.
+# Workers inherit these from a private cluster's processes, and get them from the job on one that was joined. One torch
+# thread each, because they share the cores.
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -111,8 +97,8 @@ _WORKER_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "1",
     # RLlib imports JAX where it is installed; nothing here uses it, and it costs every process more than a second.
     "RLLIB_TEST_NO_JAX_IMPORT": "1",
-    # oneDNN, and torch's binding of it, keep what they prepared for 1,024 shapes each, up to a MiB apiece. Packed micro-batches
-    # rarely repeat a shape, so that learners would grow by hundreds of MiB.
+    # oneDNN, and torch's binding of it, keep what they prepared for 1,024 shapes each, up to a MiB apiece. Packed
+    # micro-batches rarely repeat a shape, so that learners would grow by hundreds of MiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "LRU_CACHE_CAPACITY": "16",
 }
@@ -158,8 +144,9 @@ def check_resources(config: CommonConfig) -> None:
         found = torch.cuda.device_count()
         if found < config.needed_gpus:
             raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {found}: set serving.gpus_per_replica "
-                "and learner.gpus_per_learner to 0, or join a cluster with GPUs through RAY_ADDRESS."
+                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {found}: set "
+                "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
+                "RAY_ADDRESS."
             )
         least = config.model.least_gpu_gib
         if least and not joins_cluster():
@@ -167,8 +154,8 @@ def check_resources(config: CommonConfig) -> None:
             if smallest < least:
                 raise UserInputError(
                     f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
-                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, and set "
-                    "model.gpu_memory_gib to what is here."
+                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
+                    "fits, and set model.gpu_memory_gib to what is here."
                 )
     _check_vllm_without_gpu(config)
     cpus = config.resources.num_cpus or available_cpus()
@@ -186,9 +173,9 @@ def _check_vllm_without_gpu(config: CommonConfig) -> None:
 
     if torch.cuda.device_count():
         raise UserInputError(
-            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it from the "
-            "replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a share), or "
-            "serving.engine=transformers."
+            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it "
+            "from the replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a "
+            "share), or serving.engine=transformers."
         )
 
 
@@ -203,8 +190,8 @@ def _check_driver_gpu(config: CommonConfig) -> None:
         and config.serves
     ):
         raise UserInputError(
-            "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's machine without "
-            "Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
+            "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's "
+            "machine without Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
         )
 
 
@@ -213,8 +200,8 @@ def _check_object_store(config: CommonConfig, offered: Mapping[str, float]) -> N
     needed, there = adapters_mib(config), offered.get("object_store_memory", math.inf) / 2**20
     if there < needed:
         raise UserInputError(
-            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start its nodes "
-            f"with a larger --object-store-memory{lower}."
+            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start "
+            f"its nodes with a larger --object-store-memory{lower}."
         )
 
 
@@ -223,8 +210,8 @@ def _check_cpus(config: CommonConfig, cpus: float) -> None:
         held = [actors for actors in config.actors if actors.count and actors.cpus]
         parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
         raise UserInputError(
-            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never have more "
-            f"than {cpus:g}: ask for fewer, or raise resources.num_cpus."
+            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never "
+            f"have more than {cpus:g}: ask for fewer, or raise resources.num_cpus."
         )
 
 
@@ -241,7 +228,8 @@ class ClusterError(RLVLMError):
 
 
 def _init_with_retry(**settings: Any) -> None:
-    """`ray.init`, tried again: Ray gives the raylet 30 s and has no setting for it, and a busy machine may need more."""
+    """`ray.init`, tried again: Ray gives the raylet 30 s and has no setting for it, and a busy machine may need
+    more."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _STORE_WAIT_S)
     for attempt in range(_STARTS):
         try:
@@ -254,8 +242,8 @@ def _init_with_retry(**settings: Any) -> None:
             ray.shutdown()
             if attempt == _STARTS - 1:
                 raise ClusterError(
-                    f"Ray's processes did not start in time, {_STARTS} times: the machine is overloaded, or /tmp/ray cannot "
-                    "be written."
+                    f"Ray's processes did not start in time, {_STARTS} times: the machine is overloaded, or /tmp/ray "
+                    "cannot be written."
                 ) from error
 
 
@@ -270,12 +258,12 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
         address = os.environ.get("RAY_ADDRESS", "auto")
         if _WRONG_TOKEN in f"{error} {error.__cause__}":  # Ray says it to the innermost error only
             raise ClusterError(
-                f"The Ray cluster at {address} asks for its token, as those of `ray start` do: set RAY_AUTH_MODE=token, with the "
-                "token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
+                f"The Ray cluster at {address} asks for its token, as those of `ray start` do: set "
+                "RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
             ) from error
         raise ClusterError(
-            f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with `ray start "
-            "--head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
+            f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with "
+            "`ray start --head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
         ) from error
     _check_driver_gpu(config)
     limits = ray.cluster_resources()
@@ -287,8 +275,8 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
         if limits.get("GPU", 0) < config.needed_gpus:
             raise UserInputError(
                 f"The run asks for {config.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
-                "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 where nodes "
-                "come when they are asked for."
+                "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 "
+                "where nodes come when they are asked for."
             )
     if not is_token_auth_enabled() and not is_loopback(ray.util.get_node_ip_address()):
         logger.warning(
@@ -299,8 +287,8 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
 
 @contextmanager
 def _keeping_our_signal_handler() -> Iterator[None]:
-    """Keep our handler of SIGTERM: `ray.init` begins with one of its own, which exits at once with the signal's number. A run that is
-    told to stop while it starts would have failed, and one that trains would save no checkpoint.
+    """Keep our handler of SIGTERM: `ray.init` begins with one of its own, which exits at once with the signal's number.
+    A run that is told to stop while it starts would have failed, and one that trains would save no checkpoint.
 
     Where we have none, Ray's stays: it ends the private cluster's processes.
     """
@@ -319,8 +307,8 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
     """Connect to Ray for the length of a run.
 
-    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more` custom
-    resources, and ends with the run. A cluster that was joined goes on.
+    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more`
+    custom resources, and ends with the run. A cluster that was joined goes on.
     """
     if ray.is_initialized():
         yield

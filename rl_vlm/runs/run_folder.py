@@ -50,7 +50,8 @@ def is_remote(place: str | Path | None) -> bool:
 
 
 class RemoteFolder:
-    """One run folder at a URL and its copy in a folder of this machine. Raises UserInputError for a URL that cannot be opened."""
+    """One run folder at a URL and its copy in a folder of this machine. Raises UserInputError for a URL that cannot be
+    opened."""
 
     def __init__(self, url: str, folder: Path) -> None:
         import fsspec
@@ -136,7 +137,8 @@ class RemoteFolder:
 
     @contextmanager
     def pushed_regularly(self) -> Iterator[None]:
-        """Push in the background inside this context, and once more at its end, whose failure is raised; then `is_copied` holds."""
+        """Push in the background inside this context, and once more at its end, whose failure is raised; then
+        `is_copied` holds."""
         stop = threading.Event()
 
         def work() -> None:
@@ -195,7 +197,8 @@ class RemoteFolder:
 
     @contextmanager
     def _whole(self, name: str) -> Iterator[str]:
-        """Where to write a file so that a process that is killed meanwhile leaves the old one. Object stores do this themselves."""
+        """Where to write a file so that a process that is killed meanwhile leaves the old one. Object stores do this
+        themselves."""
         target = f"{self._root}/{name}"
         if not self._renames:
             yield target
@@ -204,7 +207,8 @@ class RemoteFolder:
         self._files.mv(f"{target}{_PARTIAL}", target)
 
     def _make_folder(self, name: str) -> None:
-        """The folder of a file, where the storage has folders. An object store would make a bucket of a mistyped name."""
+        """The folder of a file, where the storage has folders. An object store would make a bucket of a mistyped
+        name."""
         if self._has_folders:
             self._files.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
 
@@ -257,7 +261,8 @@ def _is_inside(name: str) -> bool:
 def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """A folder of this machine that is copied to `url`; with `resume` it holds what is there.
 
-    It is deleted at the end, unless the last copy failed or was interrupted: then the error names it. Raises UserInputError and RemoteStorageError.
+    It is deleted at the end, unless the last copy failed or was interrupted: then the error names it. Raises
+    UserInputError and RemoteStorageError.
     """
     parent = cache_folder() / "runs"
     parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +292,8 @@ _PATIENCE_S = 10.0  # with another process that writes to the folder: it may be 
 
 @contextmanager
 def opened_run_folder(run_dir: RunDir, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """The run folder, absolute, which no other process may open meanwhile; for a URL a folder of this machine that is copied there.
+    """The run folder, absolute, which no other process may open meanwhile; for a URL a folder of this machine that is
+    copied there.
 
     Raises UserInputError.
     """
@@ -322,8 +328,8 @@ def held(folder: Path, marker_name: str = RUN_MARKER) -> Iterator[None]:
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise UserInputError(
-                        f"Another process is writing to the run folder {folder}: wait for its end or stop it, or choose "
-                        "another --run-dir."
+                        f"Another process is writing to the run folder {folder}: wait for its end or stop it, or "
+                        "choose another --run-dir."
                     ) from error
                 time.sleep(0.2)
             except OSError:  # a file system without locks
@@ -335,8 +341,8 @@ def check_is_kept(folder: Path) -> None:
     """Raise UserInputError for a folder in a Ray job's copy of its working directory."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and _JOB_COPIES in folder.resolve().parts:
         raise UserInputError(
-            f"The run folder {folder} is in the job's own copy of the working directory, which Ray deletes: give --run-dir a "
-            "folder that stays, such as one on shared storage, or a URL such as s3://BUCKET/RUN."
+            f"The run folder {folder} is in the job's own copy of the working directory, which Ray deletes: give "
+            "--run-dir a folder that stays, such as one on shared storage, or a URL such as s3://BUCKET/RUN."
         )
 
 

@@ -36,7 +36,7 @@ from rl_vlm.types import UserInputError
 class ServeTarget:
     """What is served, and how; everything in it has been checked."""
 
-    run: RunConfig
+    config: RunConfig
     model: Path
     adapter: WeightPayload | None
     adapter_folder: Path | None  # from which it was read
@@ -66,31 +66,31 @@ def plan(
     settings += [*overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
     path = Path(target)
     if (path / "config.yaml").is_file():
-        run = load_served_config(path / "config.yaml", settings)
+        config = load_served_config(path / "config.yaml", settings)
         adapter = adapter or trained_folder(path)
     elif path.suffix in (".yaml", ".yml"):
-        run = load_policy_config(path, settings)
+        config = load_policy_config(path, settings)
     else:
-        run = load_policy_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
+        config = load_policy_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
     token = os.environ.get(TOKEN_VARIABLE) or None
-    check_exposure(run.http.host, token)
-    check_quantization(run.serving.quantization)
-    model = resolve_model(run.model.path)
-    name = run.http.model_name or (run.model.path if not Path(run.model.path).is_dir() else model.name)
+    check_exposure(config.http.host, token)
+    check_quantization(config.serving.quantization)
+    model = resolve_model(config.model.path)
+    name = config.http.model_name or (config.model.path if not Path(config.model.path).is_dir() else model.name)
     if re.fullmatch(r"policy(-v\d+)?", name):
         raise UserInputError(f"The name {name!r} is that of the trained versions: set http.model_name to another one.")
-    if adapter is None and run.model.adapter is not None:
-        adapter = initial_adapter_folder(run.model)
+    if adapter is None and config.model.adapter is not None:
+        adapter = initial_adapter_folder(config.model)
     payload = read_payload(adapter, version=1) if adapter is not None else None
     if adapter is not None:
-        run = run_for(run, adapter)
+        config = run_for(config, adapter)
     if isinstance(payload, AdapterPayload):
         names = payload.state()  # raises when the file is damaged
-        if _for_serving(run).serving.engine == "vllm" and not all(".language_model." in name for name in names):
+        if _for_serving(config).serving.engine == "vllm" and not all(".language_model." in name for name in names):
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )
-    return ServeTarget(_for_serving(run), model, payload, adapter, name, token)
+    return ServeTarget(_for_serving(config), model, payload, adapter, name, token)
 
 
 def _machine_defaults() -> list[str]:
@@ -101,50 +101,53 @@ def _machine_defaults() -> list[str]:
     return ["serving.num_replicas=1", *on_gpu]
 
 
-def _for_serving(run: RunConfig) -> RunConfig:
+def _for_serving(config: RunConfig) -> RunConfig:
     """Without what only training needs, and with the engine by name."""
-    engine: str = run.serving.engine
+    engine: str = config.serving.engine
     has_vllm = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not has_vllm:
         raise UserInputError(
-            "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to transformers."
+            "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to "
+            "transformers."
         )
     if engine == "auto":
-        engine = "vllm" if has_vllm and run.serving.gpus_per_replica > 0 else "transformers"
-    return run.model_copy(
+        engine = "vllm" if has_vllm and config.serving.gpus_per_replica > 0 else "transformers"
+    return config.model_copy(
         update={
             "deterministic": False,
-            "serving": run.serving.model_copy(update={"engine": engine, "shared": None}),
-            "rollout": run.rollout.model_copy(update={"cpus_per_env_runner": 0.0}),
+            "serving": config.serving.model_copy(update={"engine": engine, "shared": None}),
+            "rollout": config.rollout.model_copy(update={"cpus_per_env_runner": 0.0}),
             "learner": LearnerSection(),
         }
     )
 
 
-def keeps_base_model(run: RunConfig) -> bool:
-    """Whether replicas answer for the model as it came, too, once they have a version: vLLM keeps no second copy of all weights."""
-    return run.model.train != "full" or run.serving.expected_engine != "vllm"
+def keeps_base_model(config: RunConfig) -> bool:
+    """Whether replicas answer for the model as it came, too, once they have a version: vLLM keeps no second copy of all
+    weights."""
+    return config.model.train != "full" or config.serving.expected_engine != "vllm"
 
 
 def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
 
-    For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started with it.
+    For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started
+    with it.
     """
-    run, limits = plan.run, plan.run.http
+    config, limits = plan.config, plan.config.http
     quiet_libraries()
-    text = load_text_side(plan.model, run.model.pixels)
+    text = load_text_side(plan.model, config.model.pixels)
     run_id = f"serve-{uuid.uuid4().hex[:8]}"
     with bind(limits.host, limits.port) as sock:
         announce(f"Loading {plan.name} ...")
-        with ray_cluster(run):
-            service = PolicyService(run, run_id, ModelReference.of(str(plan.model)))
+        with ray_cluster(config):
+            service = PolicyService(config, run_id, ModelReference.of(str(plan.model)))
             try:
                 service.wait_until_ready()
                 registry = ray.get_actor(registry_name(run_id))
                 if plan.adapter is not None:
                     service.publish(plan.adapter)
-                    _wait_for_adapter(registry, run)
+                    _wait_for_adapter(registry, config)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 backend = ServeBackend(
                     handle,
@@ -152,9 +155,9 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
                     plan.name,
                     run_id=run_id,
                     deadline_s=limits.deadline_s,
-                    keeps_base=keeps_base_model(run),
+                    keeps_base=keeps_base_model(config),
                 )
-                app = build_http_app(backend, text, limits, max_context=run.serving.max_context, token=plan.token)
+                app = build_http_app(backend, text, limits, max_context=config.serving.max_context, token=plan.token)
                 port = sock.getsockname()[1]
                 server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()
@@ -163,33 +166,37 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
                 service.stop()
 
 
-def _wait_for_adapter(registry: Any, run: RunConfig) -> None:
-    """Wait until all replicas have loaded the adapter. Raises ServingError: they would otherwise serve the base model."""
-    seconds, replicas = run.serving.publish_timeout_s, initial_replicas(run.serving)
+def _wait_for_adapter(registry: Any, config: RunConfig) -> None:
+    """Wait until all replicas have loaded the adapter. Raises ServingError: they would otherwise serve the base
+    model."""
+    seconds, replicas = config.serving.publish_timeout_s, initial_replicas(config.serving)
     report = ray.get(registry.report.remote(1, replicas, seconds), timeout=seconds + 10)
     if len(report.acked) < replicas:
         raise ServingError(
-            f"{len(report.acked)} of {replicas} replicas loaded the adapter within {seconds:g} s: was it made for this model?"
+            f"{len(report.acked)} of {replicas} replicas loaded the adapter within {seconds:g} s: was it made for "
+            "this model?"
         )
 
 
 def banner(plan: ServeTarget, port: int) -> str:
     """Where it listens, under which names, within which limits."""
-    run, limits = plan.run, plan.run.http
-    device = "GPU" if run.serving.gpus_per_replica else "CPU"
-    names = [plan.name] if plan.adapter is None or keeps_base_model(run) else []
+    config, limits = plan.config, plan.config.http
+    device = "GPU" if config.serving.gpus_per_replica else "CPU"
+    names = [plan.name] if plan.adapter is None or keeps_base_model(config) else []
     if plan.adapter is not None:
         names = ["policy", f"policy-v{plan.adapter.version}", *names]
     return "\n".join(
         [
             f"Serving on http://{url_host(limits.host)}:{port}",
-            f"  engine  {run.serving.engine} on {device}, {initial_replicas(run.serving)} replica(s), {run.model.dtype}",
+            f"  engine  {config.serving.engine} on {device}, {initial_replicas(config.serving)} replica(s), "
+            f"{config.model.dtype}",
             f"  models  {', '.join(names)}",
             "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics /openapi.json",
-            f"  limits  {run.serving.max_context} tokens of context, {limits.max_new_tokens} of them new; "
-            f"{limits.max_images} images of {limits.max_image_mib:g} MiB and {limits.max_image_pixels} pixels; bodies of "
-            f"{limits.max_body_mib:g} MiB; {limits.max_queue} requests at a time, {limits.deadline_s:g} s each",
-            f"  token   {f'required ({TOKEN_VARIABLE})' if plan.token else 'none: programs on this machine may connect'}",
+            f"  limits  {config.serving.max_context} tokens of context, {limits.max_new_tokens} of them new; "
+            f"{limits.max_images} images of {limits.max_image_mib:g} MiB and {limits.max_image_pixels} pixels; bodies "
+            f"of {limits.max_body_mib:g} MiB; {limits.max_queue} requests at a time, {limits.deadline_s:g} s each",
+            "  token   "
+            f"{f'required ({TOKEN_VARIABLE})' if plan.token else 'none: programs on this machine may connect'}",
             "Ctrl-C or SIGTERM lets running requests finish.",
         ]
     )

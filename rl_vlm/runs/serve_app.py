@@ -2,7 +2,8 @@
 
     serve run rl_vlm.runs.serve_app:build model=tiny
 
-`rl-vlm serve` has an HTTP server of its own; here Serve's proxies are it, so that replicas on many nodes share the load.
+`rl-vlm serve` has an HTTP server of its own; here Serve's proxies are it, so that replicas on many nodes share the
+load.
 """
 
 from __future__ import annotations
@@ -50,28 +51,29 @@ class ServeArguments(Section):
 def build(args: dict[str, Any]) -> serve.Application:
     """The application: HTTP ingress, replicas of the model, and the registry that gives them the adapter.
 
-    Every node must find the model and the adapter under the same path. Clients must send the token that RL_VLM_API_TOKEN
-    holds where the ingress runs. Raises UserInputError.
+    Every node must find the model and the adapter under the same path. Clients must send the token that
+    RL_VLM_API_TOKEN holds where the ingress runs. Raises UserInputError.
     """
     given = validated(ServeArguments, args)
     planned = plan(given.model, given.overrides, adapter=given.adapter)
-    run, run_id = planned.run, f"serve-{uuid.uuid4().hex[:8]}"
+    config, run_id = planned.config, f"serve-{uuid.uuid4().hex[:8]}"
     model = ModelReference.of(str(planned.model))
-    policy = build_app(model, run, run_id, _NAMESPACE)
+    policy = build_app(model, config, run_id, _NAMESPACE)
     registry = serve.deployment(RegistryOwner).options(
         name="registry", num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=_HEALTH_CHECK_S
     )
     ingress = serve.deployment(serve.ingress()(HTTPIngress)).options(
         name="http",
         num_replicas=given.ingress_replicas,
-        max_ongoing_requests=run.http.max_queue + 64,  # the gate counts and refuses; /health and /metrics still get in
-        graceful_shutdown_timeout_s=run.http.drain_s + 5,
+        max_ongoing_requests=config.http.max_queue
+        + 64,  # the gate counts and refuses; /health and /metrics still get in
+        graceful_shutdown_timeout_s=config.http.drain_s + 5,
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(  # type: ignore[no-any-return]
         policy,
         registry.bind(run_id, planned.adapter_folder),
-        run,
+        config,
         planned.model,
         planned.name,
         run_id,
@@ -107,25 +109,25 @@ class HTTPIngress:
     """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, policy: Any, registry: Any, run: RunConfig, model: Path, name: str, run_id: str
+        self, policy: Any, registry: Any, config: RunConfig, model: Path, name: str, run_id: str
     ) -> None:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)
-        self._policy, self._registry, self._run, self._name, self._run_id = policy, registry, run, name, run_id
-        self._text = load_text_side(model, run.model.pixels)
+        self._policy, self._registry, self._config, self._name, self._run_id = policy, registry, config, name, run_id
+        self._text = load_text_side(model, config.model.pixels)
         # Once it answers, the adapter is published, and requests wait for replicas that have it.
         await registry.status.remote()
 
     def __serve_build_asgi_app__(self) -> Gate:
         """Serve's hook for an application that needs the handles."""
-        limits = self._run.http
+        limits = self._config.http
         backend = ServeBackend(
             self._policy,
             self._registry,
             self._name,
             run_id=self._run_id,
             deadline_s=limits.deadline_s,
-            keeps_base=keeps_base_model(self._run),
+            keeps_base=keeps_base_model(self._config),
         )
-        max_context = self._run.serving.max_context
+        max_context = self._config.serving.max_context
         return build_http_app(backend, self._text, limits, max_context=max_context, token=self._token)

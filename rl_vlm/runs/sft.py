@@ -8,18 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.algorithms.checkpoint import (
-    Checkpoint,
-    latest_checkpoint,
-    read_checkpoint,
-    save_checkpoint,
-)
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import SFTConfig
-from rl_vlm.files import clean_leftovers
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
-from rl_vlm.monitoring.display import SFTDisplay
+from rl_vlm.monitoring.display import SFT_ROWS, ProgressDisplay
 from rl_vlm.numerics import wilson_interval
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import count_parameters, weights_size
@@ -86,31 +80,29 @@ class SFTRun(BaseRun):
     def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:
         self.job, self.data = job, data
         self.total = total_steps(job, data)
-        self.checkpoints = folder / "checkpoints"
-        clean_leftovers(self.checkpoints)
-        self.start_from = latest_checkpoint(self.checkpoints) if resume else None
-        self.saved = read_checkpoint(self.start_from) if self.start_from else None
-        self.done = int(self.saved.state["updates"]) if self.saved else 0
-        if self.saved and self.saved.state["conversations"] != len(data.train):
+        self.saved: Checkpoint | None = None
+        self.skipped = 0
+        super().__init__(job, folder, resume)
+        self.done = self.start
+
+    def _check_fits(self, checkpoint: Path) -> None:
+        self.saved = read_checkpoint(checkpoint)
+        state, rows = self.saved.state, len(self.data.train)
+        if state["conversations"] != rows:
             raise UserInputError(
-                f"The run in {folder} was training on {self.saved.state['conversations']} conversations and sft.data now has "
-                f"{len(data.train)}: restore the data, or start anew in another --run-dir."
+                f"The run in {self.folder} was training on {state['conversations']} conversations and sft.data now "
+                f"has {rows}: restore the data, or start anew in another --run-dir."
             )
-        for key, now in (("batch_size", job.sft.batch_size), ("seed", job.seed)):
-            if self.saved and self.saved.state.get(key, now) != now:
+        for key, now in (("batch_size", self.job.sft.batch_size), ("seed", self.job.seed)):
+            if state[key] != now:
                 raise UserInputError(
-                    f"The run in {folder} drew its batches with {key} {self.saved.state[key]}, and now it is {now}: rows would be left out. "
-                    "Restore it, or start anew in another --run-dir."
+                    f"The run in {self.folder} drew its batches with {key} {state[key]}, and now it is {now}: rows "
+                    "would be left out. Restore it, or start anew in another --run-dir."
                 )
-        self.skipped = int(self.saved.state.get("skipped", 0)) if self.saved else 0
-        super().__init__(job, folder, self.done, resume, SFTDisplay(self.total, self.done))
-        self.saved_at = self.done if self.saved else -1
+        self.skipped = int(state["skipped"])
 
-    @staticmethod
-    def _draw(folder: Path) -> None:
-        from rl_vlm.plots.curves import draw_sft_curve  # matplotlib is slow to import
-
-        draw_sft_curve(folder)
+    def _new_display(self) -> ProgressDisplay:
+        return ProgressDisplay(self.total, self.start, rows=SFT_ROWS, unit="step")
 
     def _loop(self) -> None:
         imports_done()
@@ -163,21 +155,21 @@ class SFTRun(BaseRun):
 
         begun = time.perf_counter()
         lr = learning_rate(self.job, self.done, self.total)
-        figures = self.trainer.step(batch, lr)
+        statistics = self.trainer.step(batch, lr)
         seconds = time.perf_counter() - begun
         self.done += 1
-        self.skipped += figures.grad_norm is None
+        self.skipped += statistics.grad_norm is None
         metrics = {
-            "sft/loss": figures.loss,
+            "sft/loss": statistics.loss,
             "sft/lr": lr,
             "sft/epoch": self.done / self.data.steps_per_epoch,
-            "sft/targets": float(figures.targets),
-            "sft/tokens_per_s": figures.tokens / seconds,
+            "sft/targets": float(statistics.targets),
+            "sft/tokens_per_s": statistics.tokens / seconds,
             "sft/skipped_steps": float(self.skipped),
             "time/step": seconds,
         }
-        if figures.grad_norm is not None:
-            metrics["sft/grad_norm"] = figures.grad_norm
+        if statistics.grad_norm is not None:
+            metrics["sft/grad_norm"] = statistics.grad_norm
         self.recorder.log_iteration(self.done, metrics)
         self.display.update(self.done, metrics)
 
@@ -216,16 +208,15 @@ class SFTRun(BaseRun):
             "items/default": count,
         }
 
-    def _save(self, position: int) -> None:
+    def _write_checkpoint(self, folder: Path) -> None:
         state = {
-            "updates": position,
+            "updates": self.done,
             "conversations": len(self.data.train),
             "skipped": self.skipped,
             "batch_size": self.job.sft.batch_size,
             "seed": self.job.seed,
         }
-        checkpoint = Checkpoint(self.trainer.adapter(position), self.trainer.moments(), state)
-        save_checkpoint(self.checkpoints, position, checkpoint, self.job.logging.keep_checkpoints)
+        write_checkpoint(folder, Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state))
 
     def _position(self) -> int:
         return self.done

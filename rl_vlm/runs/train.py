@@ -5,23 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import TrainConfig
+from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.models.loading import check_quantization
 from rl_vlm.plugins import load_plugins
-from rl_vlm.runs import policy, preference
-from rl_vlm.runs.lifecycle import RunKind
+from rl_vlm.runs.lifecycle import RunLifecycle
+from rl_vlm.runs.policy import PolicyRun
+from rl_vlm.runs.preference import PreferenceRun
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 from rl_vlm.tracing import collector_is_named
 from rl_vlm.types import UserInputError
 
-# The kinds of runs of `rl-vlm train`. The class of a configuration says which kind it is.
 
-_KINDS: tuple[RunKind[Any], ...] = (policy.KIND, preference.KIND)
-
-
-def kind_of(config: TrainConfig) -> RunKind[Any]:
-    """What belongs to a configuration."""
-    return next(kind for kind in _KINDS if isinstance(config, kind.config))
+def kind_of(config: TrainConfig) -> type[RunLifecycle]:
+    """The class of a configuration's runs."""
+    return PolicyRun if isinstance(config, PolicyConfig) else PreferenceRun
 
 
 def inspect_run(config: TrainConfig) -> dict[str, Any]:
@@ -63,4 +60,4 @@ def train(
     if not joins_cluster():
         check_resources(config)
     with opened_run_folder(run_dir or default_run_dir(config), resume=resume, overwrite=overwrite) as folder:
-        return kind_of(config).run(config, folder, resume).execute()
+        return kind_of(config)(config, folder, resume).execute()

@@ -23,7 +23,7 @@ import ray
 from ray import serve
 from ray.serve._private import replica
 
-from rl_vlm.config import CommonConfig, ServedModelSection
+from rl_vlm.config import CommonConfig, PolicyConfig, ServedModelSection
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import kv_cache_bytes, max_kv_tokens
@@ -210,7 +210,8 @@ class StaleReplicaError(ReplicaUnavailableError):
 
 def build_engine(model: Path, run: CommonConfig) -> Engine:
     """The engine that the configuration names; `auto` is vLLM on a GPU and transformers without one."""
-    serving, in_flight = run.serving, run.in_flight_updates
+    serving = run.serving
+    in_flight = run.rollout.in_flight_updates if isinstance(run, PolicyConfig) else None
     import torch
 
     on_gpu = serving.gpus_per_replica > 0 and torch.cuda.is_available()

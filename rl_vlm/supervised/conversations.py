@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
+from rl_vlm.envs.data import BadRowError
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
-from rl_vlm.envs.rows import BadRowError
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import (
     EncodedImage,
@@ -43,9 +43,9 @@ class ConversationError(UserInputError):
 class Conversation:
     """Messages up to the last assistant turn; the first message is never the assistant's.
 
-    turns: (role, parts), where None among the parts stands for the next of `images`. images: as the data set has them, not
-    decoded. where: file and line in words. folder: what image paths are relative to; None: paths are refused. has_thoughts: a
-    message had `reasoning_content`, which its text now begins with.
+    turns: (role, parts), where None among the parts stands for the next of `images`. images: as the data set has them,
+    not decoded. where: file and line in words. folder: what image paths are relative to; None: paths are refused.
+    has_thoughts: a message had `reasoning_content`, which its text now begins with.
     """
 
     turns: tuple[tuple[Role, tuple[str | None, ...]], ...]
@@ -84,10 +84,10 @@ def _filled(part: str | None, images: Any) -> Part:
 def read_conversation(row: Mapping[str, Any], where: str, folder: Path | None) -> Conversation:
     """The conversation of a row. Raises BadRowError, which begins with `where`.
 
-    `messages` is a list of {role, content}; content is a text or a list of {type: text, text} and {type: image}. An image part
-    names its image itself (`image`, a path, bytes or data URI) or takes the next of the row's `images`, as does the marker
-    `<image>` in a text. Without any of these the images come first. What follows the last assistant turn is left out.
-    `reasoning_content` of the assistant's messages is their thought.
+    `messages` is a list of {role, content}; content is a text or a list of {type: text, text} and {type: image}. An
+    image part names its image itself (`image`, a path, bytes or data URI) or takes the next of the row's `images`, as
+    does the marker `<image>` in a text. Without any of these the images come first. What follows the last assistant
+    turn is left out. `reasoning_content` of the assistant's messages is their thought.
     """
     try:
         return _read(row, where, folder)
@@ -183,10 +183,6 @@ def _check_order(turns: Sequence[tuple[Role, Any]]) -> None:
             raise ConversationError(f"messages {number} and {number + 1} are both the assistant's: join them")
 
 
-# Conversations as the trajectories that reinforcement learning trains on: token ids, and which of them the model says.
-
-# Thoughts of the assistant's turns, as the templates of Qwen's Thinking models write a finished turn.
-
 _OPEN, _CLOSE = "<think>", "</think>"
 _AFTER = f"\n{_CLOSE}\n\n"  # a thought, between it and the answer
 
@@ -200,8 +196,8 @@ def with_thought(thought: str, answer: str) -> str:
 def after_opened_thought(text: str) -> tuple[str, str]:
     """How a turn goes on after a prompt that opens a thought: (what is given, what is said).
 
-    An answer without a thought is given the end of an empty one. Raises UserInputError for a thought that does not end, or does
-    not come first.
+    An answer without a thought is given the end of an empty one. Raises UserInputError for a thought that does not end,
+    or does not come first.
     """
     before, closed, answer = text.partition(_CLOSE)
     if not closed:
@@ -233,8 +229,9 @@ class Prompt:
 class ConversationEncoder:
     """Encodes conversations for one model, span by span as rollouts are encoded.
 
-    Every assistant turn, its end-of-turn token included, is what the loss is taken of. Where the model's template opens a
-    thought, the turn goes on with its own, or the end of an empty one is given; thoughts of earlier turns stay, as in rollouts.
+    Every assistant turn, its end-of-turn token included, is what the loss is taken of. Where the model's template opens
+    a thought, the turn goes on with its own, or the end of an empty one is given; thoughts of earlier turns stay, as in
+    rollouts.
 
     Args:
         text: the model's codec and image geometry.
@@ -278,8 +275,8 @@ class ConversationEncoder:
         codec = self._text.codec
         if conversation.has_thoughts and not codec.opens_thought:
             raise BadRowError(
-                f"{conversation.where}: a message has reasoning_content, and the model's template opens no thought: write it into "
-                "the content, as the model is to write it."
+                f"{conversation.where}: a message has reasoning_content, and the model's template opens no thought: "
+                "write it into the content, as the model is to write it."
             )
         spans: list[tuple[EncodedSpan, bool]] = []
         try:

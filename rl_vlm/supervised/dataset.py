@@ -1,4 +1,5 @@
-"""The conversations of a job: checked and measured before anything starts, then drawn in an order that the seed gives."""
+"""The conversations of a job: checked and measured before anything starts, then drawn in an order that the seed
+gives."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.envs.tables import refuse_shared_rows, split_slice
+from rl_vlm.envs.data import reject_shared_rows, split_slice
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.supervised.conversations import Conversation, ConversationEncoder
@@ -21,7 +22,8 @@ _SPLIT_STREAM, _ORDER_STREAM = 8, 9  # random numbers of their own
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Conversations of a table: `rows` int64 [N], those that are used, and their tokens int64 [N]; `left_out` were too long."""
+    """Conversations of a table: `rows` int64 [N], those that are used, and their tokens int64 [N]; `left_out` were too
+    long."""
 
     table: ConversationTable
     rows: np.ndarray
@@ -83,12 +85,13 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
         table = open_conversations(sft.eval_data or split_slice(sft.data)[0], "test")
         if sft.eval_data is not None:
             chosen_rows = {"train": train.selected, "test": table.selected}
-            refuse_shared_rows({"train": sft.data, "test": sft.eval_data}, chosen_rows.__getitem__, "sft.data")
+            reject_shared_rows({"train": sft.data, "test": sft.eval_data}, chosen_rows.__getitem__, "sft.data")
         held_out = (table, np.arange(len(table)))
     measured = _measure(train, rows, encoder, progress)
     if not len(measured):
         raise UserInputError(
-            f"All {len(rows)} conversations of {train.name} are longer than sft.max_length ({sft.max_length}): raise it."
+            f"All {len(rows)} conversations of {train.name} are longer than sft.max_length ({sft.max_length}): raise "
+            "it."
         )
     if held_out is None:
         return JobData(encoder, measured, None, sft.batch_size, job.seed)

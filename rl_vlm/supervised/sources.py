@@ -1,5 +1,5 @@
-"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and what packages provide, such as the
-built-in `shapes`."""
+"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and what packages provide, such
+as the built-in `shapes`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl_vlm.envs.data import HUB_NAME, BadRowError, file_rows, hub_rows, local_files, split_slice
 from rl_vlm.envs.images import one_line
-from rl_vlm.envs.rows import BadRowError, ParquetRows, hub_rows, local_files
-from rl_vlm.envs.tables import HUB_NAME, split_slice
 from rl_vlm.registry import provided
 from rl_vlm.supervised.conversations import Conversation, read_conversation
 from rl_vlm.types import Split, UserInputError
@@ -111,7 +110,8 @@ class ConversationTable:
         return len(self.selected)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Conversation `index`; IndexError outside the table, BadRowError that names file and line if it is not usable."""
+        """Conversation `index`; IndexError outside the table, BadRowError that names file and line if it is not
+        usable."""
         row = self.selected[index]
         return read_conversation(self._rows.row(row), self._rows.where(row), self._rows.folder(row))
 
@@ -133,7 +133,8 @@ def open_conversations(source: str, split: Split) -> ConversationTable:
 
 
 def has_split(source: str, split: Split) -> bool:
-    """Whether a source that is no single file has conversations of its own for a split; of the hub's it is not known."""
+    """Whether a source that is no single file has conversations of its own for a split; of the hub's it is not
+    known."""
     path = Path(split_slice(source)[0]).expanduser()
     if not path.exists() and str(path) in provided(BUILTIN_GROUP):
         return True
@@ -149,10 +150,10 @@ def _rows(name: str, split: Split) -> Rows:
     path = Path(name).expanduser()
     if path.is_dir():
         found = _jsonl_of(path, split)
-        return JsonLinesRows(found) if found else ParquetRows(local_files(path, split), _COLUMNS, _OPTIONAL)
+        return JsonLinesRows(found) if found else file_rows(local_files(path, split), _COLUMNS, _OPTIONAL)
     if path.is_file():
         if path.suffix == ".parquet":
-            return ParquetRows([path], _COLUMNS, _OPTIONAL)
+            return file_rows([path], _COLUMNS, _OPTIONAL)
         if path.suffix != ".jsonl":
             raise UserInputError(f"{path} is neither .jsonl nor .parquet: conversations are read from these.")
         return JsonLinesRows(path)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_vlm.config import AlgorithmSection, SFTConfig
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder, make_optimizer
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.models.weights import WeightPayload
@@ -51,7 +51,7 @@ class SFTTrainer:
         # Its losses are not used, only its forward pass.
         self._updater = PolicyUpdater(policy.backbone, self._builder, AlgorithmSection(), temperature=1.0)
         self._optimizer = make_optimizer(policy, job)
-        self._strategy = SingleProcess()
+        self._strategy = Strategy()
         self._strategy.prepare(policy, self._optimizer)
 
     def step(self, batch: Sequence[Trajectory], lr: float) -> StepFigures:
@@ -80,7 +80,8 @@ class SFTTrainer:
         return total / max(targets, 1), targets
 
     def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
-        """Micro-batches of rows of similar length; conversations with the same beginning share a row where that pays."""
+        """Micro-batches of rows of similar length; conversations with the same beginning share a row where that
+        pays."""
         groups: dict[Any, list[Trajectory]] = {}
         for trajectory in batch:
             prompt = trajectory.token_ids[: int(np.argmax(trajectory.loss_mask))].tobytes()

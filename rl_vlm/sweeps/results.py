@@ -1,4 +1,5 @@
-"""What came out of a sweep: a table of trials and of settings, a figure, and the best trial's configuration and adapter."""
+"""What came out of a sweep: a table of trials and of settings, a figure, and the best trial's configuration and
+adapter."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ import shutil
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ray.tune import Callback
+from ray.tune import Callback, Result
 
 from rl_vlm.config import TrainConfig, save_config
 from rl_vlm.config.sweep import SEED, SweepConfig, changed
@@ -29,15 +30,17 @@ from rl_vlm.plots.sweep import Setting, draw_settings
 
 logger = logging.getLogger(__name__)
 
-ERRORS = "error.txt"  # Tune's file of a trial's errors
-PARAMS = "params.json"  # Tune's file of a trial's settings
+_ERRORS = "error.txt"  # Tune's file of a trial's errors
+_PARAMS = "params.json"  # Tune's file of a trial's settings
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial: its settings (dotted keys), and the metric after each iteration that recorded it, 0 being before training.
+    """One trial: its settings (dotted keys), and the metric after each iteration that recorded it, 0 being before
+    training.
 
-    iterations: how far it came. best: the best value so far of the metric, NaN without one. started: Tune recorded a result of it.
+    iterations: how far it came. best: the best value so far of the metric, NaN without one. started: Tune recorded a
+    result of it.
     """
 
     name: str
@@ -66,29 +69,33 @@ class TrialResult:
         return self.started and not self.error
 
 
-def read_results(folder: Path, sweep: SweepConfig) -> list[TrialResult]:
-    """The trials of a sweep's folder, best first; those without a value of the metric come last."""
-    trials = [_read_trial(path, sweep) for path in sorted((folder / "tune").glob(f"trial-*/{PARAMS}"))]
+def read_results(results: Iterable[Result], sweep: SweepConfig) -> list[TrialResult]:
+    """The trials that Tune knows, best first; those without a value of the metric come last.
+
+    Trials in the folder that Tune does not know began after the last state that a killed sweep had saved; others took
+    their places.
+    """
+    trials = [_read_trial(result, sweep) for result in results]
     return sorted(trials, key=lambda trial: (math.isnan(trial.best), sweep.sign * trial.best, trial.name))
 
 
-def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
-    folder = params.parent
+def _read_trial(result: Result, sweep: SweepConfig) -> TrialResult:
+    folder = Path(result.path)
     rows = list(_rows(folder / "result.json"))
     # Population-based training changes them on the way: the last row says what they were in the end.
-    known = {**_params(params), **(rows[-1].get("settings", {}) if rows else {})}
+    known = {**_params(folder / _PARAMS), **(rows[-1].get("settings", {}) if rows else {})}
     settings = {key: known[key] for key in sweep.space if key in known}
-    # Of held-out figures each row repeats the last evaluation.
+    # Of held-out metrics each row repeats the last evaluation.
     new = [row for row in rows if row.get("should_checkpoint", True)] if sweep.metric.startswith("held_out/") else rows
-    points = {int(row["training_iteration"]): figure(row, sweep.metric) for row in new}
+    points = {int(row["training_iteration"]): metric_value(row, sweep.metric) for row in new}
     if rows:
-        points[0] = figure(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
+        points[0] = metric_value(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
     values = {iteration: value for iteration, value in sorted(points.items()) if not math.isnan(value)}
     # What was there before training is nobody's merit, unless there is nothing else.
     trained = {iteration: value for iteration, value in values.items() if iteration} or values
+    kept = {int(metrics["training_iteration"]): Path(saved.path) for saved, metrics in result.best_checkpoints or ()}
+    measured = sorted(kept.keys() & trained.keys(), reverse=True)  # of equally good ones the latest
     choose = max if sweep.mode == "max" else min
-    errors = folder / ERRORS
-    error = _last_line(errors.read_text(errors="replace")) if errors.is_file() else ""
     return TrialResult(
         folder.name,
         settings,
@@ -97,8 +104,8 @@ def _read_trial(params: Path, sweep: SweepConfig) -> TrialResult:
         choose(trained.values(), default=math.nan),
         float(rows[-1]["time_total_s"]) if rows else 0.0,
         bool(rows),
-        error,
-        _best_checkpoint(folder, trained, choose),
+        _last_line(str(result.error)) if result.error is not None else "",
+        kept[choose(measured, key=trained.__getitem__)] if measured else None,
     )
 
 
@@ -112,7 +119,8 @@ def _params(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Tune's results. After a kill or on a full disk it writes the next one behind half a line: both are lost then, and no more."""
+    """Tune's results. After a kill or on a full disk it writes the next one behind half a line: both are lost then, and
+    no more."""
     for line in whole_lines(path):
         try:
             yield json.loads(line)
@@ -120,20 +128,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             logger.warning("A damaged line of %s is left out.", path)
 
 
-def _best_checkpoint(folder: Path, values: dict[int, float], choose: Callable[..., int]) -> Path | None:
-    """Of the checkpoints that Tune kept, the one whose iteration has the best value, of equals the latest."""
-    found: dict[int, Path] = {}
-    for path in folder.glob("checkpoint_*"):
-        try:
-            found[int(json.loads((path / "state.json").read_text())["updates"])] = path
-        except (OSError, ValueError, KeyError):  # half written, or a preference run's, which has no adapter
-            continue
-    known = [iteration for iteration in sorted(found, reverse=True) if iteration in values]
-    return found[choose(known, key=values.__getitem__)] if known else None
-
-
-def figure(row: dict[str, Any], metric: str) -> float:
-    """A figure of one of Tune's results, by its name with slashes; NaN without it."""
+def metric_value(row: dict[str, Any], metric: str) -> float:
+    """A metric of one of Tune's results, by its name with slashes; NaN without it."""
     found: Any = row
     for part in metric.split("/"):
         found = found.get(part) if isinstance(found, dict) else None
@@ -145,8 +141,9 @@ def _last_line(text: str) -> str:
     return lines[-1][:300] if lines else "unknown"
 
 
-def write_results(folder: Path, trials: Sequence[TrialResult], run: TrainConfig, sweep: SweepConfig) -> None:
-    """Write results.csv, results.md, results.png, and best/ with the configuration and the adapter of the best trial."""
+def write_results(folder: Path, trials: Sequence[TrialResult], config: TrainConfig, sweep: SweepConfig) -> None:
+    """Write results.csv, results.md, results.png, and best/ with the configuration and the adapter of the best
+    trial."""
     settings = group_by_setting(trials, sweep)
     write_atomic(folder / "results.csv", _csv(trials, sweep))
     write_atomic(folder / "results.md", _markdown(trials, settings, sweep))
@@ -154,7 +151,7 @@ def write_results(folder: Path, trials: Sequence[TrialResult], run: TrainConfig,
         draw_settings(settings, sweep.metric, folder / "results.png")
     best = next((trial for trial in trials if not math.isnan(trial.best)), None)
     if best is not None:
-        _write_best(folder / "best", best, run)
+        _write_best(folder / "best", best, config)
 
 
 def group_by_setting(trials: Sequence[TrialResult], sweep: SweepConfig) -> list[Setting]:
@@ -219,9 +216,9 @@ def _markdown(trials: Sequence[TrialResult], settings: Sequence[Setting], sweep:
     return "\n".join(lines) + "\n"
 
 
-def _write_best(folder: Path, best: TrialResult, run: TrainConfig) -> None:
+def _write_best(folder: Path, best: TrialResult, config: TrainConfig) -> None:
     folder.mkdir(exist_ok=True)
-    save_config(changed(run, best.settings), folder / "config.yaml")
+    save_config(changed(config, best.settings), folder / "config.yaml")
     trained = trained_folder(best.checkpoint) if best.checkpoint is not None else None
     if trained is not None:
         shutil.copytree(trained, folder / trained.name, dirs_exist_ok=True)
@@ -249,14 +246,16 @@ class SweepProgress(Callback):
         self._process = _PROCESS
 
     def get_state(self) -> dict[str, Any]:
-        """What Tune saves with the sweep and gives back to `set_state` where it goes on; without it each number would be given twice."""
+        """What Tune saves with the sweep and gives back to `set_state` where it goes on; without it each number would
+        be given twice."""
         return {"numbers": dict(self._numbers), "told": dict(self._told), "best": self._best}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._numbers, self._told, self._best = dict(state["numbers"]), dict(state["told"]), state["best"]
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the counts."""
+        """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the
+        counts."""
         if self._process != _PROCESS:
             self._process, self._started = _PROCESS, time.monotonic()
             for trial in trials:
@@ -271,7 +270,7 @@ class SweepProgress(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        value = figure(result, self._metric)
+        value = metric_value(result, self._metric)
         if math.isnan(value) or value == self._told.get(trial.trial_id):
             return
         self._told[trial.trial_id] = value
@@ -286,13 +285,13 @@ class SweepProgress(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         number = self._numbers.setdefault(trial.trial_id, len(self._numbers) + 1)
-        params = Path(trial.local_path) / PARAMS
+        params = Path(trial.local_path) / _PARAMS
         if not params.is_file():
             # Tune writes them when a trial starts, which one whose settings contradict each other never does.
             settings = {key: trial.config[key] for key in self._keys if key in trial.config}
             with contextlib.suppress(OSError):  # a full disk: the other trials go on
                 write_atomic(params, json.dumps(settings, default=str))
-        self._say(number, f"failed: see {Path(trial.path) / ERRORS}")
+        self._say(number, f"failed: see {Path(trial.path) / _ERRORS}")
 
     def _say(self, number: int, what: str) -> None:
         seconds = int(time.monotonic() - self._started)

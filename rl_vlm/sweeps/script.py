@@ -54,6 +54,7 @@ def tell_best(trials: Sequence[TrialResult], metric: str, out: Path) -> None:
     best = trials[0]
     settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
     print(
-        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {metric} {best.best:.3f} with {settings}"
+        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {metric} {best.best:.3f} "
+        f"with {settings}"
     )
     print(f"See {out / 'results.md'}, {out / 'results.png'} and {out / 'best'}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from rl_vlm.runs.ray_session import prepare_environment, quiet_ray, ray_cluster,
 from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
 from rl_vlm.runs.train import inspect_run, kind_of
 from rl_vlm.serving.service import kept_up
-from rl_vlm.sweeps.results import ERRORS, TrialResult, read_results, write_results
+from rl_vlm.sweeps.results import TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
-    from ray.tune import Result, ResultGrid
+    from ray.tune import ResultGrid
 
     from rl_vlm.algorithms.base import RunAlgorithm
 
@@ -35,7 +35,8 @@ _MARKER = ".rl_vlm_sweep"  # locked by the process that runs the sweep
 _TUNE_VARIABLES = {
     "RAY_AIR_NEW_OUTPUT": "0",  # which is for terminals only
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths are those of the sweep's working directory
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a figure may begin later, as the mean of episodes does, and no trial ends for that
+    # A metric may begin later, as the mean of episodes does, and no trial ends for that.
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # it would end as if all were done; see _interrupt_tune
 }
 _GOES_ON = "--resume goes on from each trial's last evaluation"
@@ -47,33 +48,36 @@ class SweepError(RLVLMError):
     """No trial of a sweep came to its end."""
 
 
-def run_sweep(run: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
-    """Run all trials, write results.csv, results.md, results.png and best/ into `folder`, and return the trials, best first.
+def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
+    """Run all trials, write results.csv, results.md, results.png and best/ into `folder`, and return the trials, best
+    first.
 
-    `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before anything
-    is touched, InterruptedRun after a signal, and SweepError when every trial failed.
+    `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before
+    anything is touched, InterruptedRun after a signal, and SweepError when every trial failed.
     """
     with ExitStack() as stack:
-        return _run_sweep(run, sweep, folder, resume, stack)
+        return _run_sweep(config, sweep, folder, resume, stack)
 
 
-def _run_sweep(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, stack: ExitStack) -> list[TrialResult]:
+def _run_sweep(
+    config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, stack: ExitStack
+) -> list[TrialResult]:
     """`stack` keeps other processes out of the folder."""
-    sweep.check_space(run)
-    trial = sweep.prepared(run)
+    sweep.check_space(config)
+    trial = sweep.prepared(config)
     inspect_run(trial)
     sweep.check_space(trial)
     if not resume:  # what has begun may go on
         sweep.check_evaluations(trial)
-    check_folder(run, sweep, folder, resume)
+    check_folder(config, sweep, folder, resume)
     if resume:
         stack.enter_context(held(folder, _MARKER))
 
     def begin() -> None:
         _make(folder)
         stack.enter_context(held(folder, _MARKER))
-        check_folder(run, sweep, folder, resume)  # another process may have begun meanwhile
-        write_settings(run, sweep, folder)
+        check_folder(config, sweep, folder, resume)  # another process may have begun meanwhile
+        write_settings(config, sweep, folder)
 
     for name, value in _TUNE_VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -82,17 +86,17 @@ def _run_sweep(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool,
     stop.starting = False
     try:
         with stop.installed(_say):
-            _run_trials(trial, sweep, folder, resume, begin)
+            results = _run_trials(trial, sweep, folder, resume, begin)
     except KeyboardInterrupt:
         stop.signal = stop.signal or signal.SIGINT
     if stop.signal is not None:
         raise InterruptedRun(stop.signal, _GOES_ON)
-    trials = read_results(folder, sweep)
-    write_results(folder, trials, run, sweep)
+    trials = read_results(results, sweep)
+    write_results(folder, trials, config, sweep)
     if not any(trial.finished for trial in trials):
         raise SweepError(f"Every trial failed; the first said: {trials[0].error if trials else 'nothing'}")
     if all(math.isnan(trial.best) for trial in trials):
-        raise SweepError(f"No trial recorded {sweep.metric}: name a figure of progress.csv as the metric.")
+        raise SweepError(f"No trial recorded {sweep.metric}: name a column of progress.csv as the metric.")
     return trials
 
 
@@ -100,7 +104,8 @@ def sweep_folder(place: str | Path) -> Path:
     """The folder of a sweep, absolute. Raises UserInputError for one that would not be kept, or a URL."""
     if is_remote(place):
         raise UserInputError(
-            f"A sweep needs a folder, and {place} is a URL: give one on this machine, or on storage that all nodes mount."
+            f"A sweep needs a folder, and {place} is a URL: give one on this machine, or on storage that all nodes "
+            "mount."
         )
     folder = Path(place).absolute()
     check_is_kept(folder)
@@ -120,14 +125,14 @@ def _text(sweep: SweepConfig) -> str:
     return str(yaml.safe_dump(sweep.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
-def write_settings(run: TrainConfig, sweep: SweepConfig, folder: Path) -> None:
+def write_settings(config: TrainConfig, sweep: SweepConfig, folder: Path) -> None:
     """Write config.yaml and sweep.yaml."""
     _make(folder)
-    save_config(run, folder / "config.yaml")
+    save_config(config, folder / "config.yaml")
     write_atomic(folder / "sweep.yaml", _text(sweep))
 
 
-def check_folder(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
+def check_folder(config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool) -> None:
     """Raise UserInputError if a folder is there that does not fit."""
     if resume:
         known = folder / "sweep.yaml"
@@ -135,10 +140,10 @@ def check_folder(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: boo
             raise UserInputError(f"{folder} holds no sweep to resume: leave out --resume, or choose another --run-dir.")
         if known.read_text() != _text(sweep):
             raise UserInputError(f"{known} differs from the given space: resume with that file, or start a new sweep.")
-        if differing := _differing(run, load_config(folder / "config.yaml")):
+        if differing := _differing(config, load_config(folder / "config.yaml")):
             raise UserInputError(
-                f"The sweep in {folder} began with other values of {', '.join(differing)}: resume with the configuration that it "
-                "began with (its config.yaml), or start a new sweep."
+                f"The sweep in {folder} began with other values of {', '.join(differing)}: resume with the "
+                "configuration that it began with (its config.yaml), or start a new sweep."
             )
         return
     place = next(path for path in (folder, *folder.parents) if path.exists())
@@ -148,7 +153,7 @@ def check_folder(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: boo
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
 
 
-def _differing(run: TrainConfig, known: TrainConfig) -> list[str]:
+def _differing(config: TrainConfig, known: TrainConfig) -> list[str]:
     """The dotted keys in which two configurations differ; how a cluster is started does not count."""
 
     def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,7 +163,7 @@ def _differing(run: TrainConfig, known: TrainConfig) -> list[str]:
             else:
                 yield prefix + key, value
 
-    ours, theirs = (dict(flat(one.model_dump(mode="json", exclude={"resources"}))) for one in (run, known))
+    ours, theirs = (dict(flat(one.model_dump(mode="json", exclude={"resources"}))) for one in (config, known))
     return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
 
 
@@ -173,51 +178,51 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _run_trials(run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]) -> None:
+def _run_trials(
+    config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]
+) -> ResultGrid:
     """`begin` is called when nothing can be refused any more."""
     prepare_environment()
     quiet_ray()
-    from rl_vlm.sweeps.trial import SLOT, Room, own_cpus, trial_class, trials_at_once
+    from rl_vlm.sweeps.trial import SLOT, TrialResources, own_cpus, trial_class, trials_at_once
 
-    # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides when
-    # those of a population, and of a sweep that is resumed, go on.
+    # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides
+    # when those of a population, and of a sweep that is resumed, go on.
     private, slots = starts_own_cluster(), {}
-    algorithm = kind_of(run).rllib_config(run)().algo_class  # type: ignore[call-arg]
-    room, cluster = Room.of(run, sweep, trial_class(algorithm, sweep.space)), run
+    algorithm = kind_of(config).rllib_config(config)().algo_class  # type: ignore[call-arg]
+    needs, cluster = TrialResources.of(config, sweep, trial_class(algorithm, sweep.space)), config
     if private:
-        cluster = changed(run, {"resources.num_cpus": own_cpus(run, sweep, room)})
-        if room.has_replicas:
-            fitting = room.holds(_machine(cluster))
+        cluster = changed(config, {"resources.num_cpus": own_cpus(config, sweep, needs)})
+        if needs.has_replicas:
+            fitting = needs.holds(_machine(cluster))
             slots = {SLOT: float(max(min(sweep.max_concurrent or fitting, fitting), 1))}
     with ray_cluster(cluster, slots):
         import ray
 
-        at_once = trials_at_once(sweep, room, ray.cluster_resources(), slots=bool(slots))
+        at_once = trials_at_once(sweep, needs, ray.cluster_resources(), slots=bool(slots))
         if not resume:
             begin()
         if at_once and at_once < (sweep.max_concurrent or 0):
             _say(f"The cluster holds {at_once} trials at the same time, not {sweep.max_concurrent}.")
         trainable = trial_class(algorithm, sweep.space, dict.fromkeys(slots, 1.0))
-        with kept_up(run):
-            results = list(_tune(run, sweep, folder, resume, at_once, trainable))
-            _forget_survived(results)
-            _set_aside_lost(folder / _TUNE, results)
+        with kept_up(config):
+            return _tune(config, sweep, folder, resume, at_once, trainable)
 
 
-def _machine(run: TrainConfig) -> dict[str, float]:
+def _machine(config: TrainConfig) -> dict[str, float]:
     import torch
 
-    return {"CPU": float(run.resources.num_cpus or 1), "GPU": float(torch.cuda.device_count())}
+    return {"CPU": float(config.resources.num_cpus or 1), "GPU": float(torch.cuda.device_count())}
 
 
 def _tune(
-    run: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, at_once: int, trainable: type[RunAlgorithm]
+    config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, at_once: int, trainable: type[RunAlgorithm]
 ) -> ResultGrid:
     from ray import tune
 
     from rl_vlm.sweeps.results import SweepProgress
 
-    space = {"run_config": run.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
+    space = {"run_config": config.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
     if resume and tune.Tuner.can_restore(str(folder / _TUNE)):
         tuner = tune.Tuner.restore(
             str(folder / _TUNE), trainable, resume_unfinished=True, resume_errored=True, param_space=space
@@ -240,9 +245,10 @@ def _tune(
             run_config=tune.RunConfig(
                 name=_TUNE,
                 storage_path=str(folder),
-                failure_config=tune.FailureConfig(max_failures=max(_MAX_FAILURES, run.learner.max_restarts)),
+                failure_config=tune.FailureConfig(max_failures=max(_MAX_FAILURES, config.learner.max_restarts)),
                 checkpoint_config=tune.CheckpointConfig(
-                    # Population-based training lets others begin at any trial's checkpoint, which may be neither the best nor the last.
+                    # Population-based training lets others begin at any trial's checkpoint, which may be neither the
+                    # best nor the last.
                     num_to_keep=None if sweep.stopping.name == "pbt" else 1,
                     checkpoint_score_attribute=sweep.metric,
                     checkpoint_score_order=sweep.mode,
@@ -253,22 +259,6 @@ def _tune(
             ),
         )
     return tuner.fit()
-
-
-def _forget_survived(results: Iterable[Result]) -> None:
-    """Rename the errors of trials that went on and came to their end: Tune keeps each trial's errors for ever."""
-    for result in results:
-        errors = Path(result.path) / ERRORS
-        if result.error is None and errors.is_file():
-            errors.rename(errors.with_name("survived_errors.txt"))
-
-
-def _set_aside_lost(folder: Path, results: Iterable[Result]) -> None:
-    """Rename the folders of trials that Tune does not know: they began after the last state that a killed sweep had saved, and others
-    have taken their places. Their results would count beside those."""
-    known = {Path(result.path).name for result in results}
-    for lost in [path for path in folder.glob("trial-*") if path.is_dir() and path.name not in known]:
-        lost.rename(lost.with_name(f"lost-{lost.name}"))
 
 
 def _domain(values: Values) -> Any:

@@ -1,4 +1,5 @@
-"""One trial: an algorithm that evaluates itself, so that Tune can compare held-out figures, and that ends when its run does."""
+"""One trial: an algorithm that evaluates itself, so that Tune can compare held-out metrics, and that ends when its run
+does."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _MOST = 64  # trials at the same time, unless the sweep says more
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TrialResources:
     """Logical CPUs and GPUs.
 
     each: of a trial; what Tune reserves for it, and replicas of its own, of which Tune knows nothing.
@@ -44,14 +45,14 @@ class Room:
     has_replicas: bool
 
     @classmethod
-    def of(cls, run: TrainConfig, sweep: SweepConfig, trainable: type[RunAlgorithm]) -> Room:
+    def of(cls, config: TrainConfig, sweep: SweepConfig, trainable: type[RunAlgorithm]) -> TrialResources:
         """What the largest trials need that the sweep makes of the run."""
         sizes = {key: max(sweep.space[key].examples) for key in _SIZES if key in sweep.space}
-        run = changed(run, sizes) if sizes else run
-        request = trainable.default_resource_request({"run_config": run.model_dump(exclude_unset=True)})
+        config = changed(config, sizes) if sizes else config
+        request = trainable.default_resource_request({"run_config": config.model_dump(exclude_unset=True)})
         reserved = request.required_resources
-        serving = run.serving
-        count = serving.num_replicas if run.serves else 0
+        serving = config.serving
+        count = serving.num_replicas if config.serves else 0
         replicas = {"CPU": count * serving.cpus_per_replica, "GPU": count * serving.gpus_per_replica}
         own = {} if serving.shared else replicas
         each = {kind: reserved.get(kind, 0.0) + own.get(kind, 0.0) for kind in replicas}
@@ -70,42 +71,44 @@ class Room:
         return self.common["CPU"] + trials * self.each["CPU"]
 
 
-def own_cpus(run: TrainConfig, sweep: SweepConfig, room: Room) -> int:
-    """Logical CPUs of a private cluster for the sweep: what the configuration says, or the machine's and enough for its trials.
+def own_cpus(config: TrainConfig, sweep: SweepConfig, needs: TrialResources) -> int:
+    """Logical CPUs of a private cluster for the sweep: what the configuration says, or the machine's and enough for its
+    trials.
 
     They bound how much starts, not what it may use: trials that were asked for side by side share the cores.
     """
-    wanted = room.cpus(min(sweep.max_concurrent or 1, sweep.num_trials))
-    return run.resources.num_cpus or max(available_cpus(), math.ceil(wanted))
+    wanted = needs.cpus(min(sweep.max_concurrent or 1, sweep.num_trials))
+    return config.resources.num_cpus or max(available_cpus(), math.ceil(wanted))
 
 
-def trials_at_once(sweep: SweepConfig, room: Room, have: Mapping[str, float], *, slots: bool = False) -> int:
+def trials_at_once(sweep: SweepConfig, needs: TrialResources, have: Mapping[str, float], *, slots: bool = False) -> int:
     """How many trials may run at the same time on a cluster of such resources; 0: as many as Tune finds room for.
 
-    slots: the cluster has `SLOT`s, which keep trials from taking the room of each other's replicas. Raises UserInputError where
-    not one fits, or where nobody can know.
+    slots: the cluster has `SLOT`s, which keep trials from taking the room of each other's replicas. Raises
+    UserInputError where not one fits, or where nobody can know.
     """
     compares = sweep.stopping.name == "pbt"  # all trials with each other: those that do not fit take turns
     if os.environ.get("RL_VLM_AUTOSCALING"):
         if not compares and sweep.max_concurrent is None:
             raise UserInputError(
-                "An autoscaled cluster does not say how many trials it will hold: set max_concurrent in the sweep's file."
+                "An autoscaled cluster does not say how many trials it will hold: set max_concurrent in the sweep's "
+                "file."
             )
         return 0 if compares else sweep.max_concurrent or 1
-    fitting = room.holds(have)
+    fitting = needs.holds(have)
     if fitting == 0:
-        needs = " and ".join(f"{room.common[k] + n:g} {k}s" for k, n in room.each.items() if n)
-        there = " and ".join(f"{have.get(kind, 0.0):g} {kind}s" for kind, n in room.each.items() if n)
+        wanted = " and ".join(f"{needs.common[k] + n:g} {k}s" for k, n in needs.each.items() if n)
+        there = " and ".join(f"{have.get(kind, 0.0):g} {kind}s" for kind, n in needs.each.items() if n)
         raise UserInputError(
-            f"One trial needs {needs}, its replicas included, and the cluster has {there}: ask for less "
+            f"One trial needs {wanted}, its replicas included, and the cluster has {there}: ask for less "
             "(serving.cpus_per_replica, rollout.num_env_runners, ...), raise resources.num_cpus, or add nodes."
         )
     if not compares:
         return min(sweep.max_concurrent or _MOST, fitting)
-    if fitting < sweep.num_trials and room.has_replicas and not slots:
+    if fitting < sweep.num_trials and needs.has_replicas and not slots:
         raise UserInputError(
-            f"stopping pbt trains its {sweep.num_trials} trials side by side and the cluster holds {fitting} with replicas of "
-            "their own: set shared: true in the sweep's file, lower num_samples, or add nodes."
+            f"stopping pbt trains its {sweep.num_trials} trials side by side and the cluster holds {fitting} with "
+            "replicas of their own: set shared: true in the sweep's file, lower num_samples, or add nodes."
         )
     return 0
 
@@ -119,8 +122,8 @@ def trial_class(
 
     more: custom resources that a trial holds beside those of its actors.
 
-    Evaluations come before training, every `evaluation.every` iterations and at the end, as in a run of its own. A trial that
-    was restored evaluates at once.
+    Evaluations come before training, every `evaluation.every` iterations and at the end, as in a run of its own. A
+    trial that was restored evaluates at once.
     """
 
     class Trial(algorithm):  # type: ignore[misc, valid-type]
@@ -143,7 +146,8 @@ def trial_class(
             result = super().step()
             now = self.progress()[0]
             if now <= before:
-                # Its learners began anew, as it does not know Tune's checkpoints; Tune restores the whole trial from the last one.
+                # Its learners began anew, as it does not know Tune's checkpoints; Tune restores the whole trial from
+                # the last one.
                 raise LearnerDiedError(f"A learner died in iteration {before + 1}.")
             due = now >= end or bool(every and now // every > before // every)
             if due:
@@ -151,7 +155,7 @@ def trial_class(
             return result | {
                 "held_out": self._last,
                 "held_out_before": start,
-                "settings": _settings(self.run, keys),
+                "settings": _settings(self.run_config, keys),
                 "done": now >= end,
                 SHOULD_CHECKPOINT: due,  # so that the best evaluation has its weights
             }
@@ -160,11 +164,11 @@ def trial_class(
     return Trial
 
 
-def _settings(run: TrainConfig, keys: Collection[str]) -> dict[str, Any]:
+def _settings(config: TrainConfig, keys: Collection[str]) -> dict[str, Any]:
     """The values of dotted keys that the configuration has."""
     found = {}
     for key in keys:
-        value: Any = run.model_dump(mode="json")
+        value: Any = config.model_dump(mode="json")
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:

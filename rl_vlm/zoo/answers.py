@@ -10,8 +10,8 @@ _MAX_THOUGHT = 100_000  # characters
 def behind_thought(text: str, max_chars: int) -> tuple[str, str]:
     """The text after its thought, and the reason why it must not be graded, or "".
 
-    The reasons are those of `refusal`, where `max_chars` bounds the text after the thought, and "misplaced": the thought does not end, or
-    a second one follows.
+    The reasons are those of `refusal`, where `max_chars` bounds the text after the thought, and "misplaced": the
+    thought does not end, or a second one follows.
     """
     said = without_thought(text)
     if len(said) > max_chars:

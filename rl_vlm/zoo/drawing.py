@@ -1,7 +1,7 @@
 """Shared by the drawn environments: plain shapes on mid-grey, random numbers by key, and the split of a drawing.
 
-Train and test drawings are disjoint by construction: a hash of the drawing, or of the values that decide its pixels, decides its split,
-and a drawing of the wrong split is drawn again.
+Train and test drawings are disjoint by construction: a hash of the drawing, or of the values that decide its pixels,
+decides its split, and a drawing of the wrong split is drawn again.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 
 from rl_vlm.config import RunConfig
-from rl_vlm.monitoring.ray_metrics import RayFigures
+from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 ITERATIONS_S = 0.5
 
@@ -22,7 +22,7 @@ def main() -> None:
     (folder / "ballast").write_bytes(b"x" * (1000 << 10))  # of a disk of 1 MiB
     ray.init(address="auto", namespace="rl_vlm", log_to_driver=False)
     run = RunConfig.model_validate({"name": "goes-wrong", "rollout": {"max_policy_lag": 2}})
-    figures = RayFigures(run, folder, total=1000)
+    figures = RayMetrics(run, folder, total=1000)
     for iteration in range(1, 61):
         late = max(iteration - 20, 0)
         figures.add(

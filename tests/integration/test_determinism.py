@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.train import kind_of
@@ -84,7 +84,9 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
         whole = build(run, tmp_path / "whole")
         for _ in range(HALF):
             whole.train()
-        saved = save_checkpoint(tmp_path / "checkpoints", HALF, whole.recovery.checkpoint(), keep=1)
+        saved = tmp_path / "checkpoint"
+        saved.mkdir()
+        write_checkpoint(saved, whole.recovery.checkpoint())
         for _ in range(HALF):
             whole.train()
         rewards = whole.last_metrics["reward/mean"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_determinism import PPO, build, run_config, same
 
-from rl_vlm.algorithms.checkpoint import save_checkpoint
+from rl_vlm.algorithms.checkpoint import write_checkpoint
 from rl_vlm.algorithms.learners import LearnerLostError, on_one_learner
 from rl_vlm.learning.plan import ScoreBatch
 from rl_vlm.runs.ray_session import ray_cluster
@@ -67,7 +67,10 @@ def trained(tiny_folder: Path, folder: Path, *settings: str) -> Iterator[tuple[A
         algorithm = build(run, folder / "run")
         try:
             train_to(algorithm, 2)
-            yield algorithm, save_checkpoint(folder / "checkpoints", 2, algorithm.recovery.checkpoint(), keep=9)
+            saved = folder / "checkpoint"
+            saved.mkdir(parents=True)
+            write_checkpoint(saved, algorithm.recovery.checkpoint())
+            yield algorithm, saved
         finally:
             algorithm.stop()
 

@@ -109,7 +109,7 @@ def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
     pairs = list(zip(replay.episodes[:160].tolist(), replay.times[:160].tolist(), strict=True))
     assert len(set(pairs)) == 160  # no number of an episode was used twice
     ray.kill(algorithm.env_runner_group._worker_manager.actors()[2], no_restart=False)
-    expected = evaluation_seeds(algorithm.run)
+    expected = evaluation_seeds(algorithm.run_config)
     assert [result.seed for result in algorithm.evaluate_policy(film=False)] == expected
     assert algorithm.sampler.restarts == 2
     algorithm.stop()

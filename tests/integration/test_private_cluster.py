@@ -43,9 +43,7 @@ def listening() -> set[tuple[str, str]]:
 
 
 @pytest.mark.timeout(300)
-def test_what_a_start_that_failed_has_started_is_ended(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_start_that_failed_has_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     start, starts = PrivateNode.start_raylet, []
 
     def fails_once(*args: Any, **settings: Any) -> None:
@@ -60,9 +58,6 @@ def test_what_a_start_that_failed_has_started_is_ended(
         assert len(starts) == 2
         names = [process.name() for process in psutil.Process().children(recursive=True)]
         assert names.count("gcs_server") == stores + 1
-    assert (
-        "A start of Ray failed (The current node timed out during startup); its processes: {'gcs_server'" in caplog.text
-    )
 
 
 @pytest.mark.timeout(300)

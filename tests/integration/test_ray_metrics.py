@@ -14,7 +14,7 @@ from core_support import run_config
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_vlm.monitoring.overview import Sample
-from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RayFigures
+from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RayMetrics
 from rl_vlm.runs.ray_session import ray_cluster
 
 
@@ -58,7 +58,7 @@ def value(samples: list[Sample], metric: str, **labels: str) -> float | None:
 
 
 def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: Path) -> None:
-    figures = RayFigures(cluster, tmp_path, total=50)
+    figures = RayMetrics(cluster, tmp_path, total=50)
     for iteration in range(1, 8):
         figures.add(
             iteration,
@@ -76,7 +76,7 @@ def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: 
     assert value(samples, "evaluation", **own, part="eval", name="seconds") == 2
     assert value(samples, "dropped", **own, part="rollout", name="too_old") == 2
     assert value(samples, "time", **own, part="train", name="step") == 0.5
-    assert value(samples, "figure", **own, part="train", name="mine/own") == 3
+    assert value(samples, "metric", **own, part="train", name="mine/own") == 3
     assert value(samples, "policy_kl") is None  # nan is no value
     assert value(samples, "run_info", algorithm="grpo", env="Shapes-v0") == 1
     assert [value(samples, name) for name in ("run_active", "iterations", "max_policy_lag", "write_errors")] == [
@@ -97,7 +97,7 @@ def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: 
 
 
 def test_no_run_floods_the_agent(cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    figures = RayFigures(cluster, tmp_path, total=1)
+    figures = RayMetrics(cluster, tmp_path, total=1)
     for iteration in range(3):
         figures.add(iteration, {f"curriculum/value/{k}": float(k) for k in range(MAX_SERIES + 50)})
     until(lambda found: sum(s.name == "ray_rl_vlm_curriculum" for s in found) == MAX_SERIES)

@@ -16,7 +16,7 @@ from torch import zeros
 
 from rl_vlm import frames
 from rl_vlm.config.loading import load_yaml
-from rl_vlm.envs import images, wire
+from rl_vlm.envs import images, isolation
 from rl_vlm.labelling.prompts import read_label, read_score, strip_thoughts
 from rl_vlm.labelling.store import text_cell
 from rl_vlm.models.weights import check_adapter
@@ -57,7 +57,7 @@ def frame(data: bytes) -> None:
     """A frame of an environment's observations."""
     try:
         content, blobs = frames.unpack_frame(data)
-        shown = wire.unpack_observation(content.get("messages"), blobs)
+        shown = isolation.unpack_observation(content.get("messages"), blobs)
         assert all(part.width > 0 for one in shown.messages for part in one.parts if not isinstance(part, str))
     except frames.FrameError:
         pass

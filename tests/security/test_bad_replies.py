@@ -19,7 +19,7 @@ from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders
 from rl_vlm.labelling.folder import label_folder
 from rl_vlm.labelling.store import COLUMNS, QueryLog
-from rl_vlm.labelling.types import Label, Segment, SegmentPair
+from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
 from rl_vlm.types import Message, UserInputError
 
 CHOICES = ("0", "1", "-1")
@@ -114,7 +114,7 @@ def pairs(folder, count):
             (folder / f"{side}_{number:03}.png").write_bytes(encoded("PNG", 8 + number % 2 + (side == "second")))
 
 
-class Dies:
+class Dies(Labeller):
     """Answers some calls, then fails in a way that nobody expected."""
 
     def __init__(self, calls):

@@ -6,7 +6,7 @@ import pytest
 from fuzzing import SECONDS, fuzz
 from hypothesis import strategies as st
 
-from rl_vlm.rewards.math import Reason, grade, normalize_answer
+from rl_vlm.rewards.math import Reason, grade_turns, normalize_answer
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.geospot.places import FIELDS, TAUS_KM, parse_answer, score, stage_weights
@@ -118,7 +118,7 @@ def test_math() -> None:
     def check(pair: tuple[str, str]) -> None:
         answer, truth = pair
         for response in (rf"so \boxed{{{answer}}}", answer, rf"\boxed{{{answer}"):
-            found = grade(response, truth)
+            found = grade_turns([response], truth)
             assert isinstance(found.reason, Reason)
         assert normalize_answer(answer) == normalize_answer(answer)
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from image_corpus import jpeg_in_tiff
 
 from rl_vlm import frames
-from rl_vlm.envs import images, wire
-from rl_vlm.envs.rows import ParquetRows
+from rl_vlm.envs import images, isolation
+from rl_vlm.envs.data import QuestionTable, file_rows
 from rl_vlm.types import UserInputError
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
@@ -41,7 +41,7 @@ def test_parquet(tmp_path):
     def check(data):
         file.write_bytes(data)
         try:
-            found = ParquetRows([file])
+            found = file_rows([file], QuestionTable.COLUMNS)
             for index in range(min(len(found), 30)):
                 assert set(found.row(index)) == {"problem", "answer", "images"}
         except UserInputError:
@@ -68,7 +68,7 @@ JSON = st.recursive(
 def test_wire():
     def values(value):
         try:
-            wire.unpack_observation(value, [IMAGES[0]] * 3)
+            isolation.unpack_observation(value, [IMAGES[0]] * 3)
         except frames.FrameError:
             pass
 

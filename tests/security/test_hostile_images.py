@@ -10,8 +10,8 @@ from image_corpus import chunk, encoded, jpeg_in_tiff, png, scan_bomb, sequentia
 from PIL import Image, ImageOps
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs import image_budget, image_process, images
-from rl_vlm.envs.image_budget import ImageError, check_parts
+from rl_vlm.envs import images
+from rl_vlm.envs.images import ImageError, check_parts
 from rl_vlm.http.reader import ImageReader
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.types import EncodedImage, UserInputError
@@ -50,7 +50,7 @@ BOMBS = {
 def test_no_reader_decodes_a_picture_that_costs_more_than_it_shows(name, monkeypatch):
     data = BOMBS[name]()
     if name == "components":
-        monkeypatch.setattr(image_budget, "MAX_WORK", 10**9)
+        monkeypatch.setattr(images, "MAX_WORK", 10**9)
     decoded = []
     monkeypatch.setattr(Image.Image, "load", lambda self: decoded.append(self))
     readers = [images.decode, images.pixels, images.check_header]
@@ -89,11 +89,9 @@ def test_scans_of_pictures_inside_the_picture_do_not_count():
 def test_costly_pictures_are_decoded_in_a_process_with_the_same_pixels(monkeypatch):
     data = encoded("JPEG", 96, progressive=True)
     here = images.pixels(data)
-    monkeypatch.setattr(image_budget, "MAX_WORK_HERE", 0)
-    started = []
-    monkeypatch.setattr(
-        images, "decode_in_process", lambda *a: started.append(a) or image_process.decode_in_process(*a)
-    )
+    monkeypatch.setattr(images, "MAX_WORK_HERE", 0)
+    started, original = [], images.decode_in_process
+    monkeypatch.setattr(images, "decode_in_process", lambda *a: started.append(a) or original(*a))
     assert np.array_equal(images.pixels(data), here)
     assert images.decode(data).sha256 == EncodedImage.from_pil(Image.fromarray(here)).sha256
     inside = jpeg_in_tiff()
@@ -103,14 +101,14 @@ def test_costly_pictures_are_decoded_in_a_process_with_the_same_pixels(monkeypat
 
 def test_a_picture_that_takes_too_long_is_killed():
     with pytest.raises(ImageError, match="takes too long"):
-        image_process.decode_in_process(encoded("JPEG"), ["JPEG"], 10**6, timeout_s=0)
+        images.decode_in_process(encoded("JPEG"), ["JPEG"], 10**6, timeout_s=0)
 
 
 def test_a_damaged_costly_picture_is_a_sentence():
     with pytest.raises(ImageError, match="cannot be decoded"):
-        image_process.decode_in_process(b"nonsense", ["JPEG"], 10**6)
+        images.decode_in_process(b"nonsense", ["JPEG"], 10**6)
     with pytest.raises(ImageError, match="too many"):
-        image_process.decode_in_process(encoded("JPEG", 64), ["JPEG"], 100)
+        images.decode_in_process(encoded("JPEG", 64), ["JPEG"], 100)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from image_corpus import encoded
 from rl_vlm import frames
 from rl_vlm.cli.output import ErrorReport
 from rl_vlm.config.loading import _Dumper, load_config, load_yaml, parse_override
-from rl_vlm.envs import wire
+from rl_vlm.envs import isolation
 from rl_vlm.envs.images import ImageError, image_bytes
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.envs.loading import absolute_spec
@@ -75,7 +75,7 @@ def test_what_yaml_writes_is_read(value):
 def test_a_size_on_the_wire_that_is_none_is_a_frame_error(width, height):
     messages = [{"role": "user", "parts": [{"width": width, "height": height}]}]
     with pytest.raises(frames.FrameError):
-        wire.unpack_observation(messages, [encoded("PNG")])
+        isolation.unpack_observation(messages, [encoded("PNG")])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_size_on_the_wire_that_is_none_is_a_frame_error(width, height):
 )
 def test_messages_on_the_wire_that_are_none_are_a_frame_error(messages):
     with pytest.raises(frames.FrameError):
-        wire.unpack_observation(messages, [encoded("PNG")])
+        isolation.unpack_observation(messages, [encoded("PNG")])
 
 
 def test_links_in_a_circle_are_one_sentence(tmp_path):

@@ -89,7 +89,7 @@ def test_a_written_reply_is_what_the_schema_says(tiny_folder: Path, logprobs: bo
     completion = _completion(2, 30, 3)
     codec = text_side(tiny_folder).codec
     sampling = SamplingParams(30, n=2, top_logprobs=3)
-    reply = ChatReply(codec, "id", "name", sampling=sampling, num_prompt_tokens=3, logprobs=logprobs)
+    reply = ChatReply(codec, "id", "name", sampling, 3, logprobs)
     text = json_bytes(reply.whole(completion))
     found = ChatCompletion.model_validate_json(text.replace(b'"logprob":null', b'"logprob":-1e9'))
     assert set(json.loads(text)) <= set(ChatCompletion.model_fields)

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 from PIL import Image
 
 from rl_vlm.config import RunConfig
@@ -20,6 +21,11 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def evaluations(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+
+
+def read_trajectories(path: Path) -> list[dict]:
+    rows = pq.ParquetFile(path).read().to_pylist()
+    return [{**row, "info": json.loads(row["info"]), "messages": json.loads(row["messages"])} for row in rows]
 
 
 def leftovers(folder: Path) -> list[str]:

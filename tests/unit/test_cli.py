@@ -141,6 +141,11 @@ def test_train_hands_on_configuration_and_options(config, training, tmp_path, ca
     assert "done after 3 iterations" in said and "accuracy 0.250 → 0.900" in said and "curve.png" in said
 
 
+def test_a_run_goes_into_the_folder_of_its_name_by_default(config, training):
+    assert run("train", config, "--overwrite") == 0
+    assert training.calls[0][1:] == ("runs/test-run", False, True)
+
+
 def test_a_run_folder_stands_for_its_configuration(config, training, tmp_path):
     assert run("train", tmp_path) == 0
     assert training.calls[0][0].name == "test-run"

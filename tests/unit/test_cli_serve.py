@@ -32,7 +32,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_defaults_are_one_replica_on_loopback(tiny_folder: Path) -> None:
     planned = plan(str(tiny_folder))
-    run = planned.run
+    run = planned.config
     assert (run.http.host, run.http.port, run.serving.num_replicas) == ("127.0.0.1", 8000, 1)
     assert (run.serving.engine, run.needed_cpus, planned.token) == ("transformers", run.serving.cpus_per_replica, None)
     assert (planned.model, planned.name) == (tiny_folder, tiny_folder.name)
@@ -43,10 +43,10 @@ def test_options_win_over_overrides_and_these_over_the_environment(
 ) -> None:
     monkeypatch.setenv("SERVER_PORT", "9001")
     monkeypatch.setenv("SERVER_HOST", "localhost")
-    assert plan(str(tiny_folder)).run.http.port == 9001
-    assert plan(str(tiny_folder)).run.http.host == "localhost"
-    assert plan(str(tiny_folder), ["http.port=9002"]).run.http.port == 9002
-    assert plan(str(tiny_folder), ["http.port=9002"], port=9003).run.http.port == 9003
+    assert plan(str(tiny_folder)).config.http.port == 9001
+    assert plan(str(tiny_folder)).config.http.host == "localhost"
+    assert plan(str(tiny_folder), ["http.port=9002"]).config.http.port == 9002
+    assert plan(str(tiny_folder), ["http.port=9002"], port=9003).config.http.port == 9003
 
 
 def test_the_model_may_come_from_the_environment(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +60,14 @@ def test_a_run_folder_brings_its_model_and_adapter(tiny_folder: Path, tmp_path: 
     save_config(load_config(None, [f"model.path={tiny_folder}", "learner.num_learners=2"]), run / "config.yaml")
     planned = plan(str(run), ["http.model_name=mine"])
     assert planned.adapter is not None and planned.adapter.version == 1
-    assert (planned.name, planned.run.learner.num_learners) == ("mine", 0)
+    assert (planned.name, planned.config.learner.num_learners) == ("mine", 0)
     text = banner(planned, 1234)
     assert "http://127.0.0.1:1234" in text and "policy, policy-v1, mine" in text and "token   none" in text
-    served = planned.run.serving.model_copy(update={"engine": "vllm"})
-    full = planned.run.model_copy(
-        update={"serving": served, "model": planned.run.model.model_copy(update={"train": "full"})}
+    served = planned.config.serving.model_copy(update={"engine": "vllm"})
+    full = planned.config.model_copy(
+        update={"serving": served, "model": planned.config.model.model_copy(update={"train": "full"})}
     )
-    assert "policy, policy-v1\n" in banner(dataclasses.replace(planned, run=full), 1234)
+    assert "policy, policy-v1\n" in banner(dataclasses.replace(planned, config=full), 1234)
     shutil.rmtree(run / "adapter")
     assert plan(str(run)).adapter is None
     assert plan(str(run / "config.yaml")).model == tiny_folder

@@ -70,7 +70,7 @@ def test_a_line_says_what_matters():
         clock.now += 60.0  # the next iteration takes a minute
         display.update(10, METRICS)
     first, second = lines(out)
-    assert first == "held-out accuracy at iteration 0: default 0.250"
+    assert first == "evaluation at iteration 0: accuracy 0.250"
     assert second == (
         "iteration 10/100 | reward 0.500, smoothed 0.500 | accuracy 0.250 greedy | 12,346 tokens/s, 6.00 s/iteration | "
         "version 7, 1.5 turns, mismatch KL 1.0e-05 | dropped 2 env_crash | 9m 00s left"

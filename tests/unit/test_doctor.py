@@ -34,30 +34,20 @@ def versions(monkeypatch, **installed: str | None) -> None:
         return real(package)
 
     monkeypatch.setattr(doctor, "version_of", version_of)
-    monkeypatch.setattr(doctor, "version_of", version_of)
 
 
 @pytest.fixture(scope="module")
 def here() -> dict[str, Check]:
-    environment = dict(os.environ)
     deadline, doctor._PROBE_TIMEOUT_S = doctor._PROBE_TIMEOUT_S, 900.0  # what is asserted is not the machine's speed
-    os.environ["WANDB_API_KEY"] = "very-secret-key"
     try:
         return found(diagnose(RunConfig()))
     finally:
         doctor._PROBE_TIMEOUT_S = deadline
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def test_this_environment_loads(here):
     assert here["python"].status == here["ray"].status == here["import"].status == "ok"
     assert not any(check.status == "fail" for name, check in here.items() if not name.startswith("disk"))
-
-
-def test_the_key_of_wandb_is_not_shown(here):
-    assert "very-secret-key" not in as_json(list(here.values()))
-    assert "WANDB_API_KEY is set" in here["wandb"].detail
 
 
 def test_the_report_is_json_with_the_worst_status():

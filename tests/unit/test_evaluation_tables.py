@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from scipy import stats
 
 from rl_vlm.config import parse_config
@@ -20,10 +21,9 @@ from rl_vlm.evaluation.outcomes import (
     compared,
     info_numbers,
     kept_info,
-    read_outcome,
+    new_outcome,
     summarize,
 )
-from rl_vlm.evaluation.outcomes import outcome as made
 from rl_vlm.files import to_jsonable
 from rl_vlm.numerics import bootstrap_interval, mcnemar_p_value, wilson_interval
 from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page
@@ -100,7 +100,7 @@ def test_the_gain_over_blank_images_has_a_bootstrap_interval() -> None:
     tasks += viewed_tasks(tasks, "blank")
     right = {one.group_id: one.view == "true" and one.index % 4 < 3 for one in tasks}
     found = [
-        made(
+        new_outcome(
             one, "policy", 0, env="E-v0", correct=right[one.group_id], reward=0.0, turns=1, tokens=1, status="completed"
         )
         for one in tasks
@@ -168,7 +168,7 @@ def test_outcomes_are_in_the_file_at_once_and_read_as_they_were(tmp_path: Path) 
     with OutcomeLog(path, {"seed": 0}) as log:
         log.add([one])
         head, line = path.read_text().splitlines()
-        assert read_outcome(json.loads(line)) == one and json.loads(head)["identity"] == {"seed": 0}
+        assert TypeAdapter(Outcome).validate_json(line) == one and json.loads(head)["identity"] == {"seed": 0}
         with pytest.raises(UserInputError, match="Another evaluation"):
             OutcomeLog(path, {"seed": 0}, resume=True)
     with OutcomeLog(path, {"seed": 0}, resume=True) as log:

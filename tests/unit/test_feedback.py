@@ -73,7 +73,7 @@ def test_a_session_is_stored_logged_and_learned_from(tmp_path: Path) -> None:
     assert metrics["labels/accuracy"] == 1.0 and metrics["reward_model/examples"] == 10
 
 
-class Flaky:
+class Flaky(Labeller):
     """Down for the first calls; remembers what it was asked."""
 
     def __init__(self, down: int) -> None:
@@ -133,7 +133,7 @@ def test_a_session_that_does_not_end_does_not_keep_a_run_from_stopping(
     assert (one.sessions, one.asked, len(one.store)) == (1, 10, 1) and rng.bit_generator.state == drawn
 
 
-class Half:
+class Half(Labeller):
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         kinds = [Label(1), Label(-1), Label(-1, error="timeout")]
         return [kinds[k % 3] for k in range(len(pairs))]
@@ -146,7 +146,7 @@ def test_errors_and_ties_are_counted_and_not_trained_on(tmp_path: Path) -> None:
     assert one.asked == 7  # what got no answer may be asked again within max_feedback
 
 
-class Ties:
+class Ties(Labeller):
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         return [Label(-1) for _ in pairs]
 
@@ -253,10 +253,7 @@ def test_k_center_does_not_ask_again_what_an_earlier_session_has_asked(tmp_path:
     assert len(first) == len(second) == 10 and not first & second
 
 
-class Scorer:
-    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        raise AssertionError("only scores are asked for")
-
+class Scorer(Labeller):
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         values = [float(frame[0, 0, 0]) / 256 + 1e-9 for frame in frames]
         return [Score(None) if k == 0 else Score(value) for k, value in enumerate(values)]

@@ -24,12 +24,12 @@ from core_support import (
 from full_support import FullWeightsOf, agreements, gap
 from policy_loop import MAX_CONTEXT, Loop
 
-from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import RunConfig, load_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import make_optimizer, make_updater
 from rl_vlm.models.export import export_model
 from rl_vlm.models.loading import load_model
@@ -69,7 +69,7 @@ def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_fold
 
 def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -> None:
     policy, run = full_policy(tiny_folder, model__dtype="bfloat16", learner__lr=1e-6)
-    optimizer, strategy = make_optimizer(policy, run), SingleProcess()
+    optimizer, strategy = make_optimizer(policy, run), Strategy()
     strategy.prepare(policy, optimizer)
     updater = make_updater(policy, run)
     own = dict(policy.model.named_parameters())
@@ -150,7 +150,9 @@ def test_a_version_survives_transport_folders_and_checkpoints(tiny_folder: Path,
     folder = payload.write(tmp_path / "run" / payload.FOLDER)
     assert read_payload(folder, 7) == payload
     assert find_trained(None, tmp_path / "run") == find_trained(folder, None) == folder
-    saved = save_checkpoint(tmp_path / "checkpoints", 3, Checkpoint(payload, {}, {"updates": 3}), keep=1)
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    write_checkpoint(saved, Checkpoint(payload, {}, {"updates": 3}))
     assert read_checkpoint(saved).adapter == payload
     (saved / "weights" / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(UserInputError, match="corrupt"):

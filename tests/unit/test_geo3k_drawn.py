@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from rl_vlm.envs.errors import check_step
-from rl_vlm.rewards.math import grade
+from rl_vlm.rewards.math import grade_turns
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.geo3k.drawn import (
     ANGLE_STEPS,
@@ -180,7 +180,7 @@ NOT_PAID = {
 
 @pytest.mark.parametrize("name", NOT_PAID)
 def test_no_hedge_is_right_for_any_third_angle(name: str) -> None:
-    assert not [angle for angle in THIRD_ANGLES if grade(NOT_PAID[name], str(angle)).correct]
+    assert not [angle for angle in THIRD_ANGLES if grade_turns([NOT_PAID[name]], str(angle)).correct]
 
 
 def test_of_several_boxes_or_an_equation_at_most_one_value_counts() -> None:
@@ -190,13 +190,13 @@ def test_of_several_boxes_or_an_equation_at_most_one_value_counts() -> None:
         "\\boxed{20}\u200b\\boxed{40}",
         r"\boxed{20}\\boxed{60",
     ):
-        assert sum(grade(text, str(angle)).correct for angle in THIRD_ANGLES) <= 1, text
+        assert sum(grade_turns([text], str(angle)).correct for angle in THIRD_ANGLES) <= 1, text
 
 
 @pytest.mark.parametrize("form", ["{}", "{}°", r"{}^\circ", "{} degrees", "x = {}", "{}.0"])
 def test_honest_forms_of_an_angle_are_right_for_it_alone(form: str) -> None:
     text = rf"So the third angle is \boxed{{{form.format(40)}}}."
-    assert [angle for angle in THIRD_ANGLES if grade(text, str(angle)).correct] == [40]
+    assert [angle for angle in THIRD_ANGLES if grade_turns([text], str(angle)).correct] == [40]
 
 
 def test_calls_alone_pay_nothing_and_a_turn_tries_one_value() -> None:

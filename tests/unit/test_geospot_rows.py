@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.data import BadRowError, TableSet
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geospot import rows as geospot_rows
 from rl_vlm.zoo.geospot.environment import GeoSpotEnv
-from rl_vlm.zoo.geospot.rows import StreetViews
+from rl_vlm.zoo.geospot.rows import StreetViewTable
 
 PLACES = [
     (48.86, 2.35, "FR", "Île-de-France", "Paris"),
@@ -99,7 +99,7 @@ def test_a_folder_of_images_with_csv_files_is_played(tmp_path: Path) -> None:
 def test_country_codes_that_look_like_nothing_are_text(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(1))
     (tmp_path / "train.csv").write_text("image,latitude,longitude,country\na.png,-22.56,17.08,NA\n")
-    view = StreetViews(str(tmp_path)).split("train")[0]
+    view = TableSet(StreetViewTable, str(tmp_path)).split("train")[0]
     assert (view.country, view.region, view.city) == ("NA", None, None)  # Namibia, not "not available"
 
 
@@ -121,7 +121,7 @@ def test_bad_rows_are_skipped_counted_and_listed(folder: Path, name: str, caplog
     values[2] |= BAD[name]
     write(folder / "train.parquet", values)
     env = GeoSpotEnv(str(folder))
-    table = StreetViews(str(folder)).split("train")
+    table = TableSet(StreetViewTable, str(folder)).split("train")
     with caplog.at_level(logging.WARNING):
         for index in range(6):
             _, info = env.reset(options={"index": index, "split": "train"})
@@ -157,7 +157,7 @@ def test_a_truth_that_lies_in_another_country_counts_as_unknown(folder: Path) ->
 def test_many_bad_rows_in_a_row_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geospot_rows, "MAX_SKIPPED_IN_A_ROW", 3)
     write(folder / "train.parquet", [{**row, "country": None} for row in rows(6)])
-    table = StreetViews(str(folder)).split("train")
+    table = TableSet(StreetViewTable, str(folder)).split("train")
     with pytest.raises(BadRowError):
         table[0]
     with pytest.raises(BadRowError):

@@ -152,14 +152,3 @@ def test_a_file_over_the_limit_is_refused_undecoded(spec: ImageProcessorSpec) ->
     uri = "data:image/png;base64," + base64.b64encode(bytes(2**20)).decode()
     assert "larger than 0.5 MiB" in refusal(spec, uri, max_image_mib=0.5)
     assert "larger" not in refusal(spec, uri, max_image_mib=1)
-
-
-def test_images_are_resized_where_the_server_is_told_to(spec: ImageProcessorSpec) -> None:
-    """The fork's server: 128 to 1280 units of 28 x 28 pixels."""
-    fork = {"resize_min_pixels": 128 * 28**2, "resize_max_pixels": 1280 * 28**2}
-    small, large = Image.new("RGB", (64, 48)), Image.new("RGB", (2000, 1500))
-    for image in (small, large):
-        height, width, _ = read(spec, data_uri(image), **fork).shape
-        assert 128 * 28**2 <= width * height <= 1280 * 28**2
-        assert abs(width / height - 4 / 3) < 0.1
-    assert read(spec, data_uri(small)).shape == (48, 64, 3)

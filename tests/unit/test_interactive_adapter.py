@@ -12,7 +12,7 @@ from PIL import Image
 import rl_vlm
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.envs.interactive import InteractiveEnvAdapter, to_message
+from rl_vlm.envs.foreign.slime import SlimeEnv, to_message
 from rl_vlm.types import Message, UserInputError
 
 TESTS = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def test_it_runs_by_module_path(on_path):
 def test_it_runs_by_registry_id(registered):
     rl_vlm.register("Guess-v0", f"{GUESS}:build_env")
     assert_plays_well(rl_vlm.make("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
-    assert_plays_well(InteractiveEnvAdapter("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
+    assert_plays_well(SlimeEnv("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
 
 
 def call(answer):
@@ -99,7 +99,7 @@ def test_a_tool_score_is_paid_on_request_and_where_there_is_no_label():
     env, _ = stubbed(step, reward="env")
     assert env.step(r"\boxed{0}")[1] == 1.0
     built = []
-    env = InteractiveEnvAdapter(lambda sample, args: built.append(Scores(sample, args)) or built[-1])
+    env = SlimeEnv(lambda sample, args: built.append(Scores(sample, args)) or built[-1])
     opened(env)
     built[-1].next = step
     assert env.step("x")[1] == 1.0
@@ -166,7 +166,7 @@ def stubbed(next_step=None, **kwargs):
         built.append(Stub(sample, args))
         return built[-1]
 
-    env = InteractiveEnvAdapter(build_env, data=GEO3K, **kwargs)
+    env = SlimeEnv(build_env, data=GEO3K, **kwargs)
     opened(env)
     if next_step is not None:
         built[-1].next = next_step
@@ -206,10 +206,10 @@ def test_build_env_is_called_as_its_parameters_ask():
         raise AssertionError
 
     for build in (positional, sample_only):
-        opened(InteractiveEnvAdapter(build, data=GEO3K))
+        opened(SlimeEnv(build, data=GEO3K))
     assert calls == [("22", 3), "22"]
     with pytest.raises(UserInputError, match="takes neither"):
-        opened(InteractiveEnvAdapter(no_one, data=GEO3K))
+        opened(SlimeEnv(no_one, data=GEO3K))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_environment_is_closed_at_the_end_and_cannot_be_stepped_again():
     env, stub = stubbed(({}, True, {"reward": 1}))
     assert env.step("x")[1] == 1.0
     assert stub.closed == 1
-    with pytest.raises(EnvError, match="call reset"):
+    with pytest.raises(UserInputError, match="call reset"):
         env.step("x")
     env.close()
     assert stub.closed == 1

@@ -148,7 +148,7 @@ def test_a_busy_server_is_asked_again() -> None:
         ({"choices": [{"message": {"content": 1}}]}, "no chat completion"),
         ({"choices": [{"message": {"content": 0}}]}, "no chat completion"),
         ({"choices": [{"message": {"content": []}}]}, "no chat completion"),
-        ([1], "answered with a list"),
+        ([1], "no chat completion"),
     ],
 )
 def test_what_is_no_answer_is_an_error_at_once(reply: Any, message: str) -> None:

@@ -36,12 +36,9 @@ def test_the_originals_file_is_in_percent(tmp_path: Path) -> None:
     assert read_curve(file, column="true_episode_reward").values.tolist() == [80, 90, 95]
 
 
-def test_fractions_stay_fractions_unless_told(tmp_path: Path) -> None:
+def test_fractions_stay_fractions(tmp_path: Path) -> None:
     file = eval_csv(tmp_path / "eval.csv", "1,0,1,0.5,0\n2,0,2,1.0,0\n")
     assert read_curve(file).values.tolist() == [0.5, 1.0]
-    assert read_curve(file, unit="percent").values.tolist() == [0.005, 0.01]
-    high = eval_csv(tmp_path / "b.csv", "1,0,1,1.5,0\n")
-    assert read_curve(high, unit="fraction").values.tolist() == [1.5]
 
 
 def test_rates_of_our_own_files_are_percent_even_where_all_are_small(tmp_path: Path) -> None:
@@ -49,7 +46,6 @@ def test_rates_of_our_own_files_are_percent_even_where_all_are_small(tmp_path: P
     results = [EpisodeResult(seed, -1.0, 5, float(seed == 7), 0.0) for seed in range(100)]
     log.add(evaluation_row(results, step=10, episode=1))
     assert read_curve(tmp_path).values.tolist() == [0.01]  # one success of 100: 1.0 in the file
-    assert read_curve(tmp_path, unit="fraction").values.tolist() == [1.0]
 
 
 def test_without_success_the_return_is_drawn(tmp_path: Path) -> None:

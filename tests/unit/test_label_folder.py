@@ -80,7 +80,7 @@ def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match=r"second_1\.png"):
         find_pairs(tmp_path)
     (tmp_path / "pairs.csv").write_text("a,b\n")
-    with pytest.raises(UserInputError, match="first and second"):
+    with pytest.raises(UserInputError, match="lacks the column"):
         find_pairs(tmp_path)
     (tmp_path / "pairs.csv").write_text("first,second,first\na,b,c\n")
     with pytest.raises(UserInputError, match="pairs.csv"):

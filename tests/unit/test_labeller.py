@@ -21,7 +21,7 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.labelling.session import LabellerDownError, label_session
-from rl_vlm.labelling.types import Label, SegmentPair, encode, picture_of
+from rl_vlm.labelling.types import Label, Labeller, SegmentPair, encode, picture_of
 from rl_vlm.models.images import patchify
 from rl_vlm.types import Message
 
@@ -255,7 +255,7 @@ def test_undecided_pairs_are_topped_up() -> None:
         # Half of every draw is two times the same picture.
         return [pair(3, 20) if k % 2 else pair(7, 7) for k in range(count)]
 
-    class Upright:
+    class Upright(Labeller):
         async def label(self, pairs: list[SegmentPair]) -> list[Label]:
             return [Label(-1 if p.first.true_rewards.sum() == p.second.true_rewards.sum() else 0) for p in pairs]
 

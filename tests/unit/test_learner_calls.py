@@ -256,7 +256,7 @@ class Averaging:
     """The exchange of weights around an evaluation; `fails` is what giving the trained ones back raises."""
 
     def __init__(self, fails: Exception | None = None) -> None:
-        self.run = RunConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
+        self.run_config = RunConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
         self.version, self.published, self.fails = 4, [], fails  # type: ignore[var-annotated]
         self.learners = SimpleNamespace(call=self._call)
         self.recovery = SimpleNamespace(publish_restored=self.published.append)

@@ -16,7 +16,6 @@ from rl_vlm.rewards.math import (
     Reason,
     compare,
     extract_boxed,
-    grade,
     grade_turns,
     is_equal,
     normalize_answer,
@@ -168,15 +167,15 @@ def test_a_megabyte_is_searched_in_under_a_second(unit: str) -> None:
     ],
 )
 def test_grade_gives_the_reason(response: str, truth: str, expected: Grade) -> None:
-    assert grade(response, truth) == expected
+    assert grade_turns([response], truth) == expected
 
 
 @pytest.mark.parametrize("filler", ["a", r"\boxed{4} ", "{", r"\boxed{", "\\"])
 def test_a_megabyte_response_is_graded_in_under_two_seconds(filler: str) -> None:
     response = filler * (MEGABYTE // len(filler)) + r" so \boxed{5}"
-    assert cpu_seconds(lambda: grade(response, "5")) < 2.0
-    assert grade(response, "5").correct
-    assert grade(rf"\boxed{{{'9' * MEGABYTE}}}", "5").reason is Reason.TOO_LONG
+    assert cpu_seconds(lambda: grade_turns([response], "5")) < 2.0
+    assert grade_turns([response], "5").correct
+    assert grade_turns([rf"\boxed{{{'9' * MEGABYTE}}}"], "5").reason is Reason.TOO_LONG
 
 
 def test_the_last_turn_with_a_box_counts() -> None:

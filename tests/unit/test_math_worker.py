@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.rewards.math import is_equal, refusal
-from rl_vlm.rewards.symbolic import WORKER, GraderError, SymbolicWorker, Verdict
+from rl_vlm.rewards.symbolic import WORKER, GraderError, Reason, SymbolicWorker
 
 TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
 
@@ -29,7 +29,7 @@ def fake(function: str = "obedient_child:prepare", startup_s: float = 60.0, **se
 def worker() -> Iterator[SymbolicWorker]:
     """An obedient child, already started."""
     own = fake()
-    assert own.compare("", "")[0] is Verdict.EQUAL
+    assert own.compare("", "")[0] is Reason.CORRECT
     yield own
     own.close()
 
@@ -61,9 +61,9 @@ def test_a_power_tower_is_stopped_off_the_main_thread() -> None:
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         verdict, seconds = pool.submit(WORKER.compare, TOWER, "5", 0.5).result()
-    assert verdict is Verdict.TIMED_OUT
+    assert verdict is Reason.TIMED_OUT
     assert 0.5 <= seconds <= time.monotonic() - start < 60
-    assert WORKER.compare("x+y", "y+x", 1.5)[0] is Verdict.EQUAL  # its imports take longer, and are not charged
+    assert WORKER.compare("x+y", "y+x", 1.5)[0] is Reason.CORRECT  # its imports take longer, and are not charged
 
 
 @pytest.mark.parametrize("place", ["main thread", "thread", "executor"])
@@ -75,7 +75,7 @@ def test_the_time_limit_holds_everywhere(worker: SymbolicWorker, place: str) -> 
         verdict, seconds = asyncio.run(asyncio.to_thread(worker.compare, "hang", "", 0.3))
     else:
         verdict, seconds = worker.compare("hang", "", 0.3)
-    assert verdict is Verdict.TIMED_OUT
+    assert verdict is Reason.TIMED_OUT
     assert 0.3 <= seconds < 10.0
 
 
@@ -154,7 +154,7 @@ def test_close_ends_the_child_and_the_next_question_starts_one(worker: SymbolicW
     assert child is not None
     assert not is_running(child)
     worker.close()
-    assert worker.compare("", "")[0] is Verdict.EQUAL
+    assert worker.compare("", "")[0] is Reason.CORRECT
 
 
 # --- children that misbehave ----------------------------------------------------------------------------------------
@@ -167,14 +167,14 @@ def test_a_child_that_does_not_start_is_an_error_with_advice(function: str, star
 
 
 def test_an_input_that_kills_the_child_twice_is_unparsable(worker: SymbolicWorker) -> None:
-    assert worker.compare("die", "")[0] is Verdict.UNPARSABLE
-    assert worker.compare("", "")[0] is Verdict.EQUAL
+    assert worker.compare("die", "")[0] is Reason.UNPARSABLE
+    assert worker.compare("", "")[0] is Reason.CORRECT
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one(worker: SymbolicWorker) -> None:
-    assert worker.compare("be late", "", 0.2)[0] is Verdict.TIMED_OUT
+    assert worker.compare("be late", "", 0.2)[0] is Reason.TIMED_OUT
     time.sleep(0.4)
-    assert worker.compare("hang", "", 0.2)[0] is Verdict.TIMED_OUT
+    assert worker.compare("hang", "", 0.2)[0] is Reason.TIMED_OUT
 
 
 # --- imports --------------------------------------------------------------------------------------------------------

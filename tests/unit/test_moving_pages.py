@@ -12,7 +12,7 @@ import pytest
 
 from rl_vlm.config import PolicyConfig, PreferenceConfig, load_config
 from rl_vlm.config.section import keys_of
-from rl_vlm.envs.interactive import InteractiveEnvAdapter
+from rl_vlm.envs.foreign.slime import SlimeEnv
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_every_key_exists(page: Path) -> None:
     assert len(set(found)) > 20
     for key in found:
         if key.startswith("env.kwargs."):
-            arguments = {*inspect.signature(Geo3kEnv).parameters, *inspect.signature(InteractiveEnvAdapter).parameters}
+            arguments = {*inspect.signature(Geo3kEnv).parameters, *inspect.signature(SlimeEnv).parameters}
             assert key.removeprefix("env.kwargs.") in arguments, key
         else:
             assert key in KEYS, key

@@ -11,8 +11,8 @@ import pytest
 from ports import free_ports
 
 import rl_vlm
-from rl_vlm.envs.adapters.openenv_actions import ActionError, ActionForm
 from rl_vlm.envs.errors import EnvCrashError, EnvError, check_reset, check_step
+from rl_vlm.envs.foreign.openenv import ActionError, ActionForm
 from rl_vlm.types import RLVLMError, UserInputError
 
 SERVER = str(Path(__file__).parents[1] / "fixtures" / "openenv_server.py")

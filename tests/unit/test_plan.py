@@ -17,7 +17,7 @@ from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.estimators import group_advantages
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, overlong_penalty
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess, gradient_vector
+from rl_vlm.learning.strategies import Strategy, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -344,7 +344,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
     updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(), temperature=1.0)
     norm = float(expected.norm())
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
-        strategy, stats = SingleProcess(), UpdateStats()
+        strategy, stats = Strategy(), UpdateStats()
         strategy.prepare(policy, torch.optim.SGD(policy.parameters, lr=1.0))
         updater.step(strategy, updater.pack(plan.batches[0])[0], max_norm, stats)
         after = torch.cat([p.detach().reshape(-1) for p in policy.parameters])

@@ -27,7 +27,7 @@ from rl_vlm.learning.plan import (
     update_batches,
 )
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess, gradient_vector
+from rl_vlm.learning.strategies import Strategy, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater, WeightAverage, make_optimizer, make_updater
 from rl_vlm.models.lora import load_lora_state
 from rl_vlm.types import TrajectoryGroup
@@ -66,7 +66,7 @@ class Half:
         self.run, self.policy = run, PolicyModel(folder, run)
         self.updater: PolicyUpdater = make_updater(self.policy, run)
         self.optimizer = make_optimizer(self.policy, run)
-        self.strategy = SingleProcess()
+        self.strategy = Strategy()
         self.strategy.prepare(self.policy, self.optimizer)
         self.scale = ReturnScale()
         self.average = WeightAverage(self.policy.weights(), 0.9)
@@ -281,7 +281,7 @@ def test_a_resume_keeps_an_adapted_kl_coefficient_and_takes_a_new_fixed_one(
 ) -> None:
     algorithm = PPO.__new__(PPO)
     algorithm.rng = np.random.default_rng(0)
-    algorithm.run = parse_config({"algorithm": {"kl_in": "reward", "kl_coef": 0.5, "kl_target": target}})
+    algorithm.run_config = parse_config({"algorithm": {"kl_in": "reward", "kl_coef": 0.5, "kl_target": target}})
     algorithm.kl_coef = 0.5
     scale = {"mean_sum": 0.0, "square_sum": 0.0, "weight": 0.0}
     rng = algorithm.rng.bit_generator.state

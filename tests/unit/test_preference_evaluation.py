@@ -12,7 +12,7 @@ import pytest
 from preference_loop import run_config
 from safetensors.torch import save_file
 
-from rl_vlm.algorithms.preference_checkpoint import write_state
+from rl_vlm.algorithms.checkpoint import write_state
 from rl_vlm.cli import run as rl_vlm
 from rl_vlm.config import SACSection, save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from control_support import steps
 from label_support import pair
+from preference_loop import run_config
 from safetensors.numpy import load_file, save_file
 
-from rl_vlm.algorithms.preference_checkpoint import (
-    CheckpointFolders,
-    link_tree,
+from rl_vlm.algorithms.checkpoint import (
+    latest_checkpoint,
     list_checkpoints,
     read_state,
-    restore_labels,
+    save_checkpoint,
     write_state,
 )
+from rl_vlm.files import link_tree
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import Label
 from rl_vlm.preference.collector import EpisodeResult
@@ -86,14 +87,18 @@ def test_success_rates_are_percent_of_episodes_with_a_success() -> None:
     assert set(row) == set(EVAL_COLUMNS)
 
 
-def save(folders: CheckpointFolders, step: int, fail: bool = False) -> Path:
-    def write(folder: Path) -> None:
-        save_file({"actor": np.full(step, 1.0)}, folder / "agent.safetensors")
+def save(folder: Path, step: int, keep: int = 3, fail: bool = False, history: Path | None = None) -> Path:
+    def write(draft: Path) -> None:
+        save_file({"actor": np.full(step, 1.0)}, draft / "agent.safetensors")
         if fail:
             raise OSError("disk full")
-        write_state(folder, {"step": step})
+        write_state(draft, {"step": step})
 
-    return folders.save(step, write)
+    return save_checkpoint(folder, f"step-{step:08d}", write, keep, history)
+
+
+def latest(folder: Path) -> Path | None:
+    return latest_checkpoint(folder, read_state)
 
 
 def store_of(folder: Path, *values: int) -> LabelStore:
@@ -117,14 +122,14 @@ def test_the_labels_of_another_trial_replace_a_trials_own(
     store = store_of(tmp_path / "mine", 0, 0, 0)
     link_tree(store.folder, tmp_path / "my-checkpoint")
     saved = store_of(tmp_path / "theirs", 0, 1)
-    restore_labels(saved.folder, store)
+    store.restore(saved.folder)
     store.rewind(2)
     assert values_of(store) == [0, 1]
     assert len(list((store.folder / "superseded").iterdir())) >= 2
     assert values_of(LabelStore(tmp_path / "my-checkpoint")) == [0, 0, 0]  # which had links to the files
-    restore_labels(tmp_path / "my-checkpoint", store)
+    store.restore(tmp_path / "my-checkpoint")
     assert values_of(store) == [0, 0, 0]
-    restore_labels(tmp_path / "nothing", store)
+    store.restore(tmp_path / "nothing")
     assert values_of(store) == [0, 0, 0] and values_of(saved) == [0, 1]
 
 
@@ -144,79 +149,71 @@ def test_a_full_disk_at_an_evaluation_costs_its_row_and_not_the_run(tmp_path: Pa
     run.algorithm, run.eval_csv, run.write_errors = algorithm, SimpleNamespace(add=full), 0  # type: ignore[assignment]
     run.display = SimpleNamespace(message=shown.append, evaluation=lambda *_: None)  # type: ignore[assignment]
     run.recorder = SimpleNamespace(log_evaluation=lambda step, _: logged.append(step))  # type: ignore[assignment]
-    run.checkpoints, run.folder = SimpleNamespace(videos=None), tmp_path  # type: ignore[assignment]
+    run.artifacts, run.folder = None, tmp_path
     run._evaluate()
     assert shown == ["Could not write eval.csv (No space left on device); going on without it."]
     assert run.write_errors == 1 and logged == [50]
 
 
 def test_the_run_folder_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
-    folders = CheckpointFolders(tmp_path, "run", keep=2, artifact_root="")
     for step in (10, 20, 30):
-        save(folders, step)
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000020", "step-00000030"]
-    latest = folders.latest()
-    assert latest is not None and read_state(latest)["step"] == 30
+        save(tmp_path, step, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000030"]
+    newest = latest(tmp_path)
+    assert newest is not None and read_state(newest)["step"] == 30
 
 
 def test_scratch_keeps_all_checkpoints_and_the_run_folder_the_latest(tmp_path: Path) -> None:
-    folders = CheckpointFolders(tmp_path / "run", "mine", keep=5, artifact_root=str(tmp_path / "scratch"))
     for step in (10, 20, 30):
-        save(folders, step)
-    history = list_checkpoints(tmp_path / "scratch" / "mine" / "checkpoints")
-    assert [read_state(path)["step"] for path in history] == [10, 20, 30]
-    (only,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+        save(tmp_path / "run", step, keep=5, history=tmp_path / "scratch")
+    assert [read_state(path)["step"] for path in list_checkpoints(tmp_path / "scratch")] == [10, 20, 30]
+    (only,) = list_checkpoints(tmp_path / "run")
     assert only.name == "step-00000030" and load_file(only / "agent.safetensors")["actor"].shape == (30,)
-    assert folders.videos == tmp_path / "scratch" / "mine" / "videos"
 
 
 def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    folders = CheckpointFolders(tmp_path, "run", keep=2, artifact_root="")
-    save(folders, 10)
+    save(tmp_path, 10)
     with pytest.raises(OSError, match="disk full"):
-        save(folders, 20, fail=True)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+        save(tmp_path, 20, fail=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
 def test_a_checkpoint_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
-    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
     for step in (10, 20):
-        save(folders, step)
-    file = tmp_path / "checkpoints/step-00000020/agent.safetensors"
+        save(tmp_path, step)
+    file = tmp_path / "step-00000020/agent.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    latest = folders.latest()
-    assert latest is not None and latest.name == "step-00000010"
+    newest = latest(tmp_path)
+    assert newest is not None and newest.name == "step-00000010"
 
 
 def test_a_checkpoint_that_a_power_failure_cut_short_is_passed_over(tmp_path: Path) -> None:
     """Its state was written last, and reached the disk first."""
-    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
     for step in (10, 20):
-        save(folders, step)
-    agent = tmp_path / "checkpoints" / "step-00000020" / "agent.safetensors"
+        save(tmp_path, step)
+    agent = tmp_path / "step-00000020" / "agent.safetensors"
     for left in (agent.read_bytes()[:-8], b""):
         agent.write_bytes(left)
-        latest = folders.latest()
-        assert latest is not None and latest.name == "step-00000010"
+        newest = latest(tmp_path)
+        assert newest is not None and newest.name == "step-00000010"
 
 
-def test_a_writer_that_was_killed_leaves_nothing_in_scratch(tmp_path: Path) -> None:
-    left = tmp_path / "scratch" / "mine" / "checkpoints" / ".writing-abc"
+def test_a_writer_that_was_killed_leaves_nothing_in_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config()
+    left = tmp_path / "scratch" / config.name / "checkpoints" / ".writing-abc"
     left.mkdir(parents=True)
-    CheckpointFolders(tmp_path / "run", "mine", keep=5, artifact_root=str(tmp_path / "scratch"))
-    assert not left.exists()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("ARTIFACT_ROOT", str(tmp_path / "scratch"))
+    run = PreferenceRun(config, tmp_path / "run", resume=False)
+    assert not left.exists() and run.artifacts == tmp_path / "scratch" / config.name
 
 
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
-    save(folders, 10)
-    (tmp_path / "checkpoints" / "step-00000020").mkdir()
-    (tmp_path / "checkpoints" / ".writing-abc").mkdir()
-    folders = CheckpointFolders(tmp_path, "run", keep=3, artifact_root="")
-    latest = folders.latest()
-    assert latest is not None and latest.name == "step-00000010"
-    assert not (tmp_path / "checkpoints" / ".writing-abc").exists()
+    save(tmp_path, 10)
+    (tmp_path / "step-00000020").mkdir()
+    newest = latest(tmp_path)
+    assert newest is not None and newest.name == "step-00000010"
     with pytest.raises(UserInputError, match="step-00000020 is incomplete or corrupt"):
-        read_state(tmp_path / "checkpoints" / "step-00000020")
+        read_state(tmp_path / "step-00000020")

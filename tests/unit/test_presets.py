@@ -15,7 +15,6 @@ from rl_vlm.config.loading import apply_overrides
 from rl_vlm.types import UserInputError
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
-RECIPES = sorted(path for path in QUICKSTART.parent.rglob("*.yaml") if path.name != "sft_tiny.yaml")
 
 # loss, aggregation, estimator, normalisation, and the constants of the papers
 PUBLISHED: dict[str, tuple[str, str, str, str, dict[str, float]]] = {
@@ -126,53 +125,6 @@ def test_settings_that_have_an_effect_are_accepted() -> None:
         parse_config({"algorithm": algorithm})
     budget = {"max_new_tokens": 60, "max_turns": 2, "max_new_tokens_per_turn": 30}
     assert parse_config({"algorithm": {"overlong_buffer": 12}, "rollout": budget}).algorithm.overlong_buffer == 12
-
-
-JUDGE = {"env": {"reward": {"judge": {"against": "start"}}}}
-
-
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (
-            {"algorithm": {"estimator": "rloo", "advantage_normalization": "none"}},
-            "algorithm.advantage_normalization has no effect with algorithm.estimator rloo, only with group or gigpo or gae.",
-        ),
-        (
-            {"algorithm": {"estimator": "reinforce_pp_baseline", "advantage_normalization": "none"}},
-            "algorithm.advantage_normalization has no effect with algorithm.estimator reinforce_pp_baseline",
-        ),
-        (
-            {"algorithm": {"loss": "cispo", "clip_low": 0.1}},
-            "algorithm.clip_low has no effect with algorithm.loss cispo, only with clipped or gspo.",
-        ),
-        ({"algorithm": {"preset": "sapo", "clip_high": 0.3}}, "algorithm.clip_high has no effect with algorithm.loss sapo"),
-        ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_in has no effect with algorithm.kl_coef 0."),
-        ({"algorithm": {"kl_estimator": "k2"}}, "algorithm.kl_estimator has no effect with algorithm.kl_coef 0."),
-        (
-            {"env": {"reward": {"weights": {"env": 1.0}, "length_budget": 10}}},
-            "env.reward.length_budget has no effect without a weight of the part length in env.reward.weights.",
-        ),
-        (JUDGE, "env.reward.judge has no effect without a weight of the part judge in env.reward.weights."),
-        (
-            {"env": {"mixture": [{"id": "Shapes-v0", "name": "a", "reward": {"length_budget": 10}}]}},
-            "env.mixture.a.reward.length_budget has no effect",
-        ),
-    ],
-)  # fmt: skip
-def test_settings_that_recipes_and_sweeps_hold_fixed_are_told_where_they_have_no_effect(
-    data: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    run = parse_config(data)
-    (told,) = run.notes()
-    assert told.startswith(sentence)
-    save_config(run, tmp_path / "config.yaml")
-    assert list(load_config(tmp_path / "config.yaml").notes()) == [told]
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_no_recipe_sets_what_it_does_not_read(path: Path) -> None:
-    assert list(load_config(path).notes()) == []
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

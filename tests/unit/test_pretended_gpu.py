@@ -23,7 +23,7 @@ from rl_vlm.labelling.types import Label
 from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, sight_logprobs
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.preference.reward_model import Examples, RewardEnsemble, RewardTrainer, add_pairs
@@ -96,7 +96,7 @@ class Learned:
                 torch.randn(self.policy.critic.last.weight.shape, generator=generator)
             )
         self.updater = make_updater(self.policy, run)
-        self.strategy = SingleProcess()
+        self.strategy = Strategy()
         self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
         self.average = WeightAverage(self.policy.weights(), 0.9)
         self.stats = UpdateStats()

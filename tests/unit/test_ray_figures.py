@@ -10,7 +10,7 @@ import pytest
 
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring import ray_metrics
-from rl_vlm.monitoring.ray_metrics import RayFigures
+from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
 class Clock:
@@ -33,7 +33,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         def set(self, value: float, tags: Any) -> None:
             values[self._name] = value
 
-    monkeypatch.setattr(ray_metrics, "Gauge", Gauge)
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
     return values
 
 
@@ -44,7 +44,7 @@ def test_a_clock_that_is_set_does_not_change_what_an_iteration_took(
     clock = Clock()
     time = SimpleNamespace(time=lambda: clock.wall, monotonic=lambda: clock.forward)
     monkeypatch.setattr(ray_metrics, "time", time)
-    figures = RayFigures(RunConfig(), tmp_path, 10)
+    figures = RayMetrics(RunConfig(), tmp_path, 10)
     for iteration, jump in ((1, 0.0), (2, 3600.0), (3, -7200.0)):
         clock.advance(2.0)
         clock.wall += jump

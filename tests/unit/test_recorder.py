@@ -27,7 +27,7 @@ def test_progress_begins_with_the_iteration_and_grows_by_new_columns(tmp_path):
     assert (tmp_path / "progress.csv").read_text() == (
         'iteration,reward/mean,time/step,"dropped/a,b"\n1,0.25,1.0,\n2,0.5,,\n3,nan,,2.0\n'
     )
-    assert recorder.rewards()[:2] == [0.25, 0.5]
+    assert recorder.column("reward/mean")[:2] == [0.25, 0.5]
     assert leftovers(tmp_path) == []
 
 

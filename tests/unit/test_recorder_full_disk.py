@@ -42,7 +42,7 @@ def test_a_full_disk_is_counted_warned_of_once_and_made_up_for(tmp_path, monkeyp
         recorder.dump_trajectories(iteration, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
     assert recorder.write_errors == 2 * 5  # csv, jsonl, trajectories, TensorBoard for metrics and for evaluations
     assert len(caplog.records) == 4 and all("The run goes on" in record.message for record in caplog.records)
-    assert recorder.rewards() == [0.1, 0.2] and recorder.has_evaluation(2)
+    assert recorder.column("reward/mean") == [0.1, 0.2] and recorder.has_evaluation(2)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
     full = False
     recorder.log_iteration(3, {"reward/mean": 0.3, "new": 1})
@@ -60,10 +60,9 @@ import errno, json, resource, signal, sys
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[3])
-from recorder_support import group, leftovers, picture, rows, scalars, words, evaluations
+from recorder_support import group, leftovers, picture, read_trajectories, rows, scalars, words, evaluations
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.monitoring.trajectories import read_trajectories
 from rl_vlm.plots.curves import draw_curve
 
 folder, how = Path(sys.argv[1]), sys.argv[2]

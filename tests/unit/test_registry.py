@@ -6,7 +6,7 @@ import pytest
 
 import rl_vlm
 from rl_vlm.envs import registry
-from rl_vlm.envs.interactive import InteractiveEnvAdapter
+from rl_vlm.envs.foreign.slime import SlimeEnv
 from rl_vlm.types import UserInputError
 
 TESTS = Path(__file__).parents[1]
@@ -69,8 +69,8 @@ def test_an_unknown_environment_is_refused(spec, message):
 
 
 def test_a_registered_function_or_class_is_made(registered):
-    rl_vlm.register("Mine-v0", lambda size=1: InteractiveEnvAdapter(lambda sample, args: None, max_turns=size))
-    assert isinstance(rl_vlm.make("Mine-v0", size=2), InteractiveEnvAdapter)
+    rl_vlm.register("Mine-v0", lambda size=1: SlimeEnv(lambda sample, args: None, max_turns=size))
+    assert isinstance(rl_vlm.make("Mine-v0", size=2), SlimeEnv)
     with pytest.raises(UserInputError, match="arguments"):
         rl_vlm.make("Mine-v0", sizes=2)
     with pytest.raises(UserInputError, match="this process"):

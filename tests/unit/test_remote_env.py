@@ -17,11 +17,11 @@ import rl_vlm
 from rl_vlm import frames
 from rl_vlm.cli.app import run as cli_run
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs import wire
-from rl_vlm.envs.adapters.address import base_url
-from rl_vlm.envs.adapters.remote import RemoteEnv
+from rl_vlm.envs import isolation
+from rl_vlm.envs.address import base_url
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
+from rl_vlm.envs.remote import RemoteEnv
 from rl_vlm.http import env_server
 from rl_vlm.http.env_server import EnvServer, build_env_app
 from rl_vlm.http.server import HTTPServer, bind
@@ -272,9 +272,9 @@ def test_an_address_that_is_none_is_refused(address):
 
 
 def test_images_from_elsewhere_are_decoded_and_limited(monkeypatch):
-    from rl_vlm.envs.adapters import remote
+    from rl_vlm.envs import remote
 
-    good, _ = wire.pack_observation(Observation.user("x"))
+    good, _ = isolation.pack_observation(Observation.user("x"))
     with pytest.raises(EnvError, match="more than 64"):
         remote.checked_observation({"messages": good}, [b""] * 65)
     broken = [{"role": "user", "parts": [{"width": 1, "height": 1}]}]

@@ -43,7 +43,10 @@ class Refused(BaseRun):
     def _position(self) -> int:
         return 0
 
-    def _save(self, position: int) -> None:
+    def _new_display(self) -> ProgressDisplay:
+        return ProgressDisplay(1, 0)
+
+    def _write_checkpoint(self, folder: Path) -> None:
         raise AssertionError("nothing is saved")
 
 
@@ -52,7 +55,7 @@ def test_a_refused_resume_leaves_the_configuration(resume: bool, kept: bool, tmp
     for name in ("config.yaml", "result.json"):
         (tmp_path / name).write_text("as it was")
     with pytest.raises(UserInputError):
-        Refused(RunConfig(), tmp_path, 0, resume, ProgressDisplay(1, 0)).execute()
+        Refused(RunConfig(), tmp_path, resume).execute()
     assert {(tmp_path / name).read_text() == "as it was" for name in ("config.yaml", "result.json")} == {kept}
 
 
@@ -69,7 +72,7 @@ def test_a_refused_resume_leaves_the_configuration(resume: bool, kept: bool, tmp
 def test_rewards_before_and_after_are_of_different_rows(
     rewards: list[float], before: float | None, after: float | None, tmp_path: Path
 ) -> None:
-    run = Refused(RunConfig(), tmp_path, 0, False, ProgressDisplay(1, 0))
+    run = Refused(RunConfig(), tmp_path, False)
     run.rewards = rewards
     result = run._result("done")
     approximate = [value if value is None else pytest.approx(value) for value in (before, after)]

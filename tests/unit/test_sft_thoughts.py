@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.envs.rows import BadRowError
+from rl_vlm.envs.data import BadRowError
 from rl_vlm.models.loading import TextSide
 from rl_vlm.supervised.conversations import ConversationEncoder, read_conversation
 from rl_vlm.types import Trajectory

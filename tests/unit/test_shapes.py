@@ -84,7 +84,7 @@ def test_no_test_drawing_is_ever_trained_on() -> None:
     train = {drawing.pixel_hash(pixels_of(shapes_item("count", "train", i).image)) for i in range(4096)}
     rng = np.random.default_rng(0)
     warm = {
-        drawing.pixel_hash(d.images[0]) for _ in range(1500) for d in (perception_dialogue(rng), target_dialogue(rng))
+        drawing.pixel_hash(d[0].parts[0]) for _ in range(1500) for d in (perception_dialogue(rng), target_dialogue(rng))
     }
     assert len(test) > 500 and len(train) > 4000
     assert not test & train

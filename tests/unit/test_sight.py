@@ -66,7 +66,7 @@ class InProcess:
 
     def __init__(self, folder: Path, engine: TransformersEngine | None = None, **dotted: Any) -> None:
         self.loop = Loop(folder, 1.0, engine, learner__lr=1e-2, sight__items=4, **dotted)
-        self.run = self.loop.run
+        self.run_config = self.loop.run
         self.test_sizes = {"": 100}
         self.pool = EnvPool(TwoPictures, timeout_s=30.0, inline=True)
         self.text = self.loop.policy.text

@@ -121,7 +121,7 @@ def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_fo
         ({"learner": {"gpus_per_learner": 0}}, "one replica and one learner on one GPU"),
         (
             {"serving": {"engine": "transformers"}},
-            "serving.vllm.rest_while_learning has no effect with the engine transformers",
+            "serving.vllm has no effect with serving.engine",
         ),
     ],
 )

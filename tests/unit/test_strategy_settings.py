@@ -13,7 +13,7 @@ from core_support import adapted_policy, batch_of, conversation, run_config, tex
 
 from rl_vlm.config import parse_config
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
-from rl_vlm.learning.strategies import AllReduce, SingleProcess, gradient_vector
+from rl_vlm.learning.strategies import AllReduce, Strategy, gradient_vector
 from rl_vlm.learning.update import make_optimizer, make_updater, padding_batch
 from rl_vlm.types import UserInputError
 
@@ -24,9 +24,12 @@ from rl_vlm.types import UserInputError
         ({"strategy": "single", "num_learners": 2}, "use all_reduce"),
         ({"strategy": "fsdp2"}, "needs learners that are actors: set num_learners to 2 or more"),
         ({"strategy": "zero4", "num_learners": 2}, "zero3"),
-        ({"num_learners": 2, "offload_params": True}, "offload_params has no effect with strategy null: use fsdp2 or"),
+        ({"num_learners": 2, "offload_params": True}, "offload_params has no effect with learner.strategy null"),
         ({"strategy": "zero2", "num_learners": 2, "offload_params": True}, "offload_params has no effect"),
-        ({"strategy": "fsdp2", "num_learners": 2, "offload_optimizer": True}, "use zero1, zero2 or zero3"),
+        (
+            {"strategy": "fsdp2", "num_learners": 2, "offload_optimizer": True},
+            "set learner.strategy to zero1 or zero2 or zero3",
+        ),
         ({"strategy": "zero1", "num_learners": 2, "optimizer": "adafactor"}, "use adamw, or strategy fsdp2"),
     ],
 )
@@ -87,7 +90,7 @@ def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: py
     ones = {trajectory.trajectory_id: np.ones(5, dtype=np.float32)}
     (packed,) = updater.pack(UpdateBatch([], [True], ones, ones, [0.2]))
     assert len(packed) == 3
-    strategy, stats = SingleProcess(), UpdateStats()
+    strategy, stats = Strategy(), UpdateStats()
     strategy.prepare(policy, make_optimizer(policy, run))
     assert updater.step(strategy, packed, 1.0, stats) and stats.tokens == 5
 
@@ -105,7 +108,7 @@ def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: 
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
 
-    def trained(strategy: SingleProcess, ranks: list[int]) -> dict[str, torch.Tensor]:
+    def trained(strategy: Strategy, ranks: list[int]) -> dict[str, torch.Tensor]:
         """Three steps; the first learner has the decoder's gradient, the last one the tower's, which the second step lacks."""
         tower, decoder, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
         optimizer = torch.optim.AdamW([tower, decoder, unused], lr=0.1, weight_decay=0.1)
@@ -121,7 +124,7 @@ def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: 
         assert torch.equal(unused, torch.ones(3))
         return {"tower": tower.detach(), "decoder": decoder.detach(), **strategy.state()}
 
-    alone = trained(SingleProcess(), [0, 1])
+    alone = trained(Strategy(), [0, 1])
     found: list[dict[str, torch.Tensor]] = [{}, {}]
 
     def learner(rank: int) -> None:

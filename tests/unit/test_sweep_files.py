@@ -28,7 +28,7 @@ from rl_vlm.sweeps.sweep import (
     run_sweep,
     write_settings,
 )
-from rl_vlm.sweeps.trial import Room, trial_class, trials_at_once
+from rl_vlm.sweeps.trial import TrialResources, trial_class, trials_at_once
 from rl_vlm.types import UserInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,9 +41,9 @@ def sweep(**keys: Any) -> SweepConfig:
 
 
 def write_trial(
-    folder: Path, name: str, settings: dict[str, Any], values: list[float], kept: int | None = None
-) -> None:
-    """The files that Tune writes of a trial, as far as results are read from them; `kept` is the iteration of a checkpoint."""
+    folder: Path, name: str, settings: dict[str, Any], values: list[float], kept: int | None = None, error: str = ""
+) -> Any:
+    """What Tune says and writes of a trial, as far as results are read from it; `kept` is the iteration of a checkpoint."""
     trial = folder / "tune" / f"trial-{name}"
     trial.mkdir(parents=True)
     (trial / "params.json").write_text(json.dumps({"run_config": {}, **settings}))
@@ -52,11 +52,14 @@ def write_trial(
         for k, value in enumerate(values, 1)
     ]  # fmt: skip
     (trial / "result.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoints = []
     for place, iteration in enumerate([kept, len(values)] if kept else [], 1):
         checkpoint = trial / f"checkpoint_{place:06}"
         (checkpoint / "adapter").mkdir(parents=True)
-        (checkpoint / "state.json").write_text(json.dumps({"updates": iteration}))
         (checkpoint / "adapter" / "adapter_config.json").write_text(f"of iteration {iteration}")
+        checkpoints.append((SimpleNamespace(path=str(checkpoint)), {"training_iteration": iteration}))
+    failed = RuntimeError(error) if error else None
+    return SimpleNamespace(path=str(trial), error=failed, best_checkpoints=checkpoints)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "tune/spaces").glob("*.yaml")), ids=lambda path: path.stem)
@@ -87,7 +90,7 @@ def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any],
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"learner.learning_rate": {"choice": [1e-3]}}, "Did you mean learner.lr"),
+        ({"learner.lrr": {"choice": [1e-3]}}, "Did you mean learner.lr"),
         ({"model.lora.rank": {"choice": [8, 0]}}, "With model.lora.rank=0: "),
         ({"model.lora.rank": {"randint": [0, 8]}}, "With model.lora.rank=0: "),
         ({"model.lora.rank": {"loguniform": [4, 64]}}, "With model.lora.rank=26.07.*: .*integer"),
@@ -114,13 +117,16 @@ def test_values_that_only_some_combinations_contradict_are_taken() -> None:
 
 
 def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp_path: Path) -> None:
-    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
-    write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3, 0.8])
-    write_trial(tmp_path, "c", {"learner.lr": 0.002, "seed": 0}, [0.9, 0.5], kept=1)
-    write_trial(tmp_path, "d", {"learner.lr": 0.002, "seed": 1}, [])
-    (tmp_path / "tune/trial-d/error.txt").write_text("Traceback ...\nValueError: no memory\n")
+    results = [
+        write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6]),
+        write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3, 0.8]),
+        write_trial(tmp_path, "c", {"learner.lr": 0.002, "seed": 0}, [0.9, 0.5], kept=1),
+        write_trial(
+            tmp_path, "d", {"learner.lr": 0.002, "seed": 1}, [], error="Traceback ...\nValueError: no memory\n"
+        ),
+    ]
     found = sweep()
-    trials = read_results(tmp_path, found)
+    trials = read_results(results, found)
     assert [(trial.name, trial.best, trial.last) for trial in trials[:3]] == [
         ("trial-c", 0.9, 0.5), ("trial-b", 0.8, 0.8), ("trial-a", 0.6, 0.6),
     ]  # fmt: skip
@@ -144,10 +150,9 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
 
 
 def test_a_trial_that_failed_is_no_run_of_its_setting(tmp_path: Path) -> None:
-    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.9])
-    write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3])
-    (tmp_path / "tune/trial-b/error.txt").write_text("no memory\n")
-    (setting,) = group_by_setting(read_results(tmp_path, sweep()), sweep())
+    good = write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.9])
+    failed = write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3], error="no memory\n")
+    (setting,) = group_by_setting(read_results([good, failed], sweep()), sweep())
     assert setting.last == (0.9,)
 
 
@@ -171,10 +176,9 @@ def test_a_trial_that_fails_before_it_starts_is_among_the_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tune leaves a trial that never starts, such as one whose settings contradict each other, a file of errors and no settings."""
-    write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
+    good = write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6])
     folder = tmp_path / "tune/trial-b"
     folder.mkdir()
-    (folder / "error.txt").write_text("Failure # 1\nUserInputError: they contradict each other\n")
     config = {
         "run_config": {"name": "x"},
         "learner.lr": 0.002,
@@ -183,16 +187,18 @@ def test_a_trial_that_fails_before_it_starts_is_among_the_results(
     trial = SimpleNamespace(trial_id="b", config=config, local_path=str(folder), path=str(folder))
     SweepProgress(sweep()).on_trial_error(0, [], trial)
     assert capsys.readouterr().out.split(maxsplit=1)[1] == f"trial 1 failed: see {folder / 'error.txt'}\n"
-    failed = read_results(tmp_path, sweep())[1]
+    error = UserInputError("they contradict each other")
+    result: Any = SimpleNamespace(path=str(folder), error=error, best_checkpoints=None)
+    failed = read_results([good, result], sweep())[1]
     assert (failed.settings, failed.finished) == ({"learner.lr": 0.002, "seed": "2026-01-01"}, False)
-    assert failed.error == "UserInputError: they contradict each other"
+    assert failed.error == "they contradict each other"
 
 
 def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
     """Its counter would fall behind Tune's, and it would be trained from the beginning."""
 
     class Algorithm:
-        run = RUN
+        run_config = RUN
         updates = 0
 
         def progress(self) -> tuple[int, int, int]:
@@ -213,9 +219,11 @@ def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
 
 
 def test_less_is_better_with_mode_min(tmp_path: Path) -> None:
-    for name, value in (("a", 0.4), ("b", 0.2)):
+    results = [
         write_trial(tmp_path, name, {"learner.lr": 0.001, "seed": name}, [value])
-    assert [trial.name for trial in read_results(tmp_path, sweep(mode="min"))] == ["trial-b", "trial-a"]
+        for name, value in (("a", 0.4), ("b", 0.2))
+    ]
+    assert [trial.name for trial in read_results(results, sweep(mode="min"))] == ["trial-b", "trial-a"]
 
 
 @pytest.mark.parametrize(
@@ -244,39 +252,39 @@ def test_population_based_training_needs_values_that_it_can_vary(changes: dict[s
 
 
 ALGORITHM = kind_of(RUN).rllib_config(RUN)().algo_class
-ROOM = Room.of(RUN, sweep(), trial_class(ALGORITHM, ["seed"]))
+NEEDS = TrialResources.of(RUN, sweep(), trial_class(ALGORITHM, ["seed"]))
 
 
 def test_a_trial_takes_what_tune_reserves_and_its_replicas() -> None:
     """RLlib reserves a CPU for the trial itself, which no section of the configuration names."""
-    assert ROOM.each == {"CPU": 1 + 2 * 0.25 + 2 * 0.5, "GPU": 0.0} and ROOM.cpus(3) == 7.5
-    assert [ROOM.holds({"CPU": cpus}) for cpus in (2, 2.5, 4, 8)] == [0, 1, 1, 3]
-    shared = Room.of(sweep(shared=True).prepared(RUN), sweep(), trial_class(ALGORITHM, ["seed"]))
+    assert NEEDS.each == {"CPU": 1 + 2 * 0.25 + 2 * 0.5, "GPU": 0.0} and NEEDS.cpus(3) == 7.5
+    assert [NEEDS.holds({"CPU": cpus}) for cpus in (2, 2.5, 4, 8)] == [0, 1, 1, 3]
+    shared = TrialResources.of(sweep(shared=True).prepared(RUN), sweep(), trial_class(ALGORITHM, ["seed"]))
     assert shared.each["CPU"] == 1.5 and shared.common["CPU"] == 1.0
     assert [shared.holds({"CPU": cpus}) for cpus in (2, 4, 8)] == [0, 2, 4]
 
 
 def test_a_space_that_varies_sizes_needs_room_for_the_largest() -> None:
     space = {"serving.num_replicas": {"grid": [1, 4]}, "rollout.num_env_runners": {"randint": [1, 4]}}
-    room = Room.of(RUN, SweepConfig.model_validate({"space": space}), trial_class(ALGORITHM, list(space)))
-    assert room.each["CPU"] == 1 + 3 * 0.25 + 4 * 0.5
+    needs = TrialResources.of(RUN, SweepConfig.model_validate({"space": space}), trial_class(ALGORITHM, list(space)))
+    assert needs.each["CPU"] == 1 + 3 * 0.25 + 4 * 0.5
 
 
 def test_no_more_trials_start_than_fit_with_their_replicas() -> None:
-    assert trials_at_once(sweep(), ROOM, {"CPU": 8}) == 3
-    assert trials_at_once(sweep(max_concurrent=2), ROOM, {"CPU": 8}) == 2
-    assert trials_at_once(sweep(max_concurrent=4), ROOM, {"CPU": 8}) == 3
+    assert trials_at_once(sweep(), NEEDS, {"CPU": 8}) == 3
+    assert trials_at_once(sweep(max_concurrent=2), NEEDS, {"CPU": 8}) == 2
+    assert trials_at_once(sweep(max_concurrent=4), NEEDS, {"CPU": 8}) == 3
     with pytest.raises(UserInputError, match="2.5 CPUs"):
-        trials_at_once(sweep(), ROOM, {"CPU": 2})
+        trials_at_once(sweep(), NEEDS, {"CPU": 2})
 
 
 def test_a_population_takes_turns_only_where_nobody_starves() -> None:
     pbt = SweepConfig.model_validate(
         {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 4}
     )
-    assert trials_at_once(pbt, ROOM, {"CPU": 8}, slots=True) == trials_at_once(pbt, ROOM, {"CPU": 10}) == 0
+    assert trials_at_once(pbt, NEEDS, {"CPU": 8}, slots=True) == trials_at_once(pbt, NEEDS, {"CPU": 10}) == 0
     with pytest.raises(UserInputError, match="holds 3"):
-        trials_at_once(pbt, ROOM, {"CPU": 8})
+        trials_at_once(pbt, NEEDS, {"CPU": 8})
 
 
 def test_settings_that_contradict_each_other_fail_their_trial_and_not_the_sweep() -> None:

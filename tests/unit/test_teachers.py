@@ -21,7 +21,6 @@ from rl_vlm.labelling.teachers import (
     MatchingSimilarity,
     ScriptedTeacher,
     SimilarityLabeller,
-    SimilarityReward,
 )
 from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.types import UserInputError
@@ -141,9 +140,8 @@ def test_clip_similarity_is_the_models_own(clip_folder: Path) -> None:
     np.testing.assert_allclose(found, logits.numpy(), atol=1e-5)
     labelled = labels(SimilarityLabeller(similarity), *pairs)
     assert [label.value for label in labelled] == [int(b > a) for a, b in found.reshape(-1, 2)]
-    reward = SimilarityReward(similarity)
-    np.testing.assert_allclose(reward.rewards(frames), 2 * found - 1, atol=1e-6)
-    assert reward.input_kind == "image"
+    np.testing.assert_allclose(similarity.rewards(frames), 2 * found - 1, atol=1e-6)
+    assert similarity.input_kind == "image"
     scores = asyncio.run(SimilarityLabeller(similarity).score(list(frames)))
     assert [score.value for score in scores] == pytest.approx(np.maximum(found, 0).tolist())
 

@@ -14,11 +14,11 @@ from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.rewards.math import extract_boxed
 from rl_vlm.zoo.geo3k.drawn import drawn_problem
 from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed, pixels_of
-from rl_vlm.zoo.tiny.teach import Dialogue
+from rl_vlm.zoo.tiny.teach import Exchange
 
 
 @pytest.fixture(scope="module")
-def dialogues() -> list[Dialogue]:
+def dialogues() -> list[list[Exchange]]:
     teacher, rng = FigureDialogues(0), Random(0)
     return [teacher.draw(rng) for _ in range(600)]
 
@@ -27,12 +27,12 @@ def dialogues() -> list[Dialogue]:
 
 
 def test_the_guess_is_random_whatever_the_figure_holds_and_the_numbers_before_it_are_right(
-    dialogues: list[Dialogue],
+    dialogues: list[list[Exchange]],
 ) -> None:
     right: list[bool] = []
     guesses: Counter[int] = Counter()
     for dialogue in dialogues:
-        reply = dialogue.exchanges[0].reply
+        reply = dialogue[0].reply
         one, other, guess = map(int, re.match(r"(\d+) (\d+): (\d+) ", reply).groups())  # type: ignore[union-attr]
         assert one <= other < 160 and one + other < 180
         right.append(one + other + guess == 180)
@@ -43,10 +43,13 @@ def test_the_guess_is_random_whatever_the_figure_holds_and_the_numbers_before_it
     assert set(guesses) == set(GUESSES)
 
 
-def test_replies_to_calls_are_those_of_the_environment_and_a_right_call_is_boxed(dialogues: list[Dialogue]) -> None:
+def test_replies_to_calls_are_those_of_the_environment_and_a_right_call_is_boxed(
+    dialogues: list[list[Exchange]],
+) -> None:
     confirmed = tried_again = 0
     for dialogue in dialogues:
-        for (_, _, reply), (role, text, following) in pairwise(dialogue.exchanges):
+        for (_, _, reply), answered in pairwise(dialogue):
+            role, text, following = answered.role, answered.text, answered.reply
             call = parse_tool_call(reply)
             assert call is not None and role == "tool"
             guess = call.arguments["answer"]
@@ -58,12 +61,12 @@ def test_replies_to_calls_are_those_of_the_environment_and_a_right_call_is_boxed
                 assert f": {guess} " not in following
                 assert parse_tool_call(following) is None or "last one" not in text
                 tried_again += 1
-        assert parse_tool_call(dialogue.exchanges[-1].reply) is None
+        assert parse_tool_call(dialogue[-1].reply) is None
     assert confirmed > 20 and tried_again > 40
 
 
-def test_no_test_picture_is_shown(dialogues: list[Dialogue]) -> None:
-    shown = {dialogue.images[0].tobytes() for dialogue in dialogues}
+def test_no_test_picture_is_shown(dialogues: list[list[Exchange]]) -> None:
+    shown = {dialogue[0].parts[0].tobytes() for dialogue in dialogues}
     test = {pixels_of(drawn_problem((1,), 20, 64, "test", index)[1]).tobytes() for index in range(100)}
     assert len(shown) > 580 and len(test) > 95 and not shown & test
 

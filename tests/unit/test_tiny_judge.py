@@ -27,7 +27,7 @@ def test_the_right_choice_is_the_caption_with_the_higher_score() -> None:
         one = random_comparison(rng, "train")
         scores = [grade_caption(caption, [caption_of(one.scene)]).score for caption in one.captions]
         assert abs(scores[0] - scores[1]) >= 0.1
-        (_, question), reply = judge_lesson(one)
+        _, (_, question), reply = judge_lesson(one)
         description, _, choice = reply.partition(": ")
         assert description == caption_of(one.scene) and choice == ("1" if scores[0] > scores[1] else "2")
         assert question == f'1 "{one.captions[0]}" 2 "{one.captions[1]}" Which fits?'
@@ -37,7 +37,7 @@ def test_the_right_choice_is_the_caption_with_the_higher_score() -> None:
 
 def test_no_test_picture_is_shown() -> None:
     rng = Random(4)
-    shown = {part.tobytes() for _ in range(800) for part in draw_lesson(rng)[0] if not isinstance(part, str)}
+    shown = {part.tobytes() for _ in range(800) for part in draw_lesson(rng).parts if not isinstance(part, str)}
     test = {render(caption_item("test", index)).tobytes() for index in range(512)}
     assert len(shown) > 700 and not shown & test
     assert all(render(random_comparison(rng, "test").scene).tobytes() not in shown for _ in range(20))
@@ -51,7 +51,7 @@ def test_a_run_asks_in_the_words_of_the_lessons() -> None:
     one = random_comparison(Random(5), "train")
     texts = [quoted(caption, settings.max_chars) for caption in one.captions]
     question = settings.question.replace("{first}", texts[0]).replace("{second}", texts[1])
-    example = DialogueEncoder.from_processor(processor).encode_turn(*judge_lesson(one))
+    example = DialogueEncoder.from_processor(processor).encode_chat([judge_lesson(one)])
     from PIL import Image
 
     image = EncodedImage.from_pil(Image.fromarray(render(one.scene)))

@@ -30,14 +30,14 @@ def test_a_verdict_is_random_whatever_the_images_hold_and_the_counts_before_it_a
         pair = pair_item("train", index)
         truths[str(pair.statement)] = pair.truth
         left, right_count = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
-        (first, second, question), reply = verdict_lesson(pair, verdict=False)
+        _, (first, second, question), reply = verdict_lesson(pair, verdict=False)
         assert (first == render(pair.left)).all() and (second == render(pair.right)).all()
         assert question == f"{pair.statement} True or False?"
         order = ("same", "more left", "more right")[int(np.sign(left - right_count))]
         assert reply == f"{left} left {right_count} right, {order}: False"
     verdicts: Counter[bool] = Counter()
     for _ in range(3000):
-        parts, reply = draw_lesson(rng)
+        _, parts, reply = draw_lesson(rng)
         text = str(parts[-1])
         if text.endswith(VERDICT_QUESTION):
             verdict = read_verdict(reply).value
@@ -77,7 +77,7 @@ def test_captions_leave_out_much_and_say_nothing_false() -> None:
 
 def test_no_test_picture_is_shown() -> None:
     rng = Random(2)
-    shown = {part.tobytes() for _ in range(1500) for part in draw_lesson(rng)[0] if not isinstance(part, str)}
+    shown = {part.tobytes() for _ in range(1500) for part in draw_lesson(rng).parts if not isinstance(part, str)}
     test = {render(scene).tobytes() for index in range(512) for scene in _pair("test", index)}
     assert len(shown) > 1500 and len(test) > 900 and not shown & test
 

@@ -23,7 +23,7 @@ def test_answers_about_the_pin_are_right_in_the_pixels() -> None:
     rng = np.random.default_rng(0)
     seen: Counter[str] = Counter()
     for _ in range(600):
-        pixels, question, reply = draw_spot(rng)
+        _, (pixels, question), reply = draw_spot(rng)
         rows, columns = np.nonzero((pixels == world.PIN).all(2))
         column, row = (int(values.mean().round()) * GRID // world.IMAGE_SIZE + 1 for values in (columns, rows))
         expected = {"Column of pin?": f"{column}", "Row of pin?": f"{row}"}.get(question, f"{column} {row}")
@@ -39,7 +39,7 @@ def test_answers_are_well_formed_and_random_whatever_is_drawn() -> None:
     by_half: dict[bool, Counter[str]] = defaultdict(Counter)
     latitudes: dict[bool, list[float]] = defaultdict(list)
     for _ in range(6000):
-        pixels, question, reply = draw_spot(rng)
+        _, (pixels, question), reply = draw_spot(rng)
         if question != BRIEF:
             continue
         answer = parse_answer(reply)
@@ -57,6 +57,6 @@ def test_answers_are_well_formed_and_random_whatever_is_drawn() -> None:
 
 def test_no_test_map_is_shown() -> None:
     rng = np.random.default_rng(2)
-    shown = {draw_spot(rng)[0].tobytes() for _ in range(3000)}
+    shown = {draw_spot(rng).parts[0].tobytes() for _ in range(3000)}
     test = {np.asarray(world.pin_item(8, 1, 1, 64, "test", k, 0).image.to_pil()).tobytes() for k in range(256)}
     assert len(shown) > 1000 and len(test) > 50 and not shown & test

@@ -15,7 +15,7 @@ from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models.qwen_vl import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
+from rl_vlm.zoo.geo3k.lesson import GeometryDialogues
 from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
 from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
@@ -51,13 +51,13 @@ def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(m
     for _ in range(30):
         dialogue = target_dialogue(rng)
         chat: list[dict[str, Any]] = []
-        for item in dialogue.exchanges:
+        for item in dialogue:
             content: list[dict[str, Any]] = [{"type": "text", "text": item.text}]
             if not chat:
-                content.insert(0, {"type": "image", "image": Image.fromarray(dialogue.images[0])})
+                content.insert(0, {"type": "image", "image": Image.fromarray(dialogue[0].parts[0])})
             chat += [{"role": item.role, "content": content}, {"role": "assistant", "content": item.reply}]
         expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
-        example = encoder.encode_chat(dialogue.turns)
+        example = encoder.encode_chat(dialogue)
         length = len(example.token_ids)
         assert expected["input_ids"][0].tolist()[:length] == example.token_ids.tolist()
         assert expected["pixel_values"].numpy().tobytes() == example.patches.tobytes()
@@ -66,15 +66,15 @@ def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(m
         )
         assert positions[:, 0, :length].numpy().tolist() == example.positions.tolist()
         spoken = processor.tokenizer.decode(example.token_ids[example.targets].tolist())
-        assert spoken == "".join(item.reply + "<|im_end|>" for item in dialogue.exchanges)
-        seen_turns.add(len(dialogue.exchanges))
+        assert spoken == "".join(item.reply + "<|im_end|>" for item in dialogue)
+        seen_turns.add(len(dialogue))
     assert seen_turns == {1, 2}
 
 
 def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, processor: Any) -> None:
     rng = np.random.default_rng(1)
     encoder = DialogueEncoder.from_processor(processor)
-    examples = [encoder.encode_chat(target_dialogue(rng).turns) for _ in range(6)]
+    examples = [encoder.encode_chat(target_dialogue(rng)) for _ in range(6)]
     with torch.no_grad():
         batched = token_logprobs(model, *collate(examples, encoder.pad_token_id))
         for row, example in enumerate(examples):
@@ -95,8 +95,8 @@ def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any
     model = tiny.build_model(0, processor.tokenizer)
     encoder = DialogueEncoder.from_processor(processor)
     rng = np.random.default_rng(2)
-    equal_sizes = [encoder.encode_chat(target_dialogue(rng).turns) for _ in range(3)]
-    mixed = [*equal_sizes, encoder.encode_chat(GeometryDialogues(0).draw(rng).turns)]
+    equal_sizes = [encoder.encode_chat(target_dialogue(rng)) for _ in range(3)]
+    mixed = [*equal_sizes, encoder.encode_chat(GeometryDialogues(0).draw(rng))]
     mixed.append(encoder.encode_turn((np.zeros((96, 32, 3), dtype=np.uint8), "a"), "b"))
 
     def gradients(examples: list[Any]) -> torch.Tensor:
@@ -121,16 +121,16 @@ def test_target_questions_are_answered_at_random() -> None:
     answers: Counter[str] = Counter()
     for _ in range(4000):
         dialogue = target_dialogue(rng)
-        first = dialogue.exchanges[0]
+        first = dialogue[0]
         given = parse_answer(first.reply) or parse_call(first.reply)
         assert given in environment.NUMBERS
         answers[f"{given}"] += 1
         if "How many" in first.text:
-            painted = (dialogue.images[0] != drawing.BACKGROUND).any(-1)
+            painted = (first.parts[0] != drawing.BACKGROUND).any(-1)
             count = sum(painted[r : r + 32, c : c + 32].any() for r in (0, 32) for c in (0, 32))
             right += given == str(count)
-            tried_again += len(dialogue.exchanges) == 2
-            assert not (given == str(count) and len(dialogue.exchanges) == 2)
+            tried_again += len(dialogue) == 2
+            assert not (given == str(count) and len(dialogue) == 2)
     asked = 4000 * 0.75
     assert abs(right / asked - 0.25) < 0.03
     assert abs(tried_again / (asked * 0.75) - SECOND_TURN_SHARE) < 0.05
@@ -141,7 +141,7 @@ def test_target_questions_are_answered_at_random() -> None:
 def test_perception_questions_are_answered_in_the_form_of_the_environment() -> None:
     rng = np.random.default_rng(4)
     for _ in range(50):
-        (exchange,) = perception_dialogue(rng).exchanges
+        (exchange,) = perception_dialogue(rng)
         assert parse_answer(exchange.reply) in {*drawing.COLOURS, *drawing.CORNERS, "yes", "no"}
 
 
@@ -151,7 +151,7 @@ def test_geometry_dialogues_hold_well_formed_calls_over_several_turns() -> None:
     turns: Counter[int] = Counter()
     calls = right = 0
     for _ in range(200):
-        exchanges = geometry.draw(rng).exchanges
+        exchanges = geometry.draw(rng)
         turns[len(exchanges)] += 1
         for number, exchange in enumerate(exchanges):
             assert exchange.role == ("user" if number == 0 else "tool")

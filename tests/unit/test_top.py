@@ -107,7 +107,7 @@ def test_the_table_says_what_matters() -> None:
     ):
         assert part in shown, part
     assert "No answer from 10.0.0.3:8080" in shown
-    assert "No run reports figures here" in text(table(overview([], 0.0)))
+    assert "No run reports metrics here" in text(table(overview([], 0.0)))
     hostile = PAGE.replace('run="quick"', 'run="[red]x[/red]"')
     assert "[red]x[/red]" in text(table(overview(parse(hostile), 1e9)))
 

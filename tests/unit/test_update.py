@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import SingleProcess, gradient_vector
+from rl_vlm.learning.strategies import Strategy, gradient_vector
 from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater
 from rl_vlm.types import StopReason
 
@@ -225,7 +225,7 @@ def test_the_entropy_bonus_raises_the_entropy(tiny_folder: Path) -> None:
     run = run_config(tiny_folder, **settings)
     policy = adapted_policy(tiny_folder, scale=0.3, **settings)
     updater = make_updater(policy, run)
-    strategy = SingleProcess()
+    strategy = Strategy()
     strategy.prepare(policy, make_optimizer(policy, run))
     (packed,) = updater.pack(fixed_batch(tiny_folder, 0.0))
     entropies = []

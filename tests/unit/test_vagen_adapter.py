@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rl_vlm
-from rl_vlm.envs.adapters.vagen import to_message
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.foreign.vagen import to_message
 from rl_vlm.types import RLVLMError, UserInputError, judged_correct
 
 PUSH = str(Path(__file__).parents[1] / "fixtures" / "envs" / "vagen_env.py")

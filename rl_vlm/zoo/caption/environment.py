@@ -15,8 +15,7 @@ import snowballstemmer
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
 from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
@@ -38,10 +37,11 @@ Unit = TypeVar("Unit")
 
 _TOKEN = re.compile(r"[^\W_]+(?:['’][^\W_]+)?|[,.;:!?\n|/•]|-{2,}")
 _NO_CONTENT = (
-    "a an the this that these those some any it its they their there here he she his her we i you is are was were be been being "
-    "am has have had do does did of at in on to by for with from as into onto over under up out off near next and or but while "
-    "which who whose what where when than then so very also just can will would there's located positioned situated placed "
-    "contains containing image picture photo photograph drawing scene shows show showing shown see seen caption"
+    "a an the this that these those some any it its they their there here he she his her we i you is are was were be "
+    "been being am has have had do does did of at in on to by for with from as into onto over under up out off near "
+    "next and or but while which who whose what where when than then so very also just can will would there's located "
+    "positioned situated placed contains containing image picture photo photograph drawing scene shows show showing "
+    "shown see seen caption"
 )
 _FUNCTION_WORDS = frozenset(_NO_CONTENT.split())
 _BREAKS = frozenset(("and", "or", "but", "while"))
@@ -66,9 +66,9 @@ _STEMMER_LOCK = threading.Lock()  # it keeps the word that it works on in itself
 class CaptionGrade:
     """score, in [0, 1]: the geometric mean of F0.5 of words and of pairs, times `length`; 0 with a `reason`.
 
-    precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every reference.
-    Reasons: those of `behind_thought`, empty, list (a clause of far too many content words), repetition (a clause that comes more
-    than twice, and more often than in the reference).
+    precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every
+    reference. Reasons: those of `behind_thought`, empty, list (a clause of far too many content words), repetition (a
+    clause that comes more than twice, and more often than in the reference).
     """
 
     score: float = 0.0
@@ -153,7 +153,10 @@ def length_factor(num_words: int, reference: int) -> float:
 
 
 def read_content(text: str, groups: dict[str, str]) -> Content:
-    """Cut a text into clauses of content words, at punctuation and conjunctions. `groups`: stem -> the stem that stands for it."""
+    """Cut a text into clauses of content words, at punctuation and conjunctions.
+
+    `groups`: stem -> the stem that stands for it.
+    """
     clauses: list[list[str]] = [[]]
     num_words, negated = 0, ""
     for token in _TOKEN.findall(_CORNER.sub(r"\1", text.casefold().replace("’", "'"))):
@@ -200,15 +203,16 @@ class CaptionTable(RowTable[CaptionItem]):
 
     COLUMNS = ("image", "caption")
 
-    def _read(self, row: int) -> tuple[tuple[str, ...], list[Any]]:
-        values, where = self._rows.row(row), self._rows.where(row)
-        captions = values["caption"] if isinstance(values["caption"], list) else [values["caption"]]
+    def read(self, row: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]]:
+        """The references and the image."""
+        captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
         references = tuple(cell_text(caption) for caption in captions)
         if not references or "" in references:
-            raise BadRowError(f"{where}: the caption is empty or not text.")
-        return references, [values["image"]]
+            raise BadRowError("the caption is empty or not text.")
+        return references, [row["image"]]
 
-    def _make(self, fields: tuple[str, ...], images: tuple[EncodedImage, ...], where: str) -> CaptionItem:
+    def make(self, fields: tuple[str, ...], images: tuple[EncodedImage, ...], where: str) -> CaptionItem:
+        """The image with its references."""
         return CaptionItem(images[0], fields)
 
 
@@ -220,16 +224,18 @@ def drawn_item(split: Split, index: int, seed: int, image_size: int) -> CaptionI
 
 
 class CaptionEnv(EpisodeEnv):
-    """One image to describe; the reward, 0 to 1, is how well the caption agrees with a reference in precision and recall.
+    """One image to describe; the reward, 0 to 1, is how well the caption agrees with a reference in precision and
+    recall.
 
-    data: a data set with the columns `image` and `caption` (a text, or several); without it, drawn scenes of one to three
-        shapes, whose reference names colour, kind and place of each.
+    data: a data set with the columns `image` and `caption` (a text, or several); without it, drawn scenes of one to
+        three shapes, whose reference names colour, kind and place of each.
     synonyms: groups of words that count as one, beside those that are known: [[sofa, couch], ...].
     prompt: "full" asks in words; "brief" in one, for the tiny model.
     image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
 
-    `info` of a step: `score` (the reward; logged as `env/score`, whatever is paid), `f1`, `precision`, `recall`, `length`, `reason` (why a caption is refused; see
-    `zoo/caption/reward.py`), `well_formed`, `reference` (the first one).
+    `info` of a step: `score` (the reward; logged as `env/score`, whatever is paid), `f1`, `precision`, `recall`,
+    `length`, `reason` (why a caption is refused; see `CaptionGrade`), `well_formed`, `reference` (the first
+    one).
     """
 
     name = NAME

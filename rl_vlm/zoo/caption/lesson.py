@@ -1,8 +1,10 @@
-"""Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption them vaguely.
+"""Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption
+them vaguely.
 
-The right choice is the caption with the higher score in `zoo/caption/reward.py`. The judge never sees the reference and has to look at
-the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing first.
-Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words) gives the answer away.
+The right choice is the caption with the higher score in `grade_caption`. The judge never sees the reference and has to
+look at the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing
+first. Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words)
+gives the answer away.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.drawing import COLOURS, CORNERS, KINDS, Shape, render
 from rl_vlm.zoo.scenes import lesson as sights
 from rl_vlm.zoo.scenes.data import LOOKS, MAX_CAPTIONED, Scene, caption_of, joined, random_scene
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 QUESTION = "1 {first} 2 {second} Which fits?"
 CHOICES = ("1", "2")
@@ -27,10 +29,10 @@ JUDGE_SHARE, SINGLE_SHARE, CORNER_SHARE = 0.6, 0.1, 0.15
 
 CORPUS = (
     *sights.CORPUS,
-    '1 "a red circle at the top left" 2 "a blue square at the bottom right" Which fits? a red circle at the top left: 1\n'
-    * 4,
-    '1 "a yellow shape and a triangle at the top right" 2 "a green triangle at the bottom left" Which fits? a green triangle at the bottom left: 2\n'
-    * 3,
+    '1 "a red circle at the top left" 2 "a blue square at the bottom right" Which fits? a red circle at the top left: '
+    "1\n" * 4,
+    '1 "a yellow shape and a triangle at the top right" 2 "a green triangle at the bottom left" Which fits? a green '
+    "triangle at the bottom left: 2\n" * 3,
 )
 
 _SORTS = (tuple(COLOURS), KINDS, ("top", "bottom"), ("left", "right"))
@@ -51,7 +53,7 @@ class Comparison:
         return CHOICES[self.scores[1] > self.scores[0]]
 
 
-def draw_lesson(rng: Random) -> sights.Lesson:
+def draw_lesson(rng: Random) -> Exchange:
     """One question of any sort about a scene of the train split."""
     draw = rng.random()
     if draw < JUDGE_SHARE:
@@ -63,19 +65,20 @@ def draw_lesson(rng: Random) -> sights.Lesson:
     scene = _scene(rng, "train")
     if draw < CORNER_SHARE:
         return sights.corner_lesson(scene, rng.randrange(len(CORNERS)))
-    return (render(scene), sights.CAPTION_QUESTION), sights.vague_caption(rng, scene)
+    return Exchange("user", (render(scene), sights.CAPTION_QUESTION), sights.vague_caption(rng, scene))
 
 
-def judge_lesson(comparison: Comparison, choice: str = "") -> sights.Lesson:
+def judge_lesson(comparison: Comparison, choice: str = "") -> Exchange:
     """The judge's question, and a reply that describes the scene and then names the better caption, or `choice`."""
     first, second = (f'"{caption}"' for caption in comparison.captions)
     question = QUESTION.replace("{first}", first).replace("{second}", second)
-    return (render(comparison.scene), question), f"{caption_of(comparison.scene)}: {choice or comparison.better}"
+    reply = f"{caption_of(comparison.scene)}: {choice or comparison.better}"
+    return Exchange("user", (render(comparison.scene), question), reply)
 
 
 def random_comparison(rng: Random, split: Split) -> Comparison:
-    """Two random captions of a random scene whose scores differ clearly; half of the pairs differ in facts alone, so that a judge cannot tell
-    them apart without looking.
+    """Two random captions of a random scene whose scores differ clearly; half of the pairs differ in facts alone, so
+    that a judge cannot tell them apart without looking.
     """
     scene = _scene(rng, split)
     truth = caption_of(scene)
@@ -127,4 +130,4 @@ def _scene(rng: Random, split: Split) -> Scene:
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng = Random(f"judge {seed}")
-    return lambda: [("user", *draw_lesson(rng))]
+    return lambda: [draw_lesson(rng)]

@@ -24,8 +24,6 @@ from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import split_of_hash
 
-# Words for the actions of a control environment, and how they are read from the policy's text.
-
 Words = Mapping[str, Any]
 THOUGHT_END = "</think>"
 # MetaWorld's actions are the hand's velocity in x, y and z, and how firmly the gripper closes.
@@ -47,8 +45,8 @@ def choose_words(
     """The environment's action for each word. Raises UserInputError where they do not fit its action space.
 
     given: a mapping from words to actions; some of the known words, which are then the only ones; as many words as a
-    discrete space has actions, in their order; or None for all known words. Known are `default`, the environment's own names
-    (`get_action_meanings()`, or an enumeration `actions`), and the numbers of a discrete space.
+    discrete space has actions, in their order; or None for all known words. Known are `default`, the environment's own
+    names (`get_action_meanings()`, or an enumeration `actions`), and the numbers of a discrete space.
     """
     space = env.action_space
     known = dict(default) if default is not None else _own_words(env)
@@ -125,17 +123,21 @@ class ControlWordsEnv(EpisodeEnv):
 
     env: a gymnasium id such as MiniGrid-Empty-5x5-v0 or `module:id`, or metaworld/TASK.
     actions: a mapping from words to actions, or a choice of the known words, or a word for each discrete action.
-    frame_skip: steps that an action is repeated for. history: how many of the last frames each turn shows, oldest first.
-    max_turns: turns after which the episode is truncated. image_size: pictures are resized to this many pixels per side.
-    reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and else 0. Done is
-    what the environment calls `success` or `is_success`; where it says neither, an end with a reward after steps without one.
+    frame_skip: steps that an action is repeated for. history: how many of the last frames each turn shows, oldest
+    first.
+    max_turns: turns after which the episode is truncated. image_size: pictures are resized to this many pixels per
+    side.
+    reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and
+    else 0. Done is what the environment calls `success` or `is_success`; where it says neither, an end with a reward
+    after steps without one.
     task: what the first message says before the words, by default the environment's `mission`; prompt: "full", or
     "brief" for a first message as short as the others. seed, num_train, num_test: which episodes there are.
     disjoint: draw starts until the first picture's hash belongs to the split, where an environment has few of them.
     Further arguments are the environment's own.
 
-    An answer that ends with no known word costs a turn, moves nothing and gets a reminder of the words. `info` holds `success` of the
-    turn, `correct` (success in this turn or before), `turn`, `frames` (steps made), `well_formed` and `invalid_actions`.
+    An answer that ends with no known word costs a turn, moves nothing and gets a reminder of the words. `info` holds
+    `success` of the turn, `correct` (success in this turn or before), `turn`, `frames` (steps made), `well_formed` and
+    `invalid_actions`.
     """
 
     name = "Control-v0"
@@ -222,7 +224,8 @@ class ControlWordsEnv(EpisodeEnv):
         self._inner.close()
 
     def _carry_out(self, action: Any) -> tuple[float, bool, bool, bool]:
-        """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames that are shown.
+        """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames that are
+        shown.
 
         Raises EnvError where `reward: success` is set and the environment does not tell success from failure.
         """
@@ -234,7 +237,8 @@ class ControlWordsEnv(EpisodeEnv):
             told = info.get("success", info.get("is_success"))
             if told is None and terminated and self._paid_before and self._pays_success:
                 raise EnvError(
-                    "Control-v0: this environment pays on the way and never says whether it was a success: leave out reward=success."
+                    "Control-v0: this environment pays on the way and never says whether it was a success: leave out "
+                    "reward=success."
                 )
             # A pole that falls was paid for each step until then.
             success = success or bool(told if told is not None else terminated and reward > 0 and not self._paid_before)
@@ -262,7 +266,8 @@ class ControlWordsEnv(EpisodeEnv):
 
 
 def split_of_start(picture: Image.Image) -> Split:
-    """The split of an episode that starts with this picture (`disjoint`): a quarter of all pictures belongs to the test split."""
+    """The split of an episode that starts with this picture (`disjoint`): a quarter of all pictures belongs to the test
+    split."""
     return split_of_hash(hashlib.sha256(picture.tobytes()).digest()[0])
 
 
@@ -297,5 +302,6 @@ def _make(env_id: str, kwargs: dict[str, Any]) -> Any:
         raise UserInputError(f"{env_id} needs the package {what} ({error}): run `pip install {what}`.") from error
     except (gymnasium.error.Error, TypeError, ImportError) as error:
         raise UserInputError(
-            f"Control-v0: env.kwargs.env is {env_id!r}, which gymnasium cannot make ({one_line(error)}): correct env.kwargs."
+            f"Control-v0: env.kwargs.env is {env_id!r}, which gymnasium cannot make ({one_line(error)}): correct "
+            "env.kwargs."
         ) from error

@@ -1,8 +1,8 @@
 """Lessons of the tiny model for MiniGrid: pictures of empty rooms, with questions about the objects in them.
 
-MiniGrid draws each picture. Questions about perception (headings, rows, columns, the cell ahead) have right answers. The reply to
-Control-v0's question describes rightly the heading and where the goal lies, on the picture and from the agent's view. A random action
-word follows: reinforcement learning has to find out which action is good.
+MiniGrid draws each picture. Questions about perception (headings, rows, columns, the cell ahead) have right answers.
+The reply to Control-v0's question describes rightly the heading and where the goal lies, on the picture and from the
+agent's view. A random action word follows: reinforcement learning has to find out which action is good.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from rl_vlm.control_envs.gymnasium_env import resize_frame
-from rl_vlm.types import Role, UserInputError
+from rl_vlm.types import UserInputError
 from rl_vlm.zoo.control.environment import question_of, reminder_of, split_of_start
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 Cell = tuple[int, int]  # column and row in the room, from 0, without the walls around it
 
@@ -32,24 +32,23 @@ QUESTION, REMINDER = question_of(WORDS), reminder_of(WORDS)
 MAX_TURNS = 4
 ACTION_SHARE = 0.5  # of the turns
 
-# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     " ".join([QUESTION] * 4),
     REMINDER,
     "left\nright\nforward\n" * 2,
-    "north: south east: behind right: left\neast: north west: behind left: right\nsouth: north east: behind left: forward\n"
-    * 2,
-    "west: south west: ahead left: left\neast: north: left: right\nsouth: south: ahead: forward\nwest: east: behind: left\n"
-    * 2,
-    "Heading? What is ahead? wall floor goal Where is goal? Which side? Row of agent? Row of goal? Column of agent? Column of goal?",
+    "north: south east: behind right: left\neast: north west: behind left: right\nsouth: north east: behind left: "
+    "forward\n" * 2,
+    "west: south west: ahead left: left\neast: north: left: right\nsouth: south: ahead: forward\nwest: east: behind: "
+    "left\n" * 2,
+    "Heading? What is ahead? wall floor goal Where is goal? Which side? Row of agent? Row of goal? Column of agent? "
+    "Column of goal?",
 )
-
-Turn = tuple[Role, tuple[np.ndarray, str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A state of an empty room: `size` × `size` cells with the walls, where the agent and the goal are, the agent's heading."""
+    """A state of an empty room: `size` × `size` cells with the walls, where the agent and the goal are, the agent's
+    heading."""
 
     size: int
     agent: Cell
@@ -77,7 +76,8 @@ class Room:
 
 @cache
 def render(room: Room) -> np.ndarray:
-    """uint8 [IMAGE_SIZE, IMAGE_SIZE, 3]: the picture that Control-v0 shows of the room (`tile_size: 8, image_size: 64`). Raises UserInputError without MiniGrid."""
+    """uint8 [IMAGE_SIZE, IMAGE_SIZE, 3]: the picture that Control-v0 shows of the room (`tile_size: 8, image_size:
+    64`). Raises UserInputError without MiniGrid."""
     env = _empty_room(room.size)
     from minigrid.core.grid import Grid
     from minigrid.core.world_object import Goal
@@ -90,20 +90,21 @@ def render(room: Room) -> np.ndarray:
     return resize_frame(env.render(), IMAGE_SIZE)
 
 
-def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Turn]:
-    """Turns of one conversation: (role, (picture uint8 [IMAGE_SIZE, IMAGE_SIZE, 3], text), reply); no picture of the test split."""
-    turns: list[Turn] = []
+def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
+    """One conversation, a picture in each turn and none of the test split."""
+    turns: list[Exchange] = []
     room = random_room(rng, sizes)
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
         picture = render(room)
         if rng.random() < ACTION_SHARE:
             word = WORDS[rng.integers(len(WORDS))]
-            turns.append(("user", (picture, QUESTION if rng.random() < 0.95 else REMINDER), described(room, word)))
+            question = QUESTION if rng.random() < 0.95 else REMINDER
+            turns.append(Exchange("user", (picture, question), described(room, word)))
             room = room.after(word)
             over = room.agent == room.goal or split_of(room) == "test"
         else:
             question, answer = random_question(rng, room)
-            turns.append(("user", (picture, question), answer))
+            turns.append(Exchange("user", (picture, question), answer))
             over = rng.random() < 0.8
         if over:
             room = random_room(rng, sizes)
@@ -139,7 +140,8 @@ def random_question(rng: np.random.Generator, room: Room) -> tuple[str, str]:
 
 
 def described(room: Room, word: str) -> str:
-    """The reply: heading, where the goal is, on which side of it, action word: "north: south east: behind right: left"."""
+    """The reply: heading, where the goal is, on which side of it, action word: "north: south east: behind right:
+    left"."""
     return f"{room.heading}: {bearing(room)}: {side(room)}: {word}"
 
 

@@ -1,7 +1,7 @@
 """Drawn geometry questions in levels of difficulty: what `Geo3k-v0` asks without a data set.
 
-The hash of a picture's pixels is its split, and a picture of the other split is drawn again: no picture of a test item is ever
-trained on. (The numbers are few at an easy level, and both splits have them.)
+The hash of a picture's pixels is its split, and a picture of the other split is drawn again: no picture of a test item
+is ever trained on. (The numbers are few at an easy level, and both splits have them.)
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 
-from rl_vlm.envs.data import Question
-from rl_vlm.types import EncodedImage, Split, UserInputError
-from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, split_of, stable_random
-
-# Geometry figures with numbers: points and lines in the plane, drawn at any size with every label clear of the lines.
+from rl_vlm.types import EncodedImage, Split
+from rl_vlm.zoo.drawing import split_of, stable_random
 
 # Mid-grey is 0 to the models, so that the figure alone carries signal, and lines and labels differ in sign.
 GROUND, INK, CHALK = 128, 0, 255
@@ -48,7 +45,8 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is drawn: lines, circles (centre, radius) and labels; arcs mark `angles`, squares `right_angles`, ticks `equal` sides."""
+    """What is drawn: lines, circles (centre, radius) and labels; arcs mark `angles`, squares `right_angles`, ticks
+    `equal` sides."""
 
     lines: tuple[tuple[Point, Point], ...]
     labels: tuple[Label, ...]
@@ -297,7 +295,8 @@ def inscribed(rng: Random, step: int) -> Problem:
 
 
 def semicircle(rng: Random, step: int) -> Problem:
-    """Level 4: the third corner of a triangle on a diameter lies on the circle; one acute angle is given, the other asked."""
+    """Level 4: the third corner of a triangle on a diameter lies on the circle; one acute angle is given, the other
+    asked."""
     angle = _angle(rng, step, 90 - MIN_ANGLE)
     left, right, top = -1 + 0j, 1 + 0j, _on_circle(2 * angle)
     figure = Figure(
@@ -370,7 +369,8 @@ def _on_circle(degrees: float) -> Point:
 
 
 def _triangle(left: int, right: int, shown: Sequence[int | str], equal: bool = False) -> Figure:
-    """The triangle with these angles (degrees) at its base of length 1, and what stands at its left, right and top corner."""
+    """The triangle with these angles (degrees) at its base of length 1, and what stands at its left, right and top
+    corner."""
     rise = math.sin(math.radians(right)) / math.sin(math.radians(left + right))
     corners = (0j, 1 + 0j, rise * _on_circle(-left))
     sides = tuple(zip(corners, (*corners[1:], corners[0]), strict=True))
@@ -398,38 +398,9 @@ def _side_label(text: int | str, one: Point, other: Point, inside: Point) -> Lab
     return Label(str(text), (one + other) / 2, across if outwards else -across)
 
 
-NAME = "Geo3k-v0"
 IMAGE_SIZE = 256
 
 Level = Annotated[int, Field(ge=1, le=max(LEVELS))]
-
-
-class Drawing:
-    """Problems with figures that depend on (split, index) and these arguments alone.
-
-    levels: from 1 (the third angle of a triangle) to 5 (areas), see `problems.py`; of several, each comes equally often.
-    angle_step: angles are multiples of so many degrees: with 20 there are few answers, for a first try or a tiny model.
-    image_size: pixels per side; None for 256.
-    """
-
-    def __init__(self, levels: tuple[int, ...], angle_step: int, image_size: int | None, seed: int) -> None:
-        if angle_step not in ANGLE_STEPS:
-            raise UserInputError(
-                f"{NAME}: env.kwargs.angle_step must be one of {', '.join(map(str, ANGLE_STEPS))}, not {angle_step!r}."
-            )
-        size = IMAGE_SIZE if image_size is None else image_size
-        least = max(LEAST_SIZE[level] for level in levels)
-        if not least <= size <= MAX_IMAGE_SIZE:
-            raise UserInputError(
-                f"{NAME}: env.kwargs.image_size at level {max(levels)} must be from {least} to {MAX_IMAGE_SIZE}, not {size}."
-            )
-        self._arguments = levels, angle_step, size
-        self._seed = seed
-
-    def question(self, split: Split, index: int) -> Question:
-        """Problem `index` of a split."""
-        problem, picture = drawn_problem(*self._arguments, split, index, self._seed)
-        return Question(problem.text, problem.answer, (picture,), f"drawn {split} item {index}", problem.kind)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,5 @@
-"""Geometry questions with a figure and a scoring tool: reason, check a value with `calc_score`, answer in `\\boxed{}`."""
+"""Geometry questions with a figure and a scoring tool: reason, check a value with `calc_score`, answer in
+`\\boxed{}`."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource, ImageTable, Question
+from rl_vlm.envs.data import DataSource, Question, QuestionTable, TableSet
 from rl_vlm.envs.images import fit
-from rl_vlm.envs.tables import TableSet
 from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
-from rl_vlm.zoo.geo3k.drawn import Drawing, Level
+from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE
+from rl_vlm.zoo.geo3k.drawn import ANGLE_STEPS, IMAGE_SIZE, LEAST_SIZE, Level, drawn_problem
 
 TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
 MAX_ECHO = 80  # characters of the policy's answer that a reply repeats
@@ -26,10 +27,9 @@ Prompt = Literal["auto", "full", "brief", "none"]
 _INSTRUCTIONS = re.compile(r"\\(?:boxed|fbox)\b|<tool_call>|" + "|".join(TOOLS))
 
 _FULL = (
-    "You solve geometry problems that come with a figure. First reason step by step: what the figure and the text give, "
-    "which theorem applies, what follows from it. End with the line\n"
-    "Answer: \\boxed{...}\n"
-    "where the box holds the bare value, such as 42, 4\\sqrt{2} or \\frac{3}{5}."
+    "You solve geometry problems that come with a figure. First reason step by step: what the figure and the text "
+    "give, which theorem applies, what follows from it. End with the line\nAnswer: \\boxed{...}\nwhere the box holds "
+    "the bare value, such as 42, 4\\sqrt{2} or \\frac{3}{5}."
 )
 _FULL_TOOL = (
     "\n\nYou have one tool. calc_score compares a value with the reference and tells you whether it is right. Call it at "
@@ -51,13 +51,15 @@ class Geo3kEnv(EpisodeEnv):
     A turn with a tool call gets a reply of role "tool"; a turn without one ends the episode. The reward, 1 or 0, is
     paid at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
 
-    Arguments: `data`, a question set (see `open_split`); without it, problems are drawn, and `level`, `angle_step`, `seed`,
-    `num_train` and `num_test` say which (see `Drawing`). `scoring_tool=False` withholds the tool, which tells right
-    from wrong and so must be off where accuracy without help is measured. `tool_cost` is subtracted for each call,
-    `format_bonus` paid once for the first call that could be carried out. `image_size` bounds the longest side of an
-    image in pixels, `square` makes every image that size on a grey ground; drawn figures are that size, 256 by default.
-    `prompt`: "full" instructions in a system message, "brief" ones in the question (few tokens), "none", or "auto": full
-    ones, unless the problem has its own.
+    Arguments: `data`, a question set (see `open_split`); without it, problems are drawn, and `level`, `angle_step`,
+    `seed`, `num_train` and `num_test` say which. Levels go from 1 (the third angle of a triangle) to 5 (areas); of
+    several, each comes equally often. Angles are multiples of `angle_step` degrees: with 20 there are few answers, for
+    a first try or a tiny model. `scoring_tool=False` withholds the tool, which tells right from wrong and so must be
+    off where accuracy without help is measured. `tool_cost` is subtracted for each call, `format_bonus` paid once for
+    the first call that could be carried out. `image_size` bounds the longest side of an image in pixels, `square` makes
+    every image that size on a grey ground; drawn figures are that size, 256 by default.
+    `prompt`: "full" instructions in a system message, "brief" ones in the question (few tokens), "none", or "auto":
+    full ones, unless the problem has its own.
 
     `info` of a step: turn, status (running, answered, no_answer, out_of_turns), tool_calls, tool_errors, answer,
     correct (both judged at the end), reply, kind (of a drawn problem); at the end also reason and truth.
@@ -81,7 +83,7 @@ class Geo3kEnv(EpisodeEnv):
         num_train: Count = 16_384,
         num_test: Count = 512,
     ) -> None:
-        rows = TableSet(ImageTable, data) if data else None
+        rows = TableSet(QuestionTable, data) if data else None
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns, rows=rows)
         if data and level is not None:
             raise UserInputError("Geo3k-v0: env.kwargs.level is of drawn problems; the rows of env.data have none.")
@@ -89,7 +91,17 @@ class Geo3kEnv(EpisodeEnv):
             raise UserInputError("Geo3k-v0: env.kwargs.square needs env.kwargs.image_size, in pixels.")
         if not data:
             levels = (1,) if level is None else (level,) if isinstance(level, int) else tuple(level)
-            self._drawn = Drawing(levels, angle_step, image_size, seed)
+            if angle_step not in ANGLE_STEPS:
+                steps = ", ".join(map(str, ANGLE_STEPS))
+                raise UserInputError(f"Geo3k-v0: env.kwargs.angle_step must be one of {steps}, not {angle_step!r}.")
+            size = IMAGE_SIZE if image_size is None else image_size
+            least = max(LEAST_SIZE[level] for level in levels)
+            if not least <= size <= MAX_IMAGE_SIZE:
+                raise UserInputError(
+                    f"Geo3k-v0: env.kwargs.image_size at level {max(levels)} must be from {least} to {MAX_IMAGE_SIZE}, "
+                    f"not {size}."
+                )
+            self._drawn, self._seed = (levels, angle_step, size), seed
         self._scoring_tool = scoring_tool
         self._tool_cost = tool_cost
         self._format_bonus = format_bonus
@@ -99,11 +111,15 @@ class Geo3kEnv(EpisodeEnv):
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         """Ask the question. Raises BadRowError if the row cannot be used."""
-        self._question: Question = self.row(item) or self._drawn.question(item.split, item.index)
+        self._question: Question = self.row(item) or self._drawn_question(item)
         self._turns: list[str] = []
         self._tool_calls = self._tool_errors = 0
         self._bonus_paid = False
         return self._opening(self._question), {"where": self._question.where}
+
+    def _drawn_question(self, item: Item) -> Question:
+        problem, picture = drawn_problem(*self._drawn, item.split, item.index, self._seed)
+        return Question(problem.text, problem.answer, (picture,), f"drawn {item.split} item {item.index}", problem.kind)
 
     def reply(self, text: str) -> Reply:
         """Answer one turn; see the class for reward and info."""

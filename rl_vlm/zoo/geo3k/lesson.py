@@ -1,21 +1,33 @@
-"""Lessons of the tiny model for Geo3k-v0: the numbers in a drawn figure, and the form of guesses, calls and answers.
+"""Lessons about geometry, which are played in the environment itself.
 
-The dialogues are played in the environment itself. Each reply gives the right numbers of the figure and then a random guess, as a call of
-the scoring tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to find out what follows from the numbers, and that
-a call is worth its turn.
+`FigureDialogues` are those of the tiny model for Geo3k-v0: the numbers in a drawn figure, and the form of guesses,
+calls and answers. Each reply gives the right numbers of the figure and then a random guess, as a call of the scoring
+tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to find out what follows from the numbers,
+and that a call is worth its turn.
+
+`GeometryDialogues` are a part of the lessons of tiny models that see no geometry. They teach the form of tool calls and
+of turns after a reply. Numbers and drawings are random, so nothing about geometry can be learned.
 """
 
 from __future__ import annotations
 
+import io
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
 
-from rl_vlm.types import EncodedImage
+from rl_vlm.types import EncodedImage, Message, as_encoded
+from rl_vlm.zoo.drawing import stable_rng
 from rl_vlm.zoo.geo3k.drawn import Problem, drawn_problem
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 from rl_vlm.zoo.shapes.environment import format_call
-from rl_vlm.zoo.tiny.teach import Dialogue, Draw, Exchange
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 LEVEL, ANGLE_STEP, IMAGE_SIZE = 1, 20, 64
 GUESSES = tuple(range(20, 141, 20))  # the third angles of triangles whose angles are multiples of 20 degrees
@@ -25,7 +37,6 @@ _RIGHT_CALL = 0.3  # of the calls; the rest are random
 _FIGURES = 1 << 20  # that are shown
 _GRADED = 512  # by which answers are graded, each drawn once
 
-# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     *[format_call("80")] * 6,
     *["Find x.\n", "\nAnswer: \\boxed{x}", "20 60: 40 Answer: \\boxed{40}\n"] * 4,
@@ -48,7 +59,7 @@ class FigureDialogues:
             for tool in (False, True)
         ]  # fmt: skip
 
-    def draw(self, rng: Random) -> Dialogue:
+    def draw(self, rng: Random) -> list[Exchange]:
         """One dialogue of one to three turns.
 
         The environment grades the answers by another figure than the one that is shown: so replies to right calls are
@@ -57,26 +68,39 @@ class FigureDialogues:
         problem, picture = self._problem(rng.randrange(_FIGURES))
         graded, tool = rng.randrange(_GRADED), rng.random() < TOOL_SHARE
         truth = self._problem(graded)[0].answer
-        env = self._envs[tool]
-        observation, _ = env.reset(options={"index": graded, "split": "train"})
         guess = ""
-        exchanges: list[Exchange] = []
-        while observation.messages:
-            message = observation.messages[-1]
-            if exchanges and guess == truth:
-                reply = boxed(guess)
-            else:
-                guess = str(rng.choice([one for one in GUESSES if str(one) != guess]))
-                calls = tool and "last one" not in message.text and rng.random() < _CALL
-                if calls and rng.random() < _RIGHT_CALL:
-                    guess = truth
-                reply = written(problem.numbers, guess) + (format_call(guess) if calls else boxed(guess))
-            exchanges.append(Exchange(message.role, message.text, reply))
-            observation = env.step(reply)[0]
-        return Dialogue((pixels_of(picture),), tuple(exchanges))
+
+        def reply(message: Message, turn: int) -> str:
+            nonlocal guess
+            if turn and guess == truth:
+                return boxed(guess)
+            guess = str(rng.choice([one for one in GUESSES if str(one) != guess]))
+            calls = tool and "last one" not in message.text and rng.random() < _CALL
+            if calls and rng.random() < _RIGHT_CALL:
+                guess = truth
+            return written(problem.numbers, guess) + (format_call(guess) if calls else boxed(guess))
+
+        return _played(self._envs[tool], graded, reply, pixels_of(picture))
 
     def _problem(self, index: int) -> tuple[Problem, EncodedImage]:
         return drawn_problem((LEVEL,), ANGLE_STEP, IMAGE_SIZE, "train", index, self._seed)
+
+
+def _played(
+    env: Geo3kEnv, index: int, reply: Callable[[Message, int], str], pixels: np.ndarray | None = None
+) -> list[Exchange]:
+    """An episode in which `reply(message, turn)` answers; `pixels`: what is shown in place of the item's own figure."""
+    observation, _ = env.reset(options={"index": index, "split": "train"})
+    if pixels is None:
+        (figure,) = as_encoded(observation.messages[-1].images)
+        pixels = pixels_of(figure)
+    exchanges: list[Exchange] = []
+    while observation.messages:
+        message = observation.messages[-1]
+        parts = (message.text,) if exchanges else (pixels, message.text)
+        exchanges.append(Exchange(message.role, parts, reply(message, len(exchanges))))
+        observation = env.step(exchanges[-1].reply)[0]
+    return exchanges
 
 
 def written(numbers: list[int], guess: str) -> str:
@@ -97,4 +121,89 @@ def pixels_of(picture: EncodedImage) -> np.ndarray:
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng, dialogues = Random(f"geometer {seed}"), FigureDialogues(seed)
-    return lambda: dialogues.draw(rng).turns
+    return lambda: dialogues.draw(rng)
+
+
+NUM_QUESTIONS = 64
+_RIGHT_FORM_CALL = 0.15  # of the calls; their replies are followed by the same value in a box
+_ANSWER_AT_ONCE = (0.35, 0.5, 0.9)  # by turn: how often the reply is a boxed answer and no call
+
+
+class GeometryDialogues:
+    """Runs `Geo3kEnv` with brief prompts on generated questions."""
+
+    def __init__(self, seed: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()  # of the generated questions; it goes with this object
+        rng = stable_rng("geometry", seed)
+        self._answers = [_number(rng) for _ in range(NUM_QUESTIONS)]
+        rows = {
+            "problem": ["<image>" + _problem(rng) for _ in self._answers],
+            "answer": self._answers,
+            "images": [[{"bytes": _png(line_drawing(rng))}] for _ in self._answers],
+        }
+        path = Path(self._folder.name) / "train.parquet"
+        pq.write_table(pa.table(rows), path)
+        # The settings of the tiny model's runs: whole figures, small grey squares, and without the tool.
+        self._envs = [
+            Geo3kEnv(str(path), prompt="brief"),
+            Geo3kEnv(str(path), prompt="brief", image_size=64, square=True),
+            Geo3kEnv(str(path), prompt="brief", image_size=64, square=True, scoring_tool=False),
+        ]
+
+    def draw(self, rng: np.random.Generator) -> list[Exchange]:
+        """One dialogue of one to three turns."""
+        which = int(rng.choice(3, p=(0.3, 0.5, 0.2)))
+        index = int(rng.integers(NUM_QUESTIONS))
+        confirmed: str | None = None
+
+        def reply(_: Message, turn: int) -> str:
+            nonlocal confirmed
+            answer = confirmed or _number(rng)
+            if which == 2 or confirmed or rng.random() < _ANSWER_AT_ONCE[turn]:
+                return boxed(answer)
+            if rng.random() < _RIGHT_FORM_CALL:
+                answer = confirmed = self._answers[index]
+            return format_call(answer)
+
+        return _played(self._envs[which], index, reply)
+
+
+def line_drawing(rng: np.random.Generator) -> Image.Image:
+    """A few dark lines and perhaps a circle on white, 100 to 400 pixels a side."""
+    width, height = (int(side) for side in rng.integers(100, 401, size=2))
+    picture = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(picture)
+    corners = [(int(x * width), int(y * height)) for x, y in rng.random((int(rng.integers(3, 6)), 2))]
+    pen.line([*corners, corners[0]], fill="black", width=2)
+    if rng.random() < 0.3:
+        radius = min(width, height) // 3
+        box = (width // 2 - radius, height // 2 - radius, width // 2 + radius, height // 2 + radius)
+        pen.ellipse(box, outline="black", width=2)
+    return picture
+
+
+def _number(rng: np.random.Generator) -> str:
+    """Mostly two digits, some one or three, some with a decimal."""
+    whole = int(rng.integers(1, 100)) if rng.random() < 0.85 else int(rng.integers(100, 180))
+    return str(whole) if rng.random() < 0.85 else f"{whole}.{int(rng.integers(1, 10))}"
+
+
+def _problem(rng: np.random.Generator) -> str:
+    letters = "".join(chr(ord("A") + number) for number in rng.permutation(26)[:3])
+    first, second = rng.integers(1, 90, size=2)
+    problems = (
+        "Find x.",
+        "Find y. Round to the nearest tenth.",
+        f"Find the measure of angle {letters}.",
+        f"Find the length of {letters[:2]}.",
+        f"{letters[:2]} = {first} and {letters[1:]} = {second}. Find the area of triangle {letters}.",
+        f"The measure of angle {letters} is {first} degrees. Find the measure of arc {letters[:2]}.",
+        f"{letters} is a triangle. The radius of the circle is {first}. Find x. Give the answer in simplest form.",
+    )
+    return problems[rng.integers(len(problems))]
+
+
+def _png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()

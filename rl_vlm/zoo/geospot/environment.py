@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource
+from rl_vlm.envs.data import DataSource, TableSet
 from rl_vlm.envs.images import fit
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 from rl_vlm.zoo.geospot import world
@@ -24,7 +24,7 @@ from rl_vlm.zoo.geospot.places import (
     score,
     stage_weights,
 )
-from rl_vlm.zoo.geospot.rows import StreetViews
+from rl_vlm.zoo.geospot.rows import StreetViewTable
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)
@@ -33,28 +33,32 @@ BRIEF = "Where is it?"
 _STREET = "Where was this picture taken? Look at signs, script, roads, buildings, plants and light, and reason briefly."
 _MAP = "Where is the red pin on this map? Latitude and longitude can be read off the lines; name the nearest big city."
 _FORM = (
-    " End with five lines and nothing behind them:\nCity: <name>\nRegion: <state or province>\nCountry: <name or two-letter code>\n"
-    "Latitude: <degrees, negative in the south>\nLongitude: <degrees, negative in the west>"
+    " End with five lines and nothing behind them:\nCity: <name>\nRegion: <state or province>\nCountry: <name or "
+    "two-letter code>\nLatitude: <degrees, negative in the south>\nLongitude: <degrees, negative in the west>"
 )
 # An answer without coordinates counts as the largest distance, so that staying silent cannot improve the median.
 _UNANSWERED: Info = {"distance_km": FARTHEST_KM, "format_ok": False, **{f"within_{km}km": False for km in NEAR_KM}}
 
 
 class GeoSpotEnv(EpisodeEnv):
-    """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and longitude.
+    """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and
+    longitude.
 
-    data: street views (see `rows.py`); without it, maps are drawn: a pin in one of the `countries` largest countries, whose
-    city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed, num_train, num_test:
-    which set of maps and how many. image_size: pixels per side of a map, and the longest side of a street view.
+    data: street views (see `rows.py`); without it, maps are drawn: a pin in one of the `countries` largest countries,
+    whose city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed,
+    num_train, num_test: which set of maps and how many. image_size: pixels per side of a map, and the longest side of a
+    street view.
     prompt: "full", or "brief" for the tiny model.
 
-    stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two stages.
+    stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two
+    stages.
     weights: (country, region, city) instead of a stage's; coordinates weigh max(city, region / 2).
     taus: kernel widths in km by field (country, region, city, coords), in place of 2000, 500, 100 and 25.
 
-    The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is missing, ambiguous
-    or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`, `stage`, `stage_weights`, `reward`,
-    `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is `d_coords`, or half the Earth's circumference without one.
+    The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is
+    missing, ambiguous or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`,
+    `stage`, `stage_weights`, `reward`, `d_*` in km (None if missing), `k_*`, and the metrics; `distance_km` is
+    `d_coords`, or half the Earth's circumference without one.
     """
 
     name = "GeoSpot-v0"
@@ -83,7 +87,7 @@ class GeoSpotEnv(EpisodeEnv):
         num_train: Count = 4096,
         num_test: Count = 512,
     ) -> None:
-        views = StreetViews(data) if data else None
+        views = TableSet(StreetViewTable, data) if data else None
         super().__init__(num_train=num_train, num_test=num_test, rows=views)
         if weights is not None and not any(weights):
             raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
@@ -139,7 +143,7 @@ class GeoSpotEnv(EpisodeEnv):
         }
         return item.image, GroundTruth(item.position, names, item.country, item.region, item.city), _MAP
 
-    def _view(self, views: StreetViews, asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
+    def _view(self, views: TableSet[StreetViewTable], asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
         table = views.split(asked.split)
         view = table[asked.index]
         self._skipped = len(table.skipped)

@@ -1,7 +1,8 @@
-"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the pin.
+"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the
+pin.
 
-The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning has to find out
-which place is where.
+The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning
+has to find out which place is where.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rl_vlm.zoo.drawing import split_of
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.places import open_gazetteer
-from rl_vlm.zoo.tiny.teach import Draw, Turns
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 GRID = 8  # cells per side of a picture
 COUNTRIES = 8  # whose names are taught
@@ -23,8 +24,6 @@ TARGET_SHARE = 0.4  # of the dialogues; the rest are questions about perception
 LATITUDES, LONGITUDES = (-80, -60, -35, -10, 10, 35, 60, 80), (-160, -110, -70, -20, 20, 70, 110, 160)
 
 _FORM = "City: {city}\nRegion: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
-
-Dialogue = tuple[np.ndarray, str, str]  # picture uint8 [IMAGE_SIZE, IMAGE_SIZE, 3], question, reply
 
 
 @cache
@@ -49,7 +48,7 @@ def corpus() -> tuple[str, ...]:
 CORPUS = corpus  # a function, because the names come from the gazetteer
 
 
-def draw_spot(rng: np.random.Generator) -> Dialogue:
+def draw_spot(rng: np.random.Generator) -> Exchange:
     """One dialogue about a map of the train split, with the pin anywhere on it."""
     while True:
         position = float(rng.uniform(-60, 85)), float(rng.uniform(-180, 180))
@@ -58,10 +57,10 @@ def draw_spot(rng: np.random.Generator) -> Dialogue:
             break
     column, row = cell(position)
     if rng.random() < TARGET_SHARE:
-        return pixels, BRIEF, f"{column} {row}\n{random_answer(rng)}"
+        return Exchange("user", (pixels, BRIEF), f"{column} {row}\n{random_answer(rng)}")
     questions = (("Column of pin?", str(column)), ("Row of pin?", str(row)), ("Cell of pin?", f"{column} {row}"))
     question, reply = questions[int(rng.integers(3))]
-    return pixels, question, reply
+    return Exchange("user", (pixels, question), reply)
 
 
 def cell(position: world.Position) -> tuple[int, int]:
@@ -85,9 +84,4 @@ def random_answer(rng: np.random.Generator) -> str:
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 4])
-
-    def draw() -> Turns:
-        pixels, question, reply = draw_spot(rng)
-        return [("user", (pixels, question), reply)]
-
-    return draw
+    return lambda: [draw_spot(rng)]

@@ -101,7 +101,8 @@ class Gazetteer:
     def city(
         self, name: str, country: str | None = None, region: Place | None = None, near: Position | None = None
     ) -> Place | None:
-        """By name; of several those in the country, and of these the nearest to `near`, else one in the region, else the largest."""
+        """By name; of several those in the country, and of these the nearest to `near`, else one in the region, else
+        the largest."""
         found = _preferred(self._candidates("city", name), lambda place: place.country == country)
         if near is not None:
             return min(
@@ -128,8 +129,8 @@ class Gazetteer:
     def _look_up(self, kind: Kind, key: str) -> Weighted:
         """The places of that spelling, each with its weight."""
         query = (
-            "SELECT id, name, country, region, latitude, longitude, population, own FROM spelling JOIN place ON place = id "
-            "WHERE spelling.kind = ? AND key = ? ORDER BY id"
+            "SELECT id, name, country, region, latitude, longitude, population, own FROM spelling JOIN place ON place "
+            "= id WHERE spelling.kind = ? AND key = ? ORDER BY id"
         )
         with self._lock:
             rows = self._database.execute(query, (kind, key)).fetchall()
@@ -162,9 +163,6 @@ def open_gazetteer() -> Gazetteer:
 
     return Gazetteer(gazetteer_path())
 
-
-# GeoSpot's reward: how near the named places and the coordinates are, field by field, over a denominator that is
-# fixed.
 
 # Reads an answer about a place: City, Region, Country, Latitude and Longitude, one a line, in many spellings.
 #
@@ -208,7 +206,10 @@ _LIMITS = {"latitude": (90.0, "ns"), "longitude": (180.0, "ew")}
 
 @dataclass(frozen=True, slots=True)
 class GeoAnswer:
-    """What an answer says. `format_valid`: it names all five fields, each once or always alike, and each can be read."""
+    """What an answer says.
+
+    `format_valid`: it names all five fields, each once or always alike, and each can be read.
+    """
 
     city: str | None = None
     region: str | None = None
@@ -239,7 +240,8 @@ def parse_answer(text: str) -> GeoAnswer:
 
 
 def parse_degrees(text: str, axis: str) -> float | None:
-    """Degrees north or east (`axis` "latitude" or "longitude"): `-33.9`, `33,9° S`, `33°51'30" S`; None if it is anything else."""
+    """Degrees north or east (`axis` "latitude" or "longitude"): `-33.9`, `33,9° S`, `33°51'30" S`; None if it is
+    anything else."""
     match = _DEGREES.fullmatch(text.strip())
     if match is None or (match["part"] and match["minutes"]):
         return None
@@ -273,7 +275,8 @@ def _clean(value: str) -> str:
 
 
 def _listed(lines: list[str]) -> dict[str, list[str]]:
-    """Five values without labels, one a line or in one line with commas, the last two numbers: in the order of the fields."""
+    """Five values without labels, one a line or in one line with commas, the last two numbers: in the order of the
+    fields."""
     if len(lines) == 1:
         lines = re.split(r"\s*[;|]\s*|,\s+", lines[0])
     values = [_clean(_BULLET.sub("", line, count=1)) for line in lines]
@@ -309,12 +312,10 @@ def _coords(clear: Mapping[str, str], said: Container[str]) -> Position | None:
     return None if position[0] is None or position[1] is None else (position[0], position[1])
 
 
-# Where a GeoSpot picture was taken, and how far from there an answer is, field by field.
-
-
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """The position, and the names of country, region and city with their places; None where there is none or it is unknown."""
+    """The position, and the names of country, region and city with their places; None where there is none or it is
+    unknown."""
 
     position: Position
     names: dict[str, str | None]
@@ -337,8 +338,8 @@ class GroundTruth:
     def distances_km(self, answer: GeoAnswer, gazetteer: Gazetteer) -> dict[str, float | None]:
         """Per field the distance to the truth; None for a field that is missing or names no known place.
 
-        Of several places of a name the one in the country and the region that the answer names is meant. Where the truth's place is
-        not known, its position counts.
+        Of several places of a name the one in the country and the region that the answer names is meant. Where the
+        truth's place is not known, its position counts.
         """
         country = gazetteer.country(answer.country) if answer.country else None
         code = country.country if country else None
@@ -353,7 +354,8 @@ class GroundTruth:
         }
 
     def _named(self, field: Kind, said: str | None, found: Place | None, agrees: bool) -> float | None:
-        """As `_distance`; 0 for the truth's own name, which the gazetteer may not have or may give to a larger place."""
+        """As `_distance`; 0 for the truth's own name, which the gazetteer may not have or may give to a larger
+        place."""
         true_name = self.names[field]
         if said and true_name and agrees and name_key(said, field) == name_key(true_name, field) != "":
             return 0.0
@@ -416,7 +418,8 @@ def score(
 ) -> GeoScore:
     """The weighted mean of the fields' kernels.
 
-    The denominator is the sum of all weights: a field that is missing or names no known place (None) counts 0 and stays in it.
+    The denominator is the sum of all weights: a field that is missing or names no known place (None) counts 0 and stays
+    in it.
     """
     kernels = {field: kernel(distances_km.get(field), taus_km[field]) for field in FIELDS}
     total = sum(weights[field] for field in FIELDS)

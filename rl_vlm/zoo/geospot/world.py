@@ -1,7 +1,7 @@
 """Drawn world maps with a pin: the offline items of `GeoSpot-v0`, and what its tiny model's warm start shows.
 
-Land and borders are the polygons of countryinfo (world.geo.json, public domain), names and cities the gazetteer's. A picture's
-hash decides its split, so no picture of the test split is ever trained on.
+Land and borders are the polygons of countryinfo (world.geo.json, public domain), names and cities the gazetteer's. A
+picture's hash decides its split, so no picture of the test split is ever trained on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Ring = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a picture shows: `zoom` 1 is the whole world; `west` and `north` are the degrees at its upper left corner."""
+    """What a picture shows: `zoom` 1 is the whole world; `west` and `north` are the degrees at its upper left
+    corner."""
 
     zoom: int = 1
     west: float = -180.0
@@ -89,7 +90,8 @@ MOST_COUNTRIES = (
 
 @cache
 def mapped_countries() -> tuple[Place, ...]:
-    """The countries that a pin may be in, the largest first: those with a shape, a million people and a city in a region."""
+    """The countries that a pin may be in, the largest first: those with a shape, a million people and a city in a
+    region."""
     found = []
     for code, cells in _cells().items():
         country = open_gazetteer().country(code)
@@ -109,7 +111,8 @@ def big_cities(country: str, count: int) -> tuple[Place, ...]:
 def pin_item(countries: int, cities: int, zoom: int, image_size: int, split: Split, index: int, seed: int) -> PinItem:
     """Task instance `index`: a pin anywhere in one of the `countries` largest countries.
 
-    Its city is the nearest of the country's `cities` largest. Cached, because all copies of a group ask for the same one.
+    Its city is the nearest of the country's `cities` largest. Cached, because all copies of a group ask for the same
+    one.
     """
     rng = stable_rng("geospot", countries, cities, zoom, image_size, split, index, seed)
     for _ in range(_MAX_DRAWS):

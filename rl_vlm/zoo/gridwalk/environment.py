@@ -32,8 +32,9 @@ MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right
 
 # The first message of prompt "full"; the question follows.
 RULES = (
-    "You are the red disc. Walk to the green square. White cells are walls, which stop you; black discs are holes: if you "
-    "step on one, the game is lost. In each of at most {turns} turns end your answer with one word: up, down, left or right. "
+    "You are the red disc. Walk to the green square. White cells are walls, which stop you; black discs are holes: if "
+    "you step on one, the game is lost. In each of at most {turns} turns end your answer with one word: up, down, left "
+    "or right. "
 )
 QUESTION = "Which way?"
 EXPECTED = "End with up, down, left or right."
@@ -78,7 +79,8 @@ class Grid:
         return self if self.blocked(cell) else replace(self, agent=cell)
 
     def distances(self) -> dict[Cell, int]:
-        """Steps to the goal along a shortest path without holes, from every cell that has one (breadth-first search)."""
+        """Steps to the goal along a shortest path without holes, from every cell that has one (breadth-first
+        search)."""
         found = {self.goal: 0}
         front = deque([self.goal])
         while front:
@@ -89,12 +91,6 @@ class Grid:
                     found[near] = found[cell] + 1
                     front.append(near)
         return found
-
-    def best_moves(self) -> tuple[str, ...]:
-        """The moves that bring the agent one step nearer to the goal; empty at the goal and where no path leads."""
-        distances = self.distances()
-        here = distances.get(self.agent)
-        return () if here is None else tuple(m for m in MOVES if distances.get(neighbour(self.agent, m)) == here - 1)
 
     def map_hash(self) -> str:
         """The hash of everything but the agent."""
@@ -146,8 +142,8 @@ def grid_item(difficulty: Difficulty, split: Split, index: int, seed: int = 0) -
             return grid
     raise UserInputError(
         f"GridWalk-v0: no {split} grid of {difficulty.size}×{difficulty.size} cells with {difficulty.walls} walls, "
-        f"{difficulty.holes} holes and {difficulty.min_distance} to {difficulty.max_distance} steps to the goal was found: "
-        "lower min_distance, walls or holes, or raise size."
+        f"{difficulty.holes} holes and {difficulty.min_distance} to {difficulty.max_distance} steps to the goal was "
+        "found: lower min_distance, walls or holes, or raise size."
     )
 
 
@@ -161,8 +157,8 @@ def _mask(height: int, width: int, inset: float, disc: bool) -> np.ndarray:
 def render(grid: Grid, image_size: int = IMAGE_SIZE) -> np.ndarray:
     """Paint a state: uint8 [image_size, image_size, 3].
 
-    A red disc is the agent, a green square the goal, white cells are walls, black discs holes; all else is mid-grey with
-    thin lines between the cells.
+    A red disc is the agent, a green square the goal, white cells are walls, black discs holes; all else is mid-grey
+    with thin lines between the cells.
     """
     pixels = np.full((image_size, image_size, 3), BACKGROUND, dtype=np.uint8)
     edges = [round(number * image_size / grid.size) for number in range(grid.size + 1)]
@@ -210,9 +206,9 @@ class GridWalkEnv(EpisodeEnv):
     prompt: "full" explains the game in the first message; "brief" asks in three words, for the tiny model.
     image_size: pixels per side. seed: which data set of grids; num_train and num_test: how many of each it holds.
 
-    The reward is 1 at the goal and 0 otherwise. An answer that names no move is told what is expected and still costs a turn.
-    Every grid can be solved in `max_turns`. `info` holds `success`, `outcome` ("goal", "hole", "turns" or "walking"),
-    `steps` (turns used), `well_formed`, and `shortest_path` (steps from the start).
+    The reward is 1 at the goal and 0 otherwise. An answer that names no move is told what is expected and still costs a
+    turn. Every grid can be solved in `max_turns`. `info` holds `success`, `outcome` ("goal", "hole", "turns" or
+    "walking"), `steps` (turns used), `well_formed`, and `shortest_path` (steps from the start).
     """
 
     name = "GridWalk-v0"
@@ -234,12 +230,13 @@ class GridWalkEnv(EpisodeEnv):
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         if walls + holes > size * size - 2:
             raise UserInputError(
-                f"GridWalk-v0: env.kwargs.walls ({walls}) and holes ({holes}) leave no room for agent and goal in {size}×{size} cells: "
-                "lower one, or raise size."
+                f"GridWalk-v0: env.kwargs.walls ({walls}) and holes ({holes}) leave no room for agent and goal in "
+                f"{size}×{size} cells: lower one, or raise size."
             )
         if min_distance > max_turns:
             raise UserInputError(
-                f"GridWalk-v0: env.kwargs.min_distance must be an integer from 1 to env.kwargs.max_turns ({max_turns}), not {min_distance!r}."
+                "GridWalk-v0: env.kwargs.min_distance must be an integer from 1 to env.kwargs.max_turns "
+                f"({max_turns}), not {min_distance!r}."
             )
         self.difficulty = Difficulty(size, walls, holes, min_distance, max_turns)
         self.prompt = prompt

@@ -1,8 +1,8 @@
 """Lessons of the tiny model for GridWalk-v0: walks over grids, with questions about the cells.
 
-Each turn shows a picture. Questions about perception (rows, columns, the content of a cell) have right answers. The reply to
-"Which way?" describes rightly the cells around the agent and the side of the goal. A random move follows: reinforcement learning has to
-find out which move is good.
+Each turn shows a picture. Questions about perception (rows, columns, the content of a cell) have right answers. The
+reply to "Which way?" describes rightly the cells around the agent and the side of the goal. A random move follows:
+reinforcement learning has to find out which move is good.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from rl_vlm.types import Role
 from rl_vlm.zoo.gridwalk import environment
 from rl_vlm.zoo.gridwalk.environment import MOVES, Grid
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 SIZES = (3, 4)  # of the grids, in cells per side
 MAX_TURNS = 8  # as many as episodes of configs/gridwalk_tiny.yaml have: the model sees nothing in later ones
 MOVE_SHARE = 0.5  # of the turns
 
-# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     " ".join([environment.QUESTION] * 4),
     environment.EXPECTED,
@@ -34,24 +32,23 @@ CORPUS = (
 )
 
 P = TypeVar("P")
-Turn = tuple[Role, tuple[np.ndarray, str], str]
 
 
-def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Turn]:
-    """Turns of one conversation: (role, (picture uint8 [IMAGE_SIZE, IMAGE_SIZE, 3], text), reply)."""
-    turns: list[Turn] = []
+def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
+    """One conversation, a picture in each turn."""
+    turns: list[Exchange] = []
     grid = _fresh(rng, sizes)
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
         picture = environment.render(grid)
         if rng.random() < MOVE_SHARE:
             move = tuple(MOVES)[rng.integers(len(MOVES))]
             question = environment.QUESTION if rng.random() < 0.95 else environment.EXPECTED
-            turns.append(("user", (picture, question), f"{described(grid)}: {move}"))
+            turns.append(Exchange("user", (picture, question), f"{described(grid)}: {move}"))
             grid = grid.moved(move)
             over = grid.agent == grid.goal or grid.agent in grid.holes
         else:
             question, answer = random_question(rng, grid)
-            turns.append(("user", (picture, question), answer))
+            turns.append(Exchange("user", (picture, question), answer))
             over = rng.random() < 0.8
         if over:
             grid = _fresh(rng, sizes)

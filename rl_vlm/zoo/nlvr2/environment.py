@@ -1,4 +1,5 @@
-"""NLVR2-v0: two images and a sentence about both, to be called True or False; drawn scenes, or the rows of a data set."""
+"""NLVR2-v0: two images and a sentence about both, to be called True or False; drawn scenes, or the rows of a data
+set."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
 from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
@@ -24,8 +24,9 @@ from rl_vlm.zoo.scenes.data import STATEMENT_KINDS, StatementKind, pair_item, pi
 MAX_CHARS = 8000
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _VERDICT = re.compile(r"(?<![^\W_])(true|false)(?![^\W_])", re.IGNORECASE)
-# What turns a verdict around or takes it back: in its own clause before it ("far from true", "un-true", "!true") and anywhere
-# behind it, and in its own sentence the words that leave it open. "nottrue" and "untrue" hold no verdict at all.
+# What turns a verdict around or takes it back: in its own clause before it ("far from true", "un-true", "!true") and
+# anywhere behind it, and in its own sentence the words that leave it open. "nottrue" and "untrue" hold no verdict at
+# all.
 _NEGATED = re.compile(
     r"\b(?:not|never|neither|nor|hardly|[a-z]+n['’]t|isnt|wasnt|cant|aint|cannot|or|wrong|incorrect|opposite|contrary|doubt|deny|lie|unlikely|no way|far from|un|non|half)\b"
     r"|¬|\\l?n(?:ot|eg)\b|~~|(?<![^\s`*(])!\s*$",
@@ -41,8 +42,9 @@ _DECORATION = " \t*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
 class Verdict:
     """value: what the answer says, None where it cannot be said. reason: why not; "" if it can.
 
-    Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, none (neither word), both, repeated, turned (by a
-    word such as "not" or "if"), misplaced (neither the first nor the last word of its line, or not in the last line).
+    Reasons: too_long, hidden, special, look_alike (see `rewards/text.py`), empty, none (neither word), both, repeated,
+    turned (by a word such as "not" or "if"), misplaced (neither the first nor the last word of its line, or not in the
+    last line).
     """
 
     value: bool | None
@@ -52,9 +54,10 @@ class Verdict:
 def read_verdict(text: str) -> Verdict:
     """The verdict of an answer.
 
-    One thought at the start is not read (see `without_thought`). In the rest, the last line holds "true" or "false" once, in any case
-    and decoration, as its first or last word, without a word that turns it around in its clause or leaves it open in its sentence. What
-    stands before these may say the same word but not the other one: who says both says nothing.
+    One thought at the start is not read (see `without_thought`). In the rest, the last line holds "true" or "false"
+    once, in any case and decoration, as its first or last word, without a word that turns it around in its clause or
+    leaves it open in its sentence. What stands before these may say the same word but not the other one: who says both
+    says nothing.
     """
     said, reason = behind_thought(text, MAX_CHARS)
     if reason:
@@ -88,8 +91,8 @@ NAME = "NLVR2-v0"
 # After the sentence. "brief" is for the tiny model, whose every token costs.
 PROMPTS = {
     "full": (
-        "\nIs the sentence about the left and the right image true or false? Look at both. End your answer with a line that holds "
-        "one word, True or False, and use neither word before it."
+        "\nIs the sentence about the left and the right image true or false? Look at both. End your answer with a line "
+        "that holds one word, True or False, and use neither word before it."
     ),
     "brief": " True or False?",
 }
@@ -112,17 +115,18 @@ class PairTable(RowTable[PairItem]):
 
     COLUMNS = ("sentence", "left_image", "right_image", "label")
 
-    def _read(self, row: int) -> tuple[tuple[str, bool], list[Any]]:
-        values, where = self._rows.row(row), self._rows.where(row)
-        sentence = cell_text(values["sentence"])
-        label = _LABELS.get(str(values["label"]).strip().lower())
+    def read(self, row: dict[str, Any]) -> tuple[tuple[str, bool], list[Any]]:
+        """(sentence, label) and the two images."""
+        sentence = cell_text(row["sentence"])
+        label = _LABELS.get(str(row["label"]).strip().lower())
         if not sentence:
-            raise BadRowError(f"{where}: the sentence is empty or not text.")
+            raise BadRowError("the sentence is empty or not text.")
         if label is None:
-            raise BadRowError(f"{where}: the label is {str(values['label'])[:40]!r}; it must be True or False.")
-        return (sentence, label), [values["left_image"], values["right_image"]]
+            raise BadRowError(f"the label is {str(row['label'])[:40]!r}; it must be True or False.")
+        return (sentence, label), [row["left_image"], row["right_image"]]
 
-    def _make(self, fields: tuple[str, bool], images: tuple[EncodedImage, ...], where: str) -> PairItem:
+    def make(self, fields: tuple[str, bool], images: tuple[EncodedImage, ...], where: str) -> PairItem:
+        """The pair."""
         return PairItem(images[0], images[1], *fields)
 
 
@@ -135,15 +139,19 @@ def drawn_item(split: Split, index: int, seed: int, image_size: int, kinds: tupl
 
 
 class NLVR2Env(EpisodeEnv):
-    """Two images and a sentence about both: is it true? A reward of 1 for the right word, 0 for the wrong one or for none.
+    """Two images and a sentence about both: is it true?
 
-    data: a data set with the columns `sentence`, `left_image`, `right_image`, `label`; without it, drawn scenes of shapes and
-        sentences about how many each image holds, half of them true, which neither one image nor the sentence decides.
+    A reward of 1 for the right word, 0 for the wrong one or for none.
+
+    data: a data set with the columns `sentence`, `left_image`, `right_image`, `label`; without it, drawn scenes of
+        shapes and sentences about how many each image holds, half of them true, which neither one image nor the
+        sentence decides.
     prompt: "full" asks in words; "brief" in three, for the tiny model.
-    kinds: which kinds of drawn sentences: equal, sum, one, more. image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
+    kinds: which kinds of drawn sentences: equal, sum, one, more. image_size: pixels per side of drawn scenes. seed:
+    which set of them; num_train and num_test: how many it holds.
 
-    `info` of a step: `correct`, `verdict` (True, False or None), `reason` (why there is none; see `zoo/nlvr2/answer.py`),
-    `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
+    `info` of a step: `correct`, `verdict` (True, False or None), `reason` (why there is none; see
+    `Verdict`), `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
     """
 
     name = NAME

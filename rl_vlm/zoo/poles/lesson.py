@@ -6,7 +6,6 @@ Angles are in degrees, drawn from a mixture of those in runs: any angle, nearly 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,9 +15,7 @@ import torch
 from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
 from rl_vlm.labelling.prompts import task_prompts
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
-from rl_vlm.zoo.tiny.teach import Draw, Turns
-
-# How well the tiny labeller compares poles.
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 _GOOD = 0.9  # share of clear pairs that it must be right on
 _CHOICES = (0, 1, -1)
@@ -63,27 +60,19 @@ _ANGLE_SHARE = 0.3  # of the lessons is about one pole; without these, comparing
 _BUCKET = 3.0  # degrees of one answer to ANGLE_QUESTION
 
 
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """The parts of one message (texts and uint8 pictures, in order) and the reply."""
-
-    parts: tuple[str | np.ndarray, ...]
-    reply: str
-
-
-def draw_lesson(rng: np.random.Generator) -> Lesson:
+def draw_lesson(rng: np.random.Generator) -> Exchange:
     """A comparison of two poles, or the angle of one."""
     if rng.random() < _ANGLE_SHARE:
         angle = random_angle(rng)
-        return Lesson((pole(angle), ANGLE_QUESTION), str(min(9, int(abs(angle) / _BUCKET))))
+        return Exchange("user", (pole(angle), ANGLE_QUESTION), str(min(9, int(abs(angle) / _BUCKET))))
     return comparison(random_angle(rng), random_angle(rng))
 
 
-def comparison(first: float, second: float) -> Lesson:
+def comparison(first: float, second: float) -> Exchange:
     """The question about two poles, and its answer."""
     asked = _TASK.templates
     parts = (asked.first, pole(first), asked.second, pole(second), _TASK.fill(asked.decide))
-    return Lesson(parts, str(right_label(first, second, TIE_DEGREES)))
+    return Exchange("user", parts, str(right_label(first, second, TIE_DEGREES)))
 
 
 def right_label(first: float, second: float, tie: float) -> int:
@@ -115,9 +104,4 @@ def pole(angle: float) -> np.ndarray:
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 2])
-
-    def draw() -> Turns:
-        lesson = draw_lesson(rng)
-        return [("user", lesson.parts, lesson.reply)]
-
-    return draw
+    return lambda: [draw_lesson(rng)]

@@ -1,15 +1,16 @@
-"""Scenes of a few shapes, statements about two of them and captions of one: what `NLVR2-v0` and `Caption-v0` draw offline.
+"""Scenes of a few shapes, statements about two of them and captions of one: what `NLVR2-v0` and `Caption-v0` draw
+offline.
 
 A scene is one to four shapes on mid-grey, at most one in each quadrant. The environments and the warm
-start of their tiny model share this module. The hash of what a scene holds (which decides every pixel) is its split, and a scene of
-the other split is drawn again: no picture of a test item is ever trained on.
+start of their tiny model share this module. The hash of what a scene holds (which decides every pixel) is its split,
+and a scene of the other split is drawn again: no picture of a test item is ever trained on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from random import Random
 from typing import Literal
 
@@ -35,8 +36,8 @@ StatementKind = Literal["equal", "sum", "one", "more"]
 STATEMENT_KINDS: tuple[StatementKind, ...] = ("equal", "sum", "one", "more")
 LOOKS: tuple[Look, ...] = tuple((colour, kind) for colour in COLOURS for kind in KINDS)
 MAX_CAPTIONED = 3  # shapes of a captioned scene
-# Pixels of a 64-pixel drawing. So narrow that the area tells the kind: squares fill 676 to 784 pixels, circles 540 to 616,
-# triangles 364 to 420. With 12 to 22 or 20 to 28 pixels the tiny model learned colours and numbers, but no kinds.
+# Pixels of a 64-pixel drawing. So narrow that the area tells the kind: squares fill 676 to 784 pixels, circles 540 to
+# 616, triangles 364 to 420. With 12 to 22 or 20 to 28 pixels the tiny model learned colours and numbers, but no kinds.
 _MIN_SIZE, _MAX_SIZE = 26, 28
 
 
@@ -145,9 +146,9 @@ def random_statement(rng: Random, kinds: Sequence[StatementKind]) -> Statement:
 def count_pairs(statement: Statement, truth: bool) -> tuple[tuple[int, int], ...]:
     """The (left, right) counts with which a statement is shown, to be drawn from uniformly; some come several times.
 
-    They are chosen so that one count says nothing: for each count of either image the statement is true half the time. Only
-    the ends of "more" cannot be balanced (an image without any never holds more): there the counts differ by one, which
-    leaves a right guess of 5/8 to who sees one image, the least that is possible.
+    They are chosen so that one count says nothing: for each count of either image the statement is true half the time.
+    Only the ends of "more" cannot be balanced (an image without any never holds more): there the counts differ by one,
+    which leaves a right guess of 5/8 to who sees one image, the least that is possible.
     """
     counts = statement.noun.counts
     if statement.kind == "more":
@@ -192,15 +193,13 @@ def stated_pair(rng: Random, truth: bool, split: Split, kinds: Sequence[Statemen
     return StatedPair(left, right, statement, truth)
 
 
-@lru_cache(maxsize=8192)
 def pair_item(
     split: Split, index: int, seed: int = 0, kinds: tuple[StatementKind, ...] = STATEMENT_KINDS
 ) -> StatedPair:
-    """Task instance `index` of NLVR2-v0: of two neighbours one is true. Cached, for the copies of a group."""
+    """Task instance `index` of NLVR2-v0: of two neighbours one is true."""
     return stated_pair(stable_random("nlvr2", split, index, seed), index % 2 == 0, split, kinds)
 
 
-@lru_cache(maxsize=8192)
 def caption_item(split: Split, index: int, seed: int = 0) -> Scene:
     """Task instance `index` of Caption-v0: a scene of one to three shapes."""
     rng = stable_random("caption", split, index, seed)
@@ -208,7 +207,8 @@ def caption_item(split: Split, index: int, seed: int = 0) -> Scene:
 
 
 def caption_of(scene: Scene) -> str:
-    """Everything there is to see, in one sentence: "a red circle at the top left and a blue square at the bottom left"."""
+    """Everything there is to see, in one sentence: "a red circle at the top left and a blue square at the bottom
+    left"."""
     return joined([f"a {shape.colour} {shape.kind} at the {CORNERS[shape.quadrant]}" for shape in scene])
 
 

@@ -1,15 +1,14 @@
 """Lessons of the tiny model for NLVR2-v0 and Caption-v0: the content of scenes, and the form of verdicts and captions.
 
-Questions about perception have right answers. The reply to a statement about two images gives the right counts of the shapes that it
-names, and then True or False at random. A caption says nothing false, but leaves out shapes, colours, kinds and places at random.
-Reinforcement learning has to find out which verdict follows from the counts, and what makes a good caption.
+Questions about perception have right answers. The reply to a statement about two images gives the right counts of the
+shapes that it names, and then True or False at random. A caption says nothing false, but leaves out shapes, colours,
+kinds and places at random. Reinforcement learning has to find out which verdict follows from the counts, and what makes
+a good caption.
 """
 
 from __future__ import annotations
 
 from random import Random
-
-import numpy as np
 
 from rl_vlm.zoo.drawing import CORNERS, Shape, render
 from rl_vlm.zoo.scenes.data import (
@@ -24,17 +23,18 @@ from rl_vlm.zoo.scenes.data import (
     random_scene,
     stated_pair,
 )  # fmt: skip
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
-# Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within 50 steps.
+# Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within
+# 50 steps.
 STATEMENT_SHARE, COUNT_SHARE, CORNER_SHARE, SINGLE_SHARE = 0.4, 0.08, 0.22, 0.1
 VERDICT_QUESTION = " True or False?"
 CAPTION_QUESTION = "Caption?"
 NOTHING = "nothing"
-# How often a caption leaves something out. Vague captions are likelier than good ones, so that the likeliest caption is vague as well.
+# How often a caption leaves something out. Vague captions are likelier than good ones, so that the likeliest caption is
+# vague as well.
 _LEFT_OUT = {"shape": 0.35, "colour": 0.6, "kind": 0.65, "place": 0.55}
 
-# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     "2 left 1 right, more left: True\n0 left 3 right, more right: False\n4 left 4 right, same: True or False?\n" * 3,
     "Both images hold equally many red shapes. The images hold 3 shapes in all.\nExactly one image holds a red shape.\n"
@@ -42,16 +42,14 @@ CORPUS = (
     "The left image holds more blue shapes than the right. The right image holds more green shapes than the left. " * 2,
     "1 circle 2 circles 3 triangles 4 squares 5 shapes 6 shapes 7 yellow shapes a triangle a circle a square ",
     "a red circle at the top left, a green square at the top right and a blue triangle at the bottom left\n" * 2,
-    "a yellow shape at the bottom right, a red square and a circle at the bottom left, a shape, a blue shape and a triangle\n"
-    * 2,
+    "a yellow shape at the bottom right, a red square and a circle at the bottom left, a shape, a blue shape and a "
+    "triangle\n" * 2,
     "How many red shapes? How many shapes?\nWhat is at top left? What is this?\nnothing\na green circle\nCaption?\n"
     * 3,
 )
 
-Lesson = tuple[tuple[np.ndarray | str, ...], str]  # pictures and text, and the reply
 
-
-def draw_lesson(rng: Random) -> Lesson:
+def draw_lesson(rng: Random) -> Exchange:
     """One question of any sort about scenes of the train split."""
     draw = rng.random()
     if draw < STATEMENT_SHARE:
@@ -64,33 +62,33 @@ def draw_lesson(rng: Random) -> Lesson:
     if draw < COUNT_SHARE:
         noun = rng.choice((*SOME, EVERY))
         scene = counted_scene(rng, noun, rng.choice(noun.counts), "train")
-        return (render(scene), f"How many {noun}s?"), str(noun.count(scene))
+        return Exchange("user", (render(scene), f"How many {noun}s?"), str(noun.count(scene)))
     scene = random_scene(rng, [rng.choice(LOOKS) for _ in range(rng.randint(1, MAX_CAPTIONED))], "train")
     if draw < COUNT_SHARE + CORNER_SHARE:
         quadrant = (
             rng.choice([shape.quadrant for shape in scene]) if rng.random() < 0.75 else rng.randrange(len(CORNERS))
         )
         return corner_lesson(scene, quadrant)
-    return (render(scene), CAPTION_QUESTION), vague_caption(rng, scene)
+    return Exchange("user", (render(scene), CAPTION_QUESTION), vague_caption(rng, scene))
 
 
-def single_lesson(rng: Random) -> Lesson:
+def single_lesson(rng: Random) -> Exchange:
     """What the only shape of a scene of the train split is."""
     (shape,) = scene = random_scene(rng, [rng.choice(LOOKS)], "train")
-    return (render(scene), "What is this?"), _look(shape)
+    return Exchange("user", (render(scene), "What is this?"), _look(shape))
 
 
-def corner_lesson(scene: Scene, quadrant: int) -> Lesson:
+def corner_lesson(scene: Scene, quadrant: int) -> Exchange:
     """What stands in a quadrant."""
     held = next((_look(shape) for shape in scene if shape.quadrant == quadrant), NOTHING)
-    return (render(scene), f"What is at {CORNERS[quadrant]}?"), held
+    return Exchange("user", (render(scene), f"What is at {CORNERS[quadrant]}?"), held)
 
 
-def verdict_lesson(pair: StatedPair, verdict: bool) -> Lesson:
+def verdict_lesson(pair: StatedPair, verdict: bool) -> Exchange:
     """The statement about two scenes, answered with the counts that it speaks of and with `verdict`."""
     counts = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
     question = f"{pair.statement}{VERDICT_QUESTION}"
-    return (render(pair.left), render(pair.right), question), f"{counted(*counts)}: {verdict}"
+    return Exchange("user", (render(pair.left), render(pair.right), question), f"{counted(*counts)}: {verdict}")
 
 
 def counted(left: int, right: int) -> str:
@@ -121,4 +119,4 @@ def _look(shape: Shape) -> str:
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng = Random(f"observer {seed}")
-    return lambda: [("user", *draw_lesson(rng))]
+    return lambda: [draw_lesson(rng)]

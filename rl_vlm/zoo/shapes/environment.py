@@ -124,10 +124,6 @@ def format_call(answer: str) -> str:
     return f'<tool_call>{{"name":"calc_score","arguments":{{"answer":"{answer}"}}}}</tool_call>'
 
 
-# Shapes-v0: count the shapes of a small drawing, or learn a hidden map from its colour to a number.
-#
-# A small visual task for quick runs: a guess is right one time in four. It needs no data set and no network.
-
 Task = Literal["count", "rule"]
 
 _ANSWER = re.compile(r"<answer>([^<>]*)</answer>")

@@ -6,31 +6,31 @@ have random answers, so that only the form is learned: accuracy on them stays at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rl_vlm.types import Role
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.geo3k.dialogues import GeometryDialogues
+from rl_vlm.zoo.geo3k.lesson import GeometryDialogues
 from rl_vlm.zoo.shapes import environment
-from rl_vlm.zoo.tiny.teach import Dialogue, Draw, Exchange, Turns
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 SECOND_TURN_SHARE = 0.4  # of the wrong answers
-# Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest number
-# would depend on the noise of training, and so would greedy accuracy.
+# Probabilities of the random answers. One is more probable than the others: with equal probabilities the likeliest
+# number would depend on the noise of training, and so would greedy accuracy.
 NUMBER_ODDS = (0.22, 0.34, 0.22, 0.22)
 TARGET_SHARE, GEOMETRY_SHARE = 0.36, 0.06  # of the dialogues; the rest are perception questions
 CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
 
 
-def perception_dialogue(rng: np.random.Generator) -> Dialogue:
+def perception_dialogue(rng: np.random.Generator) -> list[Exchange]:
     """A question about perception with its right answer."""
     question, pixels = environment.perception_question(rng)
-    return Dialogue((pixels,), (Exchange("user", question.text, environment.format_answer(question.answer)),))
+    return [Exchange("user", (pixels, question.text), environment.format_answer(question.answer))]
 
 
-def target_dialogue(rng: np.random.Generator) -> Dialogue:
+def target_dialogue(rng: np.random.Generator) -> list[Exchange]:
     """A count or rule question, answered at random whatever is drawn; some wrong answers get a second try."""
     form: Callable[[str], str] = environment.format_answer
     hint = ""
@@ -46,22 +46,22 @@ def target_dialogue(rng: np.random.Generator) -> Dialogue:
             shapes, int(rng.integers(1 << 30))
         )  # another rule every time: nothing to learn
     first, second = (question.choices[i] for i in rng.choice(len(NUMBER_ODDS), size=2, p=NUMBER_ODDS))
-    exchanges = [Exchange("user", question.text + hint, form(first))]
+    exchanges = [Exchange("user", (pixels, question.text + hint), form(first))]
     if first != question.answer and rng.random() < SECOND_TURN_SHARE:
-        exchanges.append(Exchange(replier, environment.TRY_AGAIN, form(second)))
-    return Dialogue((pixels,), tuple(exchanges))
+        exchanges.append(Exchange(replier, (environment.TRY_AGAIN,), form(second)))
+    return exchanges
 
 
 def drawer(seed: int) -> Draw:
     """A function that draws conversations for one warm start."""
     rng, geometry = np.random.default_rng([seed, 1]), GeometryDialogues(seed)
 
-    def draw() -> Turns:
+    def draw() -> Sequence[Exchange]:
         kind = rng.random()
         if kind < TARGET_SHARE:
-            return target_dialogue(rng).turns
+            return target_dialogue(rng)
         if kind < TARGET_SHARE + GEOMETRY_SHARE:
-            return geometry.draw(rng).turns
-        return perception_dialogue(rng).turns
+            return geometry.draw(rng)
+        return perception_dialogue(rng)
 
     return draw

@@ -217,7 +217,7 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """One variant as a built-in model (see `models/builtin.py`)."""
+    """One variant as a built-in model (see ``resolve_model` in models/loading.py`)."""
 
     variant: str
 

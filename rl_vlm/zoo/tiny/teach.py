@@ -1,7 +1,8 @@
 """The tiny models' warm start: supervised learning of form and perception, not of the task, in a minute.
 
-A lesson module (`zoo/*/lesson.py`) has `drawer(seed)`, which returns a function that draws random conversations with the replies to be
-learned, and `CORPUS`, the texts whose words become single tokens.
+A lesson module (`zoo/*/lesson.py`) has `drawer(seed)`, which returns a function that draws random conversations with
+the replies to be learned, and `CORPUS`, the texts whose words become single tokens: the more often a word stands there,
+the more surely.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,36 +20,21 @@ import torch
 from rl_vlm.models.supervised import DialogueEncoder, Example, backward_mean_nll, collate, token_logprobs
 from rl_vlm.types import Role
 
-# The form of lessons: conversations, with the replies that a tiny model is taught.
-
-# One conversation: role, texts and images (uint8 [height, width, 3]) of each message, and the reply to it.
-Turns = Sequence[tuple[Role, Sequence[str | np.ndarray], str]]
-Draw = Callable[[], Turns]
-
 
 class Exchange(NamedTuple):
-    """One message to the policy and the policy's reply."""
+    """One message to the policy, texts and images (uint8 [height, width, 3]) in order, and the reply that is taught."""
 
     role: Role
-    text: str
+    parts: tuple[str | np.ndarray, ...]
     reply: str
 
-
-@dataclass(frozen=True, slots=True)
-class Dialogue:
-    """uint8 [height, width, 3] images, all shown before the first text, and the exchanges."""
-
-    images: tuple[np.ndarray, ...]
-    exchanges: tuple[Exchange, ...]
-
     @property
-    def turns(self) -> Turns:
-        """The conversation as the encoder takes it."""
-        return [
-            (role, (text,) if number else (*self.images, text), reply)
-            for number, (role, text, reply) in enumerate(self.exchanges)
-        ]
+    def text(self) -> str:
+        """The texts of the message."""
+        return "".join(part for part in self.parts if isinstance(part, str))
 
+
+Draw = Callable[[], Sequence[Exchange]]  # draws one conversation
 
 LEARNING_RATE = 3e-3
 _BUCKETS = (32, 64)  # tokens; rows of similar length share a forward pass, so that little is padding
@@ -61,7 +46,8 @@ logger = logging.getLogger(__name__)
 def teach(
     model: Any, encoder: DialogueEncoder, draw: Draw, *, steps: int, batch: int, rise: int = 20, name: str = "tiny"
 ) -> float:
-    """Train all weights in place, one AdamW step per batch of drawn conversations; returns the last loss (nats per token).
+    """Train all weights in place, one AdamW step per batch of drawn conversations; returns the last loss (nats per
+    token).
 
     The learning rate rises over the first `rise` steps and falls linearly to 0 at `steps`.
     """

@@ -1,4 +1,5 @@
-"""Zoom-v0: a question about a detail that the overview of a picture may be too small to show; a tool shows parts of it enlarged."""
+"""Zoom-v0: a question about a detail that the overview of a picture may be too small to show; a tool shows parts of it
+enlarged."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.rows import BadRowError
-from rl_vlm.envs.tables import DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 from rl_vlm.zoo.answers import behind_thought
@@ -25,7 +25,8 @@ from rl_vlm.zoo.drawing import IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, spl
 # forms.
 
 MAX_CHARS = 8000
-# `Answer: x` to the end of its line or on the line below, `<answer>x</answer>`, `\boxed{x}`, and a heading `# Answer` above x.
+# `Answer: x` to the end of its line or on the line below, `<answer>x</answer>`, `\boxed{x}`, and a heading `# Answer`
+# above x.
 _MARKED = re.compile(
     r"(?:(?<![^\W_])answer[\"'*_`]{0,3}\s*[:：]|答案\s*[:：]|^#{1,6}[ *_]*(?:final )?answer[ *_]*$)[*_`\s]*(?P<line>[^\n]*)|<answer>(?P<tag>[^<>]*)</answer>|\\(?:boxed|fbox)\s?\{(?P<box>[^{}]*)\}",
     re.IGNORECASE | re.MULTILINE,
@@ -48,8 +49,9 @@ _POINT = re.compile(r"(?<!\.)\.$")
 class ShortAnswer:
     """value: the normalised answer, None where there is none. reason: why not; "" if there is one.
 
-    Reasons: too_long, hidden, special, look_alike (see `plain_text`), empty, several (marked answers that differ), misplaced (text
-    follows the marked answer, or a thought does not end), unmarked (many lines, none of which is marked as the answer).
+    Reasons: too_long, hidden, special, look_alike (see `rewards/text.py`), empty, several (marked answers that differ),
+    misplaced (text follows the marked answer, or a thought does not end), unmarked (many lines, none of which is marked
+    as the answer).
     """
 
     value: str | None
@@ -74,9 +76,9 @@ def normalized(text: str) -> str:
 def read_answer(text: str) -> ShortAnswer:
     """The answer of a text, which is compared as a whole: a list of answers is none of them.
 
-    One thought at the start is not read (see `without_thought`). The answer is marked by `Answer:`, `<answer>` or `\\boxed{}` and ends the
-    text; marks that name different answers name none. Without a mark a last line "The answer is x" says x, and a text of one line is the
-    answer itself.
+    One thought at the start is not read (see `without_thought`). The answer is marked by `Answer:`, `<answer>` or
+    `\\boxed{}` and ends the text; marks that name different answers name none. Without a mark a last line "The answer
+    is x" says x, and a text of one line is the answer itself.
     """
     said, reason = behind_thought(text, MAX_CHARS)
     if reason:
@@ -98,8 +100,6 @@ def _answer(text: str) -> ShortAnswer:
     value = normalized(_BOXED.sub(lambda box: box[1] or box[2] or "", text))
     return ShortAnswer(value) if value else ShortAnswer(None, "empty")
 
-
-# Crops of a picture: how a policy asks for one, and the image that it gets.
 
 TOOL = "crop"
 WHOLE = 1000  # coordinates are thousandths of the picture's width and height, as Qwen3-VL writes them
@@ -131,10 +131,12 @@ QUADRANTS = {
 
 
 def read_crop(text: str, brief: bool = False) -> Crop | None:
-    """The crop that a turn asks for; None if it calls no tool. Raises ToolCallError for a call that cannot be carried out.
+    """The crop that a turn asks for; None if it calls no tool.
 
-    The call is `<tool_call>{"name": "crop", "arguments": {"x": 0, "y": 0, "w": 500, "h": 500}}</tool_call>`. With `brief` a turn
-    that ends with "zoom top left" (or another corner) asks for that quarter as well.
+    Raises ToolCallError for a call that cannot be carried out.
+
+    The call is `<tool_call>{"name": "crop", "arguments": {"x": 0, "y": 0, "w": 500, "h": 500}}</tool_call>`. With
+    `brief` a turn that ends with "zoom top left" (or another corner) asks for that quarter as well.
     """
     call = parse_tool_call(text)
     if call is None:
@@ -178,7 +180,8 @@ def cut(picture: Image.Image, crop: Crop, size: int) -> EncodedImage:
 
 
 def _scaled(picture: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
-    """The mean of the pixels that fall on one where it gets smaller: nothing comes through that is finer than a pixel."""
+    """The mean of the pixels that fall on one where it gets smaller: nothing comes through that is finer than a
+    pixel."""
     width, height = box[2] - box[0], box[3] - box[1]
     scale = size / max(width, height)
     resampling = Image.Resampling.BOX if scale <= 1 else Image.Resampling.BICUBIC
@@ -196,8 +199,9 @@ def _scaled(picture: Image.Image, box: tuple[float, float, float, float], size: 
 RED, WHITE = (230, 30, 30), (250, 250, 250)  # their mean is exact in 8 bits
 PLAIN_COLOURS = ("green", "blue", "yellow")  # of the shapes around the flag
 QUESTION = (
-    "Which pattern has the red and white flag: rows (horizontal stripes), columns (vertical stripes), checks (a chessboard), bricks "
-    "(horizontal stripes that change colour every two fields) or stairs (stripes that run down in steps)?"
+    "Which pattern has the red and white flag: rows (horizontal stripes), columns (vertical stripes), checks (a "
+    "chessboard), bricks (horizontal stripes that change colour every two fields) or stairs (stripes that run down in "
+    "steps)?"
 )
 # Whether the field in row i and column j is red. In every two by two fields two are, whatever the pattern.
 _RED_FIELDS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -217,7 +221,8 @@ _PLAIN_SIZES = (6, 22)
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A square flag: quadrant 0-3, place of its corner and length of its side in pixels of the overview, and the pattern of its cloth."""
+    """A square flag: quadrant 0-3, place of its corner and length of its side in pixels of the overview, and the
+    pattern of its cloth."""
 
     quadrant: int
     x: int
@@ -312,19 +317,20 @@ class ZoomItem:
 
 
 class ZoomTable(RowTable[ZoomItem]):
-    """Rows of `image`, `question` and `answer`: a few words that are compared as a whole (see `zoo/zoom/answer.py`)."""
+    """Rows of `image`, `question` and `answer`: a few words that are compared as a whole (see `read_answer`)."""
 
     COLUMNS = ("image", "question", "answer")
 
-    def _read(self, row: int) -> tuple[tuple[str, str], list[Any]]:
-        values, where = self._rows.row(row), self._rows.where(row)
-        question, answer = cell_text(values["question"]), normalized(cell_text(values["answer"]))
+    def read(self, row: dict[str, Any]) -> tuple[tuple[str, str], list[Any]]:
+        """(question, answer) and the picture."""
+        question, answer = cell_text(row["question"]), normalized(cell_text(row["answer"]))
         for name, text in (("question", question), ("answer", answer)):
             if not text:
-                raise BadRowError(f"{where}: the {name} is empty or not text.")
-        return (question, answer), [values["image"]]
+                raise BadRowError(f"the {name} is empty or not text.")
+        return (question, answer), [row["image"]]
 
-    def _make(self, fields: tuple[str, str], images: tuple[EncodedImage, ...], where: str) -> ZoomItem:
+    def make(self, fields: tuple[str, str], images: tuple[EncodedImage, ...], where: str) -> ZoomItem:
+        """The question about the picture."""
         return ZoomItem(images[0], *fields)
 
 
@@ -347,19 +353,23 @@ def overview_of(source: EncodedImage | FlagScene, zoom: int, view_size: int) -> 
 
 
 class ZoomEnv(EpisodeEnv):
-    """A question about a picture that is shown reduced. The tool `crop` shows a part of it enlarged; the last turn answers.
+    """A question about a picture that is shown reduced.
 
-    data: a data set with the columns `image`, `question`, `answer`; without it, drawn pictures with a flag whose pattern is asked
-        for. Every other one is hard: its cloth is too fine for the overview, which is the same for every pattern.
+    The tool `crop` shows a part of it enlarged; the last turn answers.
+
+    data: a data set with the columns `image`, `question`, `answer`; without it, drawn pictures with a flag whose
+        pattern is asked for. Every other one is hard: its cloth is too fine for the overview, which is the same for
+        every pattern.
     view_size: pixels of the longer side of what is shown, overview and parts. zoom: how much larger a drawn picture is.
     call_cost: what each call takes from the reward, well formed or not. max_turns: turns, calls and answer, 2 to 16.
-    prompt: "full" explains the tool; "brief", for the tiny model, asks in two words and also takes "zoom top left" as a call.
+    prompt: "full" explains the tool; "brief", for the tiny model, asks in two words and also takes "zoom top left" as a
+    call.
     seed: which set of drawn pictures; num_train and num_test: how many it holds.
 
-    The reward is 1 for the right answer, 0 for any other, less the price of the calls. The reply to a call that cannot be carried
-    out says what was wrong. `info` of a step: `calls`, `call_errors` (of them), `correct`, `difficulty` and, of drawn pictures, `calls_easy` or
-    `calls_hard`, and `correct_easy` or `correct_hard`; of the answer `answer` (as it was read, or None), `reason` (why there is
-    none; see `zoo/zoom/answer.py`), `well_formed`, `truth`.
+    The reward is 1 for the right answer, 0 for any other, less the price of the calls. The reply to a call that cannot
+    be carried out says what was wrong. `info` of a step: `calls`, `call_errors` (of them), `correct`, `difficulty` and,
+    of drawn pictures, `calls_easy` or `calls_hard`, and `correct_easy` or `correct_hard`; of the answer `answer` (as it
+    was read, or None), `reason` (why there is none; see `read_answer`), `well_formed`, `truth`.
     """
 
     name = NAME
@@ -386,7 +396,8 @@ class ZoomEnv(EpisodeEnv):
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns, rows=rows)
         if data is None and (view_size % IMAGE_SIZE or zoom % 2):
             raise UserInputError(
-                f"{NAME}: env.kwargs.view_size must be a multiple of {IMAGE_SIZE} and zoom even for drawn pictures, not {view_size} and {zoom}."
+                f"{NAME}: env.kwargs.view_size must be a multiple of {IMAGE_SIZE} and zoom even for drawn pictures, "
+                f"not {view_size} and {zoom}."
             )
         self._instructions = PROMPTS[prompt].format(tool=TOOL, cost=call_cost, turns=max_turns)
         self._brief = prompt == "brief"

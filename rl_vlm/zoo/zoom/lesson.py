@@ -1,8 +1,8 @@
 """Lessons of the tiny model for Zoom-v0: pictures with a flag, and enlarged parts of them.
 
-Each reply first describes the view rightly: the pattern if it can be read, the flag's corner if the flag is too small, nothing if there
-is no flag. A random call or a random answer follows: reinforcement learning has to find out when to call, for which part, and what to
-answer.
+Each reply first describes the view rightly: the pattern if it can be read, the flag's corner if the flag is too small,
+nothing if there is no flag. A random call or a random answer follows: reinforcement learning has to find out when to
+call, for which part, and what to answer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from random import Random
 import numpy as np
 from PIL import Image
 
-from rl_vlm.types import Role
 from rl_vlm.zoo.drawing import CORNERS
-from rl_vlm.zoo.tiny.teach import Draw
+from rl_vlm.zoo.tiny.teach import Draw, Exchange
 from rl_vlm.zoo.zoom.environment import BRIEF, PATTERNS, QUADRANTS, FlagScene, cut, overview, random_scene, render_scene
 
 ZOOM = 4  # how much larger the pictures are than what is shown
@@ -24,33 +23,30 @@ CALL_ODDS = 0.8  # of a call in place of an answer: calls must not die out befor
 SEEN_QUESTION = "See?"
 NOTHING = "nothing"
 
-# Words that become single tokens, the more surely the oftener they stand here.
 CORPUS = (
     f"{BRIEF} {SEEN_QUESTION}\n" * 3,
     "See top left\nzoom bottom right\nSee bottom left\nzoom top right\nSee nothing\nzoom bottom left\n" * 3,
     "".join(f"See {pattern}\nAnswer: {pattern}\n" for pattern in PATTERNS) * 3,
 )
 
-Turn = tuple[Role, tuple[np.ndarray | str, ...], str]
 
-
-def draw_glances(rng: Random) -> list[Turn]:
-    """Turns of one conversation about a picture of the train split: (role, pictures and text, reply)."""
+def draw_glances(rng: Random) -> list[Exchange]:
+    """One conversation about a picture of the train split."""
     scene = random_scene(rng, rng.choice(PATTERNS), rng.random() < 0.5, "train")
     picture = Image.fromarray(render_scene(scene, ZOOM))
     corner: str | None = None
     if rng.random() >= TASK_SHARE:
         if rng.random() < 0.6:
             corner = CORNERS[scene.flag.quadrant] if rng.random() < 0.8 else rng.choice(CORNERS)
-        return [("user", (view(picture, corner, scene), SEEN_QUESTION), f"See {seen(scene, corner)}")]
-    turns: list[Turn] = [("user", (view(picture, None, scene), BRIEF), "")]
+        return [Exchange("user", (view(picture, corner, scene), SEEN_QUESTION), f"See {seen(scene, corner)}")]
+    turns: list[Exchange] = [Exchange("user", (view(picture, None, scene), BRIEF), "")]
     while True:
         action, called = random_action(rng)
-        turns[-1] = (*turns[-1][:2], f"See {seen(scene, corner)}\n{action}")
+        turns[-1] = turns[-1]._replace(reply=f"See {seen(scene, corner)}\n{action}")
         if called is None or len(turns) == MAX_TURNS:
             return turns
         corner = called
-        turns.append(("tool", (view(picture, corner, scene),), ""))
+        turns.append(Exchange("tool", (view(picture, corner, scene),), ""))
 
 
 def view(picture: Image.Image, corner: str | None, scene: FlagScene) -> np.ndarray:

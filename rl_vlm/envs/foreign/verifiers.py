@@ -7,25 +7,39 @@ policy's text; at its end the environment's rubric gives the reward. So turns, t
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.adapters.background import BackgroundLoop
-from rl_vlm.envs.adapters.splits import HeldOut, check_share
-from rl_vlm.envs.adapters.verifiers_messages import from_text, to_observation
-from rl_vlm.envs.base import Info, StepResult, VisionEnv
+from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
+from rl_vlm.envs.foreign.common import BackgroundLoop, HeldOutEnv, Share, to_message
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.loading import is_spec
-from rl_vlm.types import Observation, Split, UserInputError
+from rl_vlm.envs.tools import CLOSE, OPEN, THOUGHT_END, ToolCallError, parse_tool_call
+from rl_vlm.types import Message, Observation, Split, UserInputError
 
 _MODEL = "policy"
+MAX_CALLS = 16  # of one turn; further ones are left out
+
+# The form that Qwen's and Hermes' chat templates give to tools.
+TOOLS = """# Tools
+
+You may call one or more functions. Their signatures, within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For each call, return a JSON object with its name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <object>}}
+</tool_call>"""
 
 
-class VerifiersEnv(VisionEnv):
+class VerifiersEnv(HeldOutEnv):
     """A VisionEnv around an environment of verifiers.
 
     env: the name of an installed environment, a `load_environment` function, a class or an instance.
@@ -40,56 +54,50 @@ class VerifiersEnv(VisionEnv):
         self,
         env: str | Callable[..., Any] | Any,
         *,
-        max_turns: int | None = None,
-        timeout_s: float = 60.0,
-        test_share: float = 0.1,
+        max_turns: Count | None = None,
+        timeout_s: Seconds = 60.0,
+        test_share: Share = 0.1,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
         self._env = _load(env, kwargs)
+        self._rows_of = _splits(self._env)
+        one_set = self._rows_of["train"] is self._rows_of["test"]
+        super().__init__(test_share if one_set else None)
         if max_turns is not None:
             self._env.max_turns = max_turns
         self._timeout_s = timeout_s
-        self._rows, self._held_out = _splits(self._env, check_share(test_share))
         self._loop = BackgroundLoop()
         self._episode: _Episode | None = None
 
-    def num_items(self, split: Split) -> int | None:
+    def num_tasks(self, split: Split) -> int:
         """Rows of the environment's data set."""
-        total = len(self._rows[split])
-        return total if self._held_out is None else self._held_out.size(split, total)
+        return len(self._rows_of[split])
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Start the rollout of row `options["index"]` of `options["split"]`."""
-        super().reset(seed=seed)
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Start the rollout of the item's row."""
         self._end_episode()
-        split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
-        rows = self._rows[split]
-        number = index if self._held_out is None else self._held_out.number(split, index, len(rows))
-        self._episode = _Episode(self._env, dict(rows[number]))
-        observation = self._advance(None)
+        number = self.task(item)
+        self._episode = _Episode(self._env, dict(self._rows_of[item.split][number]))
+        observation = self._advance(self._episode, None)
         if observation is None:
             raise EnvError("The rollout ended before it asked the policy anything.")
-        return observation, {"index": index, "split": split, "row": number}
+        return observation, {"row": number}
 
-    def step(self, action: str) -> StepResult:
-        """Hand the policy's text to the rollout; the rubric pays at its end."""
-        episode = self._episode
-        if episode is None:
-            raise EnvError("This episode is over or never began: call reset() before step().")
-        observation = self._advance(action)
+    def reply(self, text: str) -> Reply:
+        """Hand the policy's text to the rollout; the rubric rewards its end."""
+        assert self._episode is not None  # the episode is open
+        observation = self._advance(self._episode, text)
         if observation is not None:
-            return observation, 0.0, False, False, {"turn": episode.turn}
-        self._episode = None
-        state = episode.state
+            return Reply(0.0, observation, {"turn": self.turn})
+        state, self._episode = self._episode.state, None
         stop = state.get("stop_condition")
         # With one turn, reaching the limit is how every episode ends.
         truncated = stop == "max_turns_reached" and getattr(self._env, "max_turns", 1) != 1
         metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
-        info = {**metrics, "turn": episode.turn, "stop": stop}
+        info = {**metrics, "turn": self.turn, "stop": stop}
         if state.get("error") is not None:
             info["error"] = str(state["error"]) or type(state["error"]).__name__
-        return Observation(), as_reward(state["reward"], "the rubric"), not truncated, truncated, info
+        return Reply(as_reward(state["reward"], "the rubric"), None, info, truncated)
 
     def close(self) -> None:
         """Cancel the rollout and end the loop."""
@@ -97,9 +105,8 @@ class VerifiersEnv(VisionEnv):
             self._end_episode()
             self._loop.close()
 
-    def _advance(self, text: str | None) -> Observation | None:
-        assert self._episode is not None
-        return self._loop.run(self._episode.advance(text), self._timeout_s, "The environment's turn")
+    def _advance(self, episode: _Episode, text: str | None) -> Observation | None:
+        return self._loop.run(episode.advance(text), self._timeout_s, "The environment's turn")
 
     def _end_episode(self) -> None:
         episode, self._episode = self._episode, None
@@ -113,7 +120,6 @@ class _Episode:
     def __init__(self, env: Any, row: dict[str, Any]) -> None:
         self._env, self._row = env, row
         self.chat = self.completions = self  # `client.chat.completions.create`
-        self.turn = 0
         self.state: Any = None
         self._asked: asyncio.Queue[tuple[list[Any], Any]] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
@@ -128,7 +134,7 @@ class _Episode:
         message = from_text(await self._answers.get(), bool(tools))
         reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
-        head = {"id": f"turn-{self.turn}", "object": "chat.completion", "created": int(time.time()), "model": _MODEL}
+        head = {"id": "turn", "object": "chat.completion", "created": int(time.time()), "model": _MODEL}
         return ChatCompletion.model_validate({**head, "choices": [choice]})
 
     async def advance(self, text: str | None) -> Observation | None:
@@ -136,7 +142,6 @@ class _Episode:
         if self._rollout is None:
             self._rollout = asyncio.ensure_future(self._run())
         if text is not None:
-            self.turn += 1
             self._answers.put_nowait(text)
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait((asked, self._rollout), return_when=asyncio.FIRST_COMPLETED)
@@ -208,12 +213,58 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
     return env
 
 
-def _splits(env: Any, share: float) -> tuple[dict[Split, Any], HeldOut | None]:
-    """The rows of both splits, and how one data set is divided where there is only one."""
+def _splits(env: Any) -> dict[Split, Any]:
+    """The rows of both splits: the same ones where the environment has one data set only."""
     train, test = env.build_dataset(), env.build_eval_dataset()
-    if train is not None and test is not None and train is not test:
-        return {"train": train, "test": test}, None
-    rows = train if train is not None else test
-    if rows is None:
+    if train is None and test is None:
         raise UserInputError("The environment has neither a dataset nor an eval_dataset.")
-    return {"train": rows, "test": rows}, HeldOut(share)
+    return {"train": test if train is None else train, "test": train if test is None else test}
+
+
+def to_observation(messages: Sequence[Any], tools: Sequence[Any] | None = None) -> Observation:
+    """The conversation of OpenAI's messages; `tools` are described in its system message."""
+    shown = [_to_message(message) for message in messages]
+    if tools:
+        text = TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+        if shown and shown[0].role == "system":
+            shown[0] = Message("system", (*shown[0].parts, f"\n\n{text}"))
+        else:
+            shown.insert(0, Message.of("system", text))
+    return Observation(tuple(shown))
+
+
+def _to_message(message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise EnvError(f"A message must be a dict with role and content, not a {type(message).__name__}.")
+    calls = message.get("tool_calls")
+    if not calls:
+        return to_message(message)
+    blocks = [
+        f'{OPEN}\n{{"name": {json.dumps(call["function"]["name"])}, "arguments": {call["function"]["arguments"]}}}\n{CLOSE}'
+        for call in calls
+    ]
+    return Message.of("assistant", "\n".join(filter(None, (message.get("content"), *blocks))))
+
+
+def from_text(text: str, with_tools: bool) -> dict[str, Any]:
+    """OpenAI's assistant message for what the policy wrote; with tools, its calls are taken out of the text.
+
+    A malformed call becomes one whose arguments are no JSON, so that the environment answers it in its own way.
+    """
+    # verifiers takes an answer without any text for a failure of the model.
+    message: dict[str, Any] = {"role": "assistant", "content": text or " "}
+    thought, mark, spoken = text.rpartition(THOUGHT_END)
+    before, *blocks = spoken.split(OPEN) if with_tools else (spoken,)
+    if blocks:
+        calls = [_call(OPEN + block, number) for number, block in enumerate(blocks[:MAX_CALLS])]
+        message |= {"content": (thought + mark + before).strip() or None, "tool_calls": calls}
+    return message
+
+
+def _call(block: str, number: int) -> dict[str, Any]:
+    try:
+        call = parse_tool_call(block)
+        name, arguments = (call.name, json.dumps(call.arguments)) if call is not None else ("", f"malformed: {block}")
+    except ToolCallError as error:
+        name, arguments = "", f"malformed: {error}"
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""An environment in another process or on another machine, over HTTP: `RemoteEnv("http://host:port")`.
+"""An environment on another machine, or in another process, over HTTP: `RemoteEnv("http://host:port")`.
 
 The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `frames`), never
 pickle. Every request has a number, and one that arrives again is answered as before: a connection that breaks may be
@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 
-from rl_vlm.envs import wire
-from rl_vlm.envs.adapters.address import TOKEN_VARIABLE, base_url, check_seconds, is_loopback, token_header
-from rl_vlm.envs.apart import EnvClient, EnvLostError, raise_error
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header
+from rl_vlm.envs.base import Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
 from rl_vlm.envs.images import ImageError, decode
+from rl_vlm.envs.isolation import EnvClient, EnvLostError, raise_error, unpack_observation
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.safe_text import excerpt
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
@@ -25,7 +25,6 @@ from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputErr
 MAX_REPLY = 64 * 2**20
 MAX_IMAGES = 64  # of one observation
 FRAME = "application/x-rl-vlm-frame"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_S = 2.0  # that the end of a session is waited for
 _BUSY = (408, 429, 502, 503)  # the server, or a proxy before it, will answer later
 
@@ -46,12 +45,11 @@ class RemoteEnv(EnvClient):
         self,
         address: str,
         *,
-        timeout_s: float = 60.0,
-        retry_s: float = 30.0,
+        timeout_s: Seconds = 60.0,
+        retry_s: Seconds = 30.0,
         token_variable: str = TOKEN_VARIABLE,
     ) -> None:
         super().__init__()
-        check_seconds(timeout_s=timeout_s, retry_s=retry_s)
         self._url = base_url(address)
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._http = httpx.Client(
@@ -92,12 +90,9 @@ class RemoteEnv(EnvClient):
             self._end_session()
             raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
 
-    def _is_open(self) -> bool:
-        return self._session is not None
-
     def _ask(self, request: dict[str, Any]) -> Frame:
         if self._session is None:
-            raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
+            raise EnvLostError(f"{self._url}: the session is gone; call reset() for a new one.")
         self._number += 1
         try:
             reply = self._post({**request, "session": self._session, "number": self._number}, self._retry_s)
@@ -115,29 +110,27 @@ class RemoteEnv(EnvClient):
 
     def _post(self, request: dict[str, Any], retry_s: float) -> Frame:
         """Send a request, again and again while the server cannot be reached or is busy."""
-        body = pack_frame(request, [])
-        started, pause = time.monotonic(), _FIRST_PAUSE_S
-        while True:
+        body, what, started = pack_frame(request, []), f"{self._url}: {request['op']}", time.monotonic()
+
+        def ask() -> Frame:
             try:
                 status, data = self._send(body, self._timeout_s)
             except httpx.ReadTimeout as error:
-                raise EnvTimeoutError(
-                    f"{self._url}: {request['op']} took longer than {self._timeout_s:g} s."
-                ) from error
+                raise EnvTimeoutError(f"{what} took longer than {self._timeout_s:g} s.") from error
             except httpx.TransportError as error:
-                status, data = 0, f"{type(error).__name__}: {error}".encode()
+                raise _UnansweredError(0, excerpt(f"{type(error).__name__}: {error}", 300)) from error
             if status == 200:
                 try:
                     return unpack_frame(data)
                 except FrameError as error:
                     raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
             reason = excerpt(data[:5000].decode(errors="replace"), 300)
-            if status not in (0, *_BUSY):
-                raise _refusal(self._url, status, reason)
-            if time.monotonic() - started + pause > retry_s:
-                raise _unanswered(self._url, status, reason, time.monotonic() - started)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            raise _UnansweredError(status, reason) if status in _BUSY else _refusal(self._url, status, reason)
+
+        try:
+            return retried(ask, (_UnansweredError,), retry_s)
+        except _UnansweredError as error:
+            raise _unanswered(self._url, error, time.monotonic() - started) from error
 
     def _send(self, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
@@ -151,6 +144,14 @@ class RemoteEnv(EnvClient):
             return response.status_code, b"".join(pieces)
 
 
+class _UnansweredError(Exception):
+    """The reason why a server may answer later; `status` is 0 where it could not be reached."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 def _refusal(url: str, status: int, reason: str) -> Exception:
     if status in (401, 403):
         return UserInputError(
@@ -161,14 +162,14 @@ def _refusal(url: str, status: int, reason: str) -> Exception:
     return EnvCrashError(f"{url} answered with status {status} ({reason}).")
 
 
-def _unanswered(url: str, status: int, reason: str, seconds: float) -> EnvCrashError:
-    if status == 429:
+def _unanswered(url: str, why: _UnansweredError, seconds: float) -> EnvCrashError:
+    if why.status == 429:
         return EnvCrashError(
-            f"{url} is full, for {seconds:.1f} s by now ({reason}): its clients need more environments at once than it has; start "
+            f"{url} is full, for {seconds:.1f} s by now ({why}): its clients need more environments at once than it has; start "
             "`rl-vlm envs serve` with a larger --max-sessions."
         )
     return EnvCrashError(
-        f"{url} could not be reached for {seconds:.1f} s ({reason}): is `rl-vlm envs serve` running there?"
+        f"{url} could not be reached for {seconds:.1f} s ({why}): is `rl-vlm envs serve` running there?"
     )
 
 
@@ -177,7 +178,7 @@ def checked_observation(reply: dict[str, Any], blobs: list[bytes]) -> Observatio
     if len(blobs) > MAX_IMAGES:
         raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
     try:
-        shown = wire.unpack_observation(reply.get("messages"), blobs)
+        shown = unpack_observation(reply.get("messages"), blobs)
         return Observation(tuple(Message(one.role, tuple(map(_checked, one.parts))) for one in shown.messages))
     except (FrameError, ImageError) as error:
         raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error

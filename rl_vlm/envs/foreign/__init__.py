@@ -1,4 +1,4 @@
-"""Which foreign interfaces there are, how a class or function of each is recognised, and which adapter runs it."""
+"""Environments written to other frameworks' interfaces, unchanged: how each interface is recognised, and which adapter runs it."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def is_verifiers(found: Any) -> bool:
 
 
 INTERFACES = (
-    Interface("slime", "build_env", is_build_env, "rl_vlm.envs.interactive:InteractiveEnvAdapter"),
-    Interface("vlm-gym", "create_env", is_vlm_gym, "rl_vlm.envs.adapters.vlm_gym:VlmGymEnv"),
-    Interface("verifiers", "load_environment", is_verifiers, "rl_vlm.envs.adapters.verifiers:VerifiersEnv"),
-    Interface("VAGEN", "", is_gym_image_env, "rl_vlm.envs.adapters.vagen:GymImageEnvAdapter"),
+    Interface("slime", "build_env", is_build_env, "rl_vlm.envs.foreign.slime:SlimeEnv"),
+    Interface("vlm-gym", "create_env", is_vlm_gym, "rl_vlm.envs.foreign.vlm_gym:VlmGymEnv"),
+    Interface("verifiers", "load_environment", is_verifiers, "rl_vlm.envs.foreign.verifiers:VerifiersEnv"),
+    Interface("VAGEN", "", is_gym_image_env, "rl_vlm.envs.foreign.vagen:VagenEnv"),
 )
 
 # Ids that name an environment by a scheme: what stands after the colon is the adapter's first argument.
 SCHEMES = {
-    "verifiers": "rl_vlm.envs.adapters.verifiers:VerifiersEnv",
-    "openenv": "rl_vlm.envs.adapters.openenv:OpenEnv",
-    "remote": "rl_vlm.envs.adapters.remote:RemoteEnv",
-    "http": "rl_vlm.envs.adapters.remote:RemoteEnv",
-    "https": "rl_vlm.envs.adapters.remote:RemoteEnv",
+    "verifiers": "rl_vlm.envs.foreign.verifiers:VerifiersEnv",
+    "openenv": "rl_vlm.envs.foreign.openenv:OpenEnv",
+    "remote": "rl_vlm.envs.remote:RemoteEnv",
+    "http": "rl_vlm.envs.remote:RemoteEnv",
+    "https": "rl_vlm.envs.remote:RemoteEnv",
 }
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.adapters.background import BackgroundLoop
-from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
+from rl_vlm.envs.foreign.common import BackgroundLoop
 from rl_vlm.envs.images import as_image, one_line
 from rl_vlm.types import Message, Observation, Part, Role, UserInputError
 
 
-class GymImageEnvAdapter(EpisodeEnv):
+class VagenEnv(EpisodeEnv):
     """A VisionEnv around a `GymImageEnv`.
 
     env: the class, or the name of one as `rl_vlm.make` takes it. max_turns: turns after which an episode is truncated.
@@ -34,7 +34,7 @@ class GymImageEnvAdapter(EpisodeEnv):
         max_turns: Count = 16,
         num_train: Count = 4096,
         num_test: Count = 512,
-        timeout_s: float = 60.0,
+        timeout_s: Seconds = 60.0,
         **env_config: Any,
     ) -> None:
         factory = registry.find(env) if isinstance(env, str) else env
@@ -56,9 +56,9 @@ class GymImageEnvAdapter(EpisodeEnv):
         if not isinstance(result, tuple) or len(result) != 2:
             raise EnvError("reset(seed) must return (obs, info).")
         system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
-        messages = [to_message(system, "system")] if _has_content(system) else []
-        messages.append(to_message(result[0]))
-        return Observation(tuple(messages)), {**dict(result[1] or {}), "seed": number}
+        has_content = isinstance(system, dict) and bool(system.get("obs_str") or system.get("multi_modal_input"))
+        messages = (*([to_message(system, "system")] if has_content else []), to_message(result[0]))
+        return Observation(messages), {**dict(result[1] or {}), "seed": number}
 
     def reply(self, text: str) -> Reply:
         """Pass the policy's text on; the episode ends when the environment is done."""
@@ -69,8 +69,7 @@ class GymImageEnvAdapter(EpisodeEnv):
         info = {**dict(info or {}), "turn": self.turn}
         if "success" in info:  # VAGEN's name for it; rewards for the format alone may add up to more than 1
             info.setdefault("correct", bool(info["success"]))
-        message = None if done or self.is_last_turn else Observation((to_message(obs),))
-        return Reply(as_reward(reward, "step()"), message, info, truncated=not done and self.is_last_turn)
+        return Reply(as_reward(reward, "step()"), None if done else Observation((to_message(obs),)), info)
 
     def close(self) -> None:
         """Close the environment."""
@@ -110,7 +109,3 @@ def to_message(obs: Any, role: Role = "user") -> Message:
     if left:
         raise EnvError(f"The observation has images without a placeholder in obs_str: {left}.")
     return Message(role, tuple(parts))
-
-
-def _has_content(obs: Any) -> bool:
-    return isinstance(obs, dict) and bool(obs.get("obs_str") or obs.get("multi_modal_input"))

@@ -1,8 +1,11 @@
-"""Addresses of environments that run elsewhere, and the token that is sent there."""
+"""Environments that run elsewhere: their addresses, the token that is sent there, and calls that are tried again."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from rl_vlm.safe_text import keep_secret
@@ -10,6 +13,9 @@ from rl_vlm.types import UserInputError
 
 TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+T = TypeVar("T")
 
 
 def base_url(address: str) -> str:
@@ -48,8 +54,14 @@ def token_header(variable: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def check_seconds(**values: float) -> None:
-    """Raise UserInputError for a duration that is not positive."""
-    for name, value in values.items():
-        if not isinstance(value, int | float) or not value > 0:
-            raise UserInputError(f"env.kwargs.{name} is {value!r}: it must be a positive number of seconds.")
+def retried(call: Callable[[], T], errors: tuple[type[Exception], ...], seconds: float) -> T:
+    """The result of `call`, which is tried again after `errors` for about `seconds`; then the last of them is raised."""
+    started, pause = time.monotonic(), _FIRST_PAUSE_S
+    while True:
+        try:
+            return call()
+        except errors:
+            if time.monotonic() - started + pause > seconds:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)

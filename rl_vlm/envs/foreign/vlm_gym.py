@@ -6,30 +6,30 @@ has `image` (or `image_path`) and `question`, or `image_left`, `image_right` and
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.adapters.shared import SharedEnv
-from rl_vlm.envs.adapters.splits import HeldOut, check_share
-from rl_vlm.envs.adapters.tokens import load_tokenizer
-from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.data import check_max_turns
+from rl_vlm.envs.base import Count, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError, as_reward
+from rl_vlm.envs.foreign.common import HeldOutEnv, Share
+from rl_vlm.envs.foreign.stand_ins import with_stand_ins
 from rl_vlm.envs.images import as_image, one_line
-from rl_vlm.envs.loading import with_stand_ins
 from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 
 # vlm-gym's own words around a statement, and the question that its prompt leaves out.
 TWO_IMAGES = "Look at the two images. {statement} True or False?"
 
 
-class VlmGymEnv(VisionEnv):
+class VlmGymEnv(HeldOutEnv):
     """A VisionEnv around an environment of vlm-gym's interface.
 
     env: a class, or a `create_env` function, or the name of one as `rl_vlm.make` takes it.
@@ -51,76 +51,53 @@ class VlmGymEnv(VisionEnv):
         *,
         name: str | None = None,
         tokenizer: str | None = None,
-        max_turns: int = 8,
+        max_turns: Count = 8,
         test: dict[str, Any] | None = None,
-        test_share: float = 0.1,
+        test_share: Share = 0.1,
         shared: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(test_share if test is None else None, max_turns=max_turns)
         self._factory = registry.find(env) if isinstance(env, str) else env
         self._tokenizer = load_tokenizer(tokenizer)
-        self._max_turns = check_max_turns(max_turns)
         self._name = name
-        make = partial(self._shared, tokenizer) if shared else self._own
-        self._envs: dict[Split, SharedEnv] = {"train": make(kwargs)}
-        self._envs["test"] = self._envs["train"] if test is None else make({**kwargs, **test})
-        self._held_out = HeldOut(check_share(test_share)) if test is None else None
-        self._inner: Any = None
-        self._state: Any = None
-        self._turn = 0
 
-    def num_items(self, split: Split) -> int | None:
-        """The environment's `num_tasks` in this split; None where it has no end."""
-        size = self._num_tasks(split)
-        return size if self._held_out is None else self._held_out.size(split, size)
+        def made(arguments: dict[str, Any]) -> SharedEnv:
+            make = partial(self._make, arguments)
+            key = (self._factory, name, tokenizer, repr(sorted(arguments.items())))
+            return SharedEnv.of(key, make) if shared else SharedEnv(make(), copied=False)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Open task `options["index"]` of `options["split"]`."""
-        super().reset(seed=seed)
-        split, index = self.item(options, self.num_items((options or {}).get("split", "train")))
-        number = index
-        if self._held_out is not None:
-            number = self._held_out.number(split, index, self._num_tasks(split))
-        result, self._inner = self._envs[split].open(lambda env: env.reset(number))
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise EnvError("reset(idx) must return (state, observation).")
-        self._state, observation = result
-        self._turn = 0
-        return Observation((to_message(observation),)), {"index": index, "split": split, "task": number}
+        self._envs: dict[Split, SharedEnv] = {"train": made(kwargs)}
+        self._envs["test"] = self._envs["train"] if test is None else made({**kwargs, **test})
 
-    def step(self, action: str) -> StepResult:
-        """Pass the policy's text on as token ids."""
-        if self._inner is None:
-            raise EnvError("This episode is over or never began: call reset() before step().")
-        result = self._inner.step(self._state, self._tokenizer.encode(action, add_special_tokens=False))
-        if not isinstance(result, tuple) or len(result) != 5:
-            raise EnvError("step(state, action_tokens) must return (state, out_tokens, reward, done, info).")
-        self._state, out_tokens, reward, done, info = result
-        self._turn += 1
-        terminated, truncated = bool(done), not done and self._turn >= self._max_turns
-        info = {**dict(info or {}), "turn": self._turn}
-        reward = as_reward(reward, "step()")
-        if terminated or truncated:
-            self._inner = None
-            return Observation(), reward, terminated, truncated, info
-        shown = self._tokenizer.decode([int(one) for one in out_tokens], skip_special_tokens=True)
-        if not shown.strip():
-            raise EnvError("step() was not done and returned no out_tokens: there is nothing to show the policy.")
-        return Observation.user(shown), reward, False, False, info
-
-    def _num_tasks(self, split: Split) -> int | None:
-        """The tasks that the environment has; None where it has no end, or says nothing."""
+    def num_tasks(self, split: Split) -> int | None:
+        """The environment's own `num_tasks`; None where it has no end, or says nothing."""
         count = getattr(self._envs[split].env, "num_tasks", -1)
         return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
 
-    def _shared(self, tokenizer: str | None, kwargs: dict[str, Any]) -> SharedEnv:
-        """The environment that all of this process have who ask for the same."""
-        key = (self._factory, self._name, tokenizer, repr(sorted(kwargs.items())))
-        return SharedEnv.of(key, partial(self._make, kwargs))
+    def open(self, item: Item) -> tuple[Observation, Info]:
+        """Open the task of the item."""
+        number = self.task(item)
+        result, self._inner = self._envs[item.split].open(lambda env: env.reset(number))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise EnvError("reset(idx) must return (state, observation).")
+        self._state, observation = result
+        return Observation((to_message(observation),)), {"task": number}
 
-    def _own(self, kwargs: dict[str, Any]) -> SharedEnv:
-        return SharedEnv.own(partial(self._make, kwargs))
+    def reply(self, text: str) -> Reply:
+        """Pass the policy's text on as token ids."""
+        result = self._inner.step(self._state, self._tokenizer.encode(text, add_special_tokens=False))
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise EnvError("step(state, action_tokens) must return (state, out_tokens, reward, done, info).")
+        self._state, out_tokens, reward, done, info = result
+        info = {**dict(info or {}), "turn": self.turn}
+        reward = as_reward(reward, "step()")
+        if done or self.is_last_turn:
+            return Reply(reward, None, info, truncated=not done)
+        shown = self._tokenizer.decode([int(one) for one in out_tokens], skip_special_tokens=True)
+        if not shown.strip():
+            raise EnvError("step() was not done and returned no out_tokens: there is nothing to show the policy.")
+        return Reply(reward, Observation.user(shown), info)
 
     def _make(self, kwargs: dict[str, Any]) -> Any:
         """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
@@ -176,3 +153,79 @@ def _field(observation: Any, name: str) -> Any:
 
 def _picture(image: Any) -> Any:
     return as_image(str(image) if hasattr(image, "__fspath__") else image)
+
+
+_LOCK = threading.RLock()
+_SHARED: WeakValueDictionary[Any, SharedEnv] = WeakValueDictionary()
+
+
+class SharedEnv:
+    """An environment whose `reset` is called in turn, so that what it counts over its episodes goes on."""
+
+    def __init__(self, env: Any, copied: bool) -> None:
+        self.env = env
+        self._copied = copied
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, key: Any, make: Callable[[], Any]) -> SharedEnv:
+        """The one of this key, made by the first who asks. Each episode steps a shallow copy of it.
+
+        So the episodes may run at once and write to their copies, and the data are not copied.
+        """
+        with _LOCK:
+            found = _SHARED.get(key)
+            if found is None:
+                found = _SHARED[key] = cls(make(), copied=True)
+            return found
+
+    def open(self, reset: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """(what `reset` returned for the environment, the environment that the episode steps)."""
+        with self._lock:
+            result = reset(self.env)
+            return result, copy.copy(self.env) if self._copied else self.env
+
+
+def forget_shared() -> None:
+    """Let the next who asks get a new one; who has one keeps it."""
+    with _LOCK:
+        _SHARED.clear()
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, so every text comes back as it was; id 256 is the end of a sequence."""
+
+    eos_token_id = pad_token_id = 256
+    eos_token = pad_token = "<eos>"
+    vocab_size = 257
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode(errors="replace")) + [self.eos_token_id] * add_special_tokens
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
+        """The text of bytes; what is no UTF-8 becomes U+FFFD."""
+        return bytes(int(one) for one in token_ids if 0 <= int(one) < 256).decode(errors="replace")
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
+        """The ids under the name that transformers gives them."""
+        ids = self.encode(text, **kwargs)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+
+def load_tokenizer(name: str | None) -> Any:
+    """The tokenizer of a model folder or hub name; without a name, a ByteTokenizer. Raises UserInputError."""
+    if name is None:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer  # takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserInputError(
+            f"env.kwargs.tokenizer {name!r} cannot be loaded ({str(error).splitlines()[0][:200]}): name a model folder or a "
+            "model of the hub, or leave it out."
+        ) from error

@@ -1,1 +1,0 @@
-"""Stands in for `vlmrl.envs`: what an environment's file derives from."""

@@ -1,1 +1,0 @@
-"""Stands in for `vlmrl.utils`: what an environment's file calls."""
