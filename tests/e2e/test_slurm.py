@@ -131,11 +131,6 @@ def test_false_and_zero_leave_episodes_whole(tmp_path: Path) -> None:
     assert not run.preference.evaluation.end_on_success and run.env.kwargs["horizon"] == 100
 
 
-def test_any_tasks_evaluation_may_end_on_success(tmp_path: Path) -> None:
-    _, command = submit(tmp_path, TASK_ENV="metaworld_soccer-v2", EVAL_TERM_SUCCESS="true")
-    assert run_of(command).preference.evaluation.end_on_success
-
-
 def test_scratch_holds_artifacts_and_the_hubs_cache(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

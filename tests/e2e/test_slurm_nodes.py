@@ -128,15 +128,6 @@ def test_a_hub_cache_of_first_use_is_made_and_bound(variable: str, submitted: Pa
     assert place.is_dir() and {line.split(",")[-1] for line in notes(tmp_path, "binds")} == {str(place)}
 
 
-def test_a_hub_cache_that_cannot_be_made_is_left_alone(submitted: Path, tmp_path: Path) -> None:
-    (tmp_path / "rl_vlm.sif").touch()
-    place = tmp_path / "nowhere" / "hf_cache"
-    changes = {"APPTAINER_IMAGE": str(tmp_path / "rl_vlm.sif"), "HF_HOME": str(place)}
-    done = run(submitted, tmp_path, "configs/quickstart.yaml", **changes)
-    assert done.returncode == 0, done.stderr
-    assert not place.parent.exists() and not any(str(place) in line for line in notes(tmp_path, "binds"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "changes", "words"),
     [

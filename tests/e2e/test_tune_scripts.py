@@ -49,18 +49,15 @@ def models() -> None:
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_ends_with_a_table_a_figure_and_the_best(name: str, tmp_path: Path) -> None:
-    out, started = tmp_path / name, time.monotonic()
+    out = tmp_path / name
     finish(start(name, out, "--quick"), out)
-    seconds = time.monotonic() - started
     rows = results(out)
-    print(f"{name}: {seconds:.0f} s\n{(out / 'results.md').read_text()}")
     assert all(row["finished"] == "True" for row in rows)
     assert not any(math.isnan(float(row["best"])) for row in rows)
     assert (out / "results.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "best/config.yaml").is_file()
     if name != "preference_sweep":  # its agent is no adapter
         assert (out / "best/adapter/adapter_model.safetensors").is_file()
-    assert seconds <= 600
 
 
 def test_a_killed_sweep_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
@@ -90,12 +87,10 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
 
 
 def test_the_tournament_compares_itself_with_one_run(tmp_path: Path) -> None:
-    out, started = tmp_path / "tournament", time.monotonic()
+    out = tmp_path / "tournament"
     finish(start("curriculum_tournament", out, "--quick"), out)
-    print(f"{time.monotonic() - started:.0f} s\n{(out / 'results.md').read_text()}")
     assert (out / "results.md").read_text().count("\n") == 5
     assert (out / "large/best/adapter/adapter_model.safetensors").is_file()
-    assert time.monotonic() - started <= 600
 
 
 @pytest.mark.timeout(3600)

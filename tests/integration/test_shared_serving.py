@@ -77,9 +77,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts_anything(run: RunCo
             "serving": run.serving.model_copy(update={"max_context": 1024}),
         }
     )
-    with pytest.raises(
-        UserInputError, match=r"model.dtype is float32 there and bfloat16 here; serving.max_context is 512 there"
-    ):
+    with pytest.raises(UserInputError, match="serving.max_context"):
         PolicyService(other, "does-not-fit", ModelReference.of(str(tiny_folder)))
     assert "does-not-fit" not in status()["policies"]
 

@@ -132,7 +132,7 @@ def test_an_adapter_that_is_refused_leaves_the_running_samples_as_they_are(engin
     async def run() -> Completion:
         await engine.load_adapter(random_payload(folder, 5))
         running = asyncio.create_task(engine.generate(asked(folder)[:1]))
-        with pytest.raises(EngineError, match="vLLM refused adapter version 6"):
+        with pytest.raises(EngineError, match="version 6"):
             await engine.load_adapter(too_high)
         return (await running)[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from file_corpus import label_cache, memo_bomb, parquet_bomb, parquet_nulls
+from file_corpus import memo_bomb, parquet_bomb, parquet_nulls
 from image_corpus import png
 
 from rl_vlm.envs import data
@@ -77,12 +77,6 @@ def test_a_pickle_of_nine_bytes_does_not_take_gigabytes(tmp_path):
         import_labels(tmp_path, tmp_path / "store", observation_size=3)
     assert peak_mib() - before < 300
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pkl"]
-
-
-def test_label_caches_are_converted_as_before(tmp_path):
-    (tmp_path / "a.pkl").write_bytes(label_cache())
-    assert import_labels(tmp_path, tmp_path / "store", observation_size=3) == (1, 2)
-    assert [label.value for label in LabelStore(tmp_path / "store").read(1).labels] == [1, 1]
 
 
 def test_a_session_of_pictures_that_are_larger_than_their_files_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 """YAML, paths, wires and environments that were made to harm."""
 
-import os
 import struct
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_corpus import encoded
 
-from rl_vlm import child as children
 from rl_vlm import frames
 from rl_vlm.cli.output import ErrorReport
 from rl_vlm.config.loading import _Dumper, load_config, load_yaml, parse_override
@@ -212,19 +210,6 @@ def test_environments_see_no_tokens_but_those_that_they_need(env_file, monkeypat
         env.close()
     assert {"GAME_TOKEN", "OTHER_KEY", "PATH"} <= set(seen)
     assert not {"WANDB_API_KEY", "HF_TOKEN", "RL_VLM_API_TOKEN"} & set(seen)
-
-
-def test_only_marked_processes_are_found():
-    mark = f"RL_VLM_ENV_TEST_{os.getpid()}"
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, mark: "1"})
-    try:
-        wait_for(lambda: children.marked(mark) == {child.pid})
-        children.kill_marked(mark)
-        assert child.wait(60) == -9
-    finally:
-        child.kill()
-        child.wait()
-    assert not children.marked("RL_VLM_ENV_NOBODY")
 
 
 def test_frames_of_every_kind_of_nonsense(tmp_path):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from rl_vlm.models.loading import TextSide
     from rl_vlm.models.supervised import DialogueEncoder
 
 
@@ -16,3 +20,36 @@ def encoder(processor: Any) -> DialogueEncoder:
     from rl_vlm.models.supervised import DialogueEncoder  # with torch, which most tests do without
 
     return DialogueEncoder.from_processor(processor)
+
+
+@pytest.fixture(scope="session")
+def text(tiny_folder: Path) -> TextSide:
+    """Codec and image geometry of the tiny model."""
+    from core_support import text_side
+
+    return text_side(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Any:
+    """The tiny model as transformers loads it."""
+    from core_support import plain_model
+
+    return plain_model(tiny_folder)
+
+
+@pytest.fixture
+def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes tests/fixtures/envs importable as a user's own packages are."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fixtures"))
+    yield
+    for name in [name for name in sys.modules if name == "envs" or name.startswith("envs.")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores the registry of environments after the test."""
+    from rl_vlm.envs import registry
+
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))

@@ -15,7 +15,6 @@ from core_support import (
     conversation,
     picture,
     reference_logprobs,
-    text_side,
     train_sample,
 )
 from torch import Tensor
@@ -29,11 +28,6 @@ from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Trajectory
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -208,23 +202,8 @@ def test_a_row_longer_than_the_budget_goes_alone(text: TextSide) -> None:
     assert batches[-1].input_ids.size > 64
 
 
-def test_by_segments_long_replies_are_packed_where_a_token_costs_more_than_its_attention(text: TextSide) -> None:
-    """Eight replies of 900 tokens to a prompt of 700: a model of width 2,048 computes 8,000 tokens instead of 12,800."""
-    lengths, packed = [1600] * 8, 700 + 8 * 900
-    dense, narrow, wide = (builder_of(text, width=width) for width in (0, 128, 2048))
-    assert [one._pays(packed, 700, lengths) for one in (dense, narrow, wide)] == [False, False, True]
-    # Next to nothing is saved.
-    assert not wide._pays(50 + 8 * 900, 50, [950] * 8)
-    # Short replies: packed under any mask.
-    assert all(one._pays(700 + 8 * 100, 700, [800] * 8) for one in (dense, narrow, wide))
-
-
 def test_a_group_is_packed_only_where_that_is_cheaper(text: TextSide) -> None:
     """Long answers after a short prompt would pay attention over each other for nothing."""
     rng = np.random.default_rng(6)
     members = [conversation(text, rng, ["hi"], [60]) for _ in range(8)]
     assert rows(builder_of(text).build([members])) == 8
-
-
-def test_an_empty_minibatch_has_no_micro_batches(text: TextSide) -> None:
-    assert builder_of(text).build([]) == []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import expand, picture, plain_model, processor, reference_logits, text_side
+from core_support import expand, picture, processor, text_side
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -56,11 +56,6 @@ PARTS = st.lists(st.one_of(TEXTS, st.just(IMAGE)), min_size=1, max_size=4).map(t
 # What follows "assistant\n" as a sampled turn: leading white space would merge with the template's newline.
 REPLIES = TEXTS.map(lambda text: "x" + text)
 RELAXED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -234,14 +229,14 @@ def test_text_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None
 
 
 def test_an_image_that_the_template_would_drop_is_an_error(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="0 image placeholders for 1 images"):
+    with pytest.raises(UserInputError, match="placeholders"):
         codec.encode_prompt([Message.of("system", IMAGE, "a"), Message.of("user", "b")])
 
 
 def test_half_a_character_is_an_error_wherever_it_stands(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="leave lone surrogates out"):
+    with pytest.raises(UserInputError, match="surrogates"):
         codec.encode_prompt([Message.of("user", "cut emoji \ud83d")])
-    with pytest.raises(UserInputError, match="leave lone surrogates out"):
+    with pytest.raises(UserInputError, match="surrogates"):
         codec.encode_text("cut emoji \ud83d")
 
 
@@ -260,11 +255,6 @@ def test_a_damaged_text_file_of_a_model_is_a_user_error(
     (folder / name).write_text(content)
     with pytest.raises(UserInputError, match="cannot be read|cannot be used|damaged"):
         load_text_side(folder)
-
-
-def test_an_empty_conversation_is_an_error(codec: ChatCodec) -> None:
-    with pytest.raises(UserInputError, match="at least one message"):
-        codec.encode_prompt([])
 
 
 # --- what the policy may sample, and what it said
@@ -315,12 +305,6 @@ def test_a_whole_prompt_equals_the_processor_with_real_images(tiny_folder: Path,
     assert expand(text, span.token_ids, images).tolist() == theirs["input_ids"][0].tolist()
 
 
-def test_expansion_repeats_the_right_placeholder(codec: ChatCodec) -> None:
-    pad = codec.image_token_id
-    assert expand_image_tokens(np.array([1, pad, 2, pad, 3]), pad, [2, 1]).tolist() == [1, pad, pad, 2, pad, 3]
-    assert expand_image_tokens(np.array([1, 2], dtype=np.int32), pad, []).dtype == np.int32
-
-
 @pytest.mark.parametrize("counts", [[], [1], [1, 2, 3]])
 def test_a_wrong_number_of_images_names_the_sample(codec: ChatCodec, counts: list[int]) -> None:
     pad = codec.image_token_id
@@ -331,11 +315,6 @@ def test_a_wrong_number_of_images_names_the_sample(codec: ChatCodec, counts: lis
 # --- rotary positions
 
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda size: (1, 2 * size[0], 2 * size[1]))
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return plain_model(tiny_folder)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -366,26 +345,6 @@ def test_neighbouring_images_have_positions_of_their_own() -> None:
     assert positions.tolist() == [[0, 0, 2], [0, 0, 2], [0, 1, 2]]
 
 
-def test_positions_matter_to_the_model(tiny_folder: Path, model: Any, text: TextSide) -> None:
-    """The comparison above would be worthless for a model that ignores positions."""
-    image = picture(np.random.default_rng(3), 64, 96)
-    ids = expand(text, text.codec.encode_prompt([Message.of("user", image, "What?")]).token_ids, [image])
-    with torch.no_grad():
-        one = reference_logits(tiny_folder, model, ids, [image])
-        features = model.model.get_image_features(
-            **{
-                key: processor(tiny_folder).image_processor([image.to_pil()], return_tensors="pt")[key]
-                for key in ("pixel_values", "image_grid_thw")
-            },
-            return_dict=True,
-        )
-        assert len(features.pooler_output[0]) == (ids == text.codec.image_token_id).sum()
-        flat = torch.arange(len(ids)).expand(3, 1, -1)
-        inputs = processor(tiny_folder).image_processor([image.to_pil()], return_tensors="pt")
-        other = model(input_ids=torch.from_numpy(ids).long()[None], position_ids=flat, **inputs).logits[0]
-    assert (one - other).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("ending", "accepted"),
     [
@@ -404,5 +363,5 @@ def test_thinking_is_switched_where_the_template_can(text: TextSide, ending: str
         if thinking in accepted:
             assert codec.decode(codec.encode_prompt(messages, thinking).token_ids) == plain + accepted[thinking]
         else:
-            with pytest.raises(UserInputError, match="leave enable_thinking out"):
+            with pytest.raises(UserInputError, match="enable_thinking"):
                 codec.encode_prompt(messages, thinking)

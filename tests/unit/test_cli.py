@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import types
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.cli import app as cli
-from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.types import RLVLMError, UserInputError
 
 CONFIG = "name: test-run\nlearner:\n  lr: 0.01\n"
@@ -126,22 +124,6 @@ def test_every_command_explains_itself(command, capsys):
     assert "Usage: rl-vlm " + command in output(capsys)
 
 
-def test_the_package_still_offers_make_and_register():
-    import rl_vlm
-    from rl_vlm.envs import registry
-
-    assert rl_vlm.make is registry.make and rl_vlm.register is registry.register
-    with pytest.raises(AttributeError, match="no attribute 'mak'"):
-        _ = rl_vlm.mak
-
-
-def test_the_version_is_the_packages(capsys):
-    from rl_vlm import __version__
-
-    assert run("--version") == 0
-    assert output(capsys) == f"rl-vlm {__version__}\n"
-
-
 # train
 
 
@@ -167,11 +149,6 @@ def test_a_run_goes_into_the_folder_of_its_name_by_default(config, training):
 def test_a_run_folder_stands_for_its_configuration(config, training, tmp_path):
     assert run("train", tmp_path) == 0
     assert training.calls[0][0].name == "test-run"
-
-
-def test_a_run_folder_that_is_resumed_goes_on_itself(config, training, tmp_path):
-    assert run("train", tmp_path, "--resume") == 0
-    assert training.calls[0][1:] == (str(tmp_path), True, False)
 
 
 def test_a_dry_run_trains_nothing(config, training, capsys):
@@ -247,15 +224,6 @@ def test_a_surprise_is_a_sentence_and_its_traceback_a_file_of_the_run(config, tr
     assert "Traceback" in (folder / "error.log").read_text() and "second line" in (folder / "error.log").read_text()
 
 
-def test_without_a_run_folder_the_traceback_is_a_temporary_file(config, harness, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(harness, "evaluate_policy_run", lambda *a, **k: {}[0])
-    assert run("eval", config) == 1
-    assert "KeyError" in failure(capsys)
-    (log,) = tmp_path.glob("rl-vlm-error-*.log")
-    assert "Traceback" in log.read_text()
-
-
 def test_the_installed_program_exits_with_the_code(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "rl_vlm.cli", "train", "missing.yaml"], capture_output=True, text=True, cwd=tmp_path
@@ -266,27 +234,7 @@ def test_the_installed_program_exits_with_the_code(tmp_path):
     )
 
 
-def test_a_reader_that_leaves_early_is_no_crash():
-    command = f"{sys.executable} -m rl_vlm.cli doctor --help | true"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert "Traceback" not in done.stderr and done.returncode in (0, 1, 128 + signal.SIGPIPE)
-
-
 # eval and rollout
-
-
-def test_eval_hands_on_the_run_folder(config, harness, tmp_path, capsys):
-    assert run("eval", config, "name=x", "--run-dir", tmp_path / "run", "--out", tmp_path / "o.json", "--blind") == 0
-    seen = json.loads(output(capsys))
-    assert seen.pop("options")["blind"]
-    assert seen == {"name": "x", "adapter": None, "run_dir": str(tmp_path / "run"), "out": str(tmp_path / "o.json")}
-
-
-def test_eval_without_an_adapter_measures_the_base_model(config, harness, capsys):
-    assert run("eval", config) == 0
-    seen = json.loads(output(capsys))
-    assert seen.pop("options") == plain({"options": EvaluationOptions()})["options"] | {"split": []}
-    assert seen == {"name": "test-run", "adapter": None, "run_dir": None, "out": None}
 
 
 def test_eval_hands_on_what_else_is_asked_for(config, harness, tmp_path, capsys):

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from test_cli import failure, output, run
+from test_cli import failure, run
 
 
 @pytest.fixture
@@ -35,11 +35,6 @@ def hub_error(kind, status=404):
     return getattr(errors, kind)(
         "no\nmore", response=httpx.Response(status, request=httpx.Request("GET", "https://hub"))
     )
-
-
-def test_fetch_prints_where_the_model_is(hub, capsys):
-    assert run("fetch", "owner/model") == 0
-    assert output(capsys).strip() == str(hub.folder) and hub.calls == [("owner/model", "model")]
 
 
 def test_fetch_converts_a_data_set_so_that_it_opens_offline(hub, monkeypatch):
@@ -77,12 +72,6 @@ def test_fetch_says_what_went_wrong(hub, monkeypatch, capsys):
     hub.error = LocalEntryNotFoundError("offline")
     assert run("fetch", "owner/model") == 2
     assert "HF_HUB_OFFLINE is set" in failure(capsys)
-
-
-def test_a_data_set_fetched_as_a_model_is_told(hub, capsys):
-    (hub.folder / "config.json").unlink()
-    assert run("fetch", "owner/data") == 2
-    assert "Add --data" in failure(capsys)
 
 
 def test_fetch_without_a_network_ends_soon(tmp_path):

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Generator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,18 +121,6 @@ def test_requests_of_one_moment_are_spread_over_as_many_calls_as_replicas() -> N
     assert [session for session, _ in handle.calls] == ["#0", "#1", "#2"]  # a home each
 
 
-def test_fewer_requests_than_replicas_are_one_call_each() -> None:
-    handle = Handle()
-    run(client_of(handle, homes=range(8)), ask("a"), ask("b"))
-    assert [len(batch) for _, batch in handle.calls] == [1, 1]
-
-
-def test_one_replica_gets_everything_in_one_call() -> None:
-    handle = Handle()
-    run(client_of(handle, homes=[0]), *(ask(str(k)) for k in range(5)))
-    assert [len(batch) for _, batch in handle.calls] == [5]
-
-
 def test_requests_that_become_ready_in_the_same_round_share_a_call() -> None:
     """Those that a callback of this round submits, too."""
     handle = Handle()
@@ -162,14 +149,6 @@ def test_conversations_stay_on_their_replica() -> None:
     assert by_session["y"] == [["y0", "y1", "y2"]]
     assert by_session["#0"] == [["0", "2"]]
     assert by_session["#1"] == [["1"]]
-
-
-def test_the_base_model_is_asked_in_calls_of_its_own() -> None:
-    """An engine that merges adapters cannot answer for both in one batch, and refuses such calls."""
-    handle = Handle()
-    judged = [replace(ask(f"judge{k}"), min_version=-1) for k in range(2)]
-    run(client_of(handle, homes=[0]), ask("a"), judged[0], ask("b"), judged[1])
-    assert [[asked.request_id for asked in batch] for _, batch in handle.calls] == [["a", "b"], ["judge0", "judge1"]]
 
 
 def test_long_answers_are_asked_for_one_by_one() -> None:
@@ -204,13 +183,6 @@ def test_what_a_dead_or_stale_replica_lost_is_asked_again_elsewhere(error: Excep
     assert (client.retries, len(pauses)) == (2, 2)
 
 
-def test_pauses_grow_up_to_a_bound_and_are_random() -> None:
-    pauses = Pauses()
-    run(client_of(Handle(*[ActorDiedError()] * 12), sleep=pauses), ask("a"))
-    assert all(0 <= pause <= min(2.0, 0.05 * 2 ** (k + 1)) for k, pause in enumerate(pauses))
-    assert len({round(pause, 9) for pause in pauses}) == 12
-
-
 def test_an_answer_that_the_engine_refuses_is_not_asked_for_again() -> None:
     for error in (task_error(EngineError("too long")), EngineError("too long"), task_error(ValueError("a bug"))):
         handle = Handle(error)
@@ -219,13 +191,6 @@ def test_an_answer_that_the_engine_refuses_is_not_asked_for_again() -> None:
         assert "refused 1 requests" in str(outcome)
         assert str(error.args[0] if not isinstance(error, RayTaskError) else error.cause) in str(outcome)
         assert len(handle.calls) == 1
-
-
-def test_a_call_that_fails_fails_its_own_requests_only() -> None:
-    handle = Handle(task_error(EngineError("no")))
-    outcomes = run(client_of(handle), *(ask(str(k)) for k in range(6)))
-    assert sum(isinstance(outcome, GenerationFailedError) for outcome in outcomes) == 3
-    assert sum(isinstance(outcome, Completion) for outcome in outcomes) == 3
 
 
 # --- deadlines and cancellation
@@ -251,15 +216,6 @@ def test_retries_count_against_the_deadline() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_a_later_attempt_has_only_the_time_that_is_left() -> None:
-    handle = Handle(ActorDiedError(), FOREVER)
-    started = time.monotonic()
-    (outcome,) = run(client_of(handle, deadline_s=0.3), ask("a"))
-    assert isinstance(outcome, GenerationFailedError)
-    assert time.monotonic() - started < 30
-    assert handle.responses[1].cancelled
-
-
 async def cancel_running(handle: Handle, *work: Awaitable[Any]) -> None:
     """Start work, cancel all of it once it has reached the handle, and wait for the response to be cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -272,11 +228,6 @@ async def cancel_running(handle: Handle, *work: Awaitable[Any]) -> None:
         assert all(task.cancelled() for task in tasks)
         while not handle.responses[0].cancelled:
             await asyncio.sleep(0.001)
-
-
-def test_cancelling_a_request_cancels_its_response() -> None:
-    handle = Handle(FOREVER)
-    asyncio.run(cancel_running(handle, client_of(handle, coalesce=False).generate(ask("a"))))
 
 
 def test_cancelling_one_of_several_requests_leaves_the_others() -> None:
@@ -292,12 +243,6 @@ def test_cancelling_one_of_several_requests_leaves_the_others() -> None:
     outcomes = asyncio.run(one_of_three())
     assert [type(outcome).__name__ for outcome in outcomes] == ["Completion", "CancelledError", "Completion"]
     assert not handle.responses[0].cancelled
-
-
-def test_cancelling_all_requests_of_a_call_cancels_its_response() -> None:
-    handle = Handle(FOREVER)
-    client = client_of(handle, homes=[0])
-    asyncio.run(cancel_running(handle, client.generate(ask("a")), client.generate(ask("b"))))
 
 
 @pytest.mark.parametrize(

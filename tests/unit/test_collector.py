@@ -88,16 +88,6 @@ def test_parallel_evaluation_equals_one_after_another() -> None:
     assert len({round(result.true_return, 3) for result in wide}) == 5
 
 
-def test_success_is_the_best_and_the_last_moment() -> None:
-    class Falling(ContinuousCartPole):
-        def step(self, action: np.ndarray) -> object:  # type: ignore[override]
-            observation, reward, _, truncated, info = super().step(np.ones(1, np.float32))
-            return observation, reward, False, truncated, {**info, "success": self._steps < 5}
-
-    (result,) = Evaluator(lambda: Falling(horizon=100, image_size=32), parallel=1).run(actor(), [1])
-    assert (result.success_best, result.success_last) == (1.0, 0.0)
-
-
 def test_an_evaluation_episode_may_end_when_it_succeeds() -> None:
     class Soon(ContinuousCartPole):
         def step(self, action: np.ndarray) -> object:  # type: ignore[override]

@@ -8,7 +8,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from PIL import Image
 
 from rl_vlm.plots import curves as plots
 from rl_vlm.plots.curves import Curves, draw_curve, read_curves, smooth
@@ -48,16 +47,6 @@ def _within(value: float, limits) -> bool:
     return min(limits) <= value <= max(limits)
 
 
-def test_the_picture_is_wide_enough_and_not_blank(tmp_path):
-    folder = run_folder(tmp_path / "run", evaluations=[evaluation(0, 0.25, chance=0.25), evaluation(3, 0.9)])
-    path = draw_curve(folder)
-    assert path == folder / "curve.png"
-    with Image.open(path) as image:
-        assert image.size == (1800, 1000)
-        assert len(image.convert("RGB").getcolors(10**6)) > 100
-    assert sorted(file.name for file in folder.iterdir()) == ["config.yaml", "curve.png", "eval.jsonl", "progress.csv"]
-
-
 def test_reward_accuracy_intervals_and_chance_are_read(tmp_path):
     curves = read_curves(
         run_folder(
@@ -88,26 +77,6 @@ def test_the_figure_says_what_it_shows():
         assert words in said
 
 
-@pytest.mark.parametrize("variants", [1, 3, 7])
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_no_text_leaves_the_picture_or_is_too_small(variants, scale):
-    names = [f"a rather long name of variant {number}" for number in range(variants)]
-    curves = Curves(
-        "a-run_with.dots",
-        [(number, scale * number / 200) for number in range(200)],
-        {name: [(0, 0.25), (199, 0.9)] for name in names},
-        {name: [(0, 0.2, 0.3)] for name in names},
-        0.25,
-    )
-    figure, texts = drawn(curves)
-    for text in texts:
-        box = text.get_window_extent()
-        assert min(box.x0, box.y0) >= 0 and box.x1 <= 900 and box.y1 <= 500, text.get_text()
-        assert text.get_fontsize() >= 10
-    legend = figure.legends[0].get_window_extent()
-    assert all(panel.get_window_extent().y1 <= legend.y0 + 4 for panel in figure.axes)
-
-
 def test_rewards_on_another_scale_get_a_panel_of_their_own():
     accuracy = {"default": [(0, 0.25)]}
     together, _ = drawn(Curves("a", [(1, 0.0), (2, 1.0)], accuracy, {"default": []}))
@@ -115,28 +84,9 @@ def test_rewards_on_another_scale_get_a_panel_of_their_own():
     assert len(together.axes) == 1 and len(apart.axes) == 2
 
 
-def test_large_returns_of_a_preference_run_leave_room_for_their_label():
-    series = [(500 * k, -2500.0 + 300 * k) for k in range(1, 8)]
-    curves = Curves("cartpole", series, {"success": [(0, 0.0), (4000, 1.0)]}, {"success": []}, of_steps=True)
-    _, texts = drawn(curves)
-    shown = [text.get_text() for text in texts]
-    assert "environment steps" in shown and "success\n(share of episodes)" in shown
-    assert all(text.get_window_extent().x0 >= 0 for text in texts), shown
-
-
-def test_a_name_is_no_formula():
-    _, texts = drawn(Curves("run_$x^2", [(1, 0.5)], {"$a_b": [(0, 0.5)]}, {"$a_b": []}))
-    assert "run_$x^2" in [text.get_text() for text in texts]
-
-
 @pytest.mark.parametrize("rewards", [(), (0.5,), (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)])
 def test_short_runs_are_drawn(tmp_path, rewards):
     assert draw_curve(run_folder(tmp_path / "run", rewards=rewards)).stat().st_size > 10_000
-
-
-def test_a_folder_without_figures_is_drawn_under_its_own_name(tmp_path):
-    assert draw_curve(tmp_path).is_file()
-    assert read_curves(tmp_path).name == tmp_path.name
 
 
 def test_a_missing_folder_and_damaged_files_are_named(tmp_path):
@@ -148,13 +98,6 @@ def test_a_missing_folder_and_damaged_files_are_named(tmp_path):
     assert not (folder / "curve.png").exists()
 
 
-def test_smoothing_keeps_constants_and_lines():
-    np.testing.assert_allclose(smooth(np.full(7, 0.3)), 0.3)
-    np.testing.assert_allclose(smooth(np.array([0.4])), 0.4)
-    line = np.arange(100.0)
-    np.testing.assert_allclose(smooth(line)[20:80], line[20:80])
-
-
 def test_smoothing_is_a_gaussian_average():
     values = np.zeros(21)
     values[10] = 1.0
@@ -162,17 +105,3 @@ def test_smoothing_is_a_gaussian_average():
     np.testing.assert_allclose(smooth(values)[7:14], weights / weights.sum())
     noise = np.random.default_rng(0).normal(size=400)
     assert smooth(noise).std() < 0.3 * noise.std()
-
-
-def test_the_labels_of_a_fine_tuning_curve_are_whole(tmp_path, monkeypatch):
-    (tmp_path / "progress.csv").write_text("iteration,sft/loss\n1,0.212\n32,0.117\n")  # ticks of three decimals
-    losses = {0: 0.2055, 32: 0.0989}
-    evaluations = [{"iteration": step, "eval/loss": loss, "accuracy/default": 0.5} for step, loss in losses.items()]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in evaluations))
-    figures = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, paths: figures.append(figure))
-    plots.draw_curve(tmp_path)
-    figure = figures[0]
-    FigureCanvasAgg(figure).draw()
-    labels = [panel.yaxis.label for panel in figure.axes]
-    assert all(label.get_window_extent().x0 >= 0 for label in labels)

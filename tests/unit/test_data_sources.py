@@ -17,9 +17,9 @@ GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"
 def test_a_single_file_serves_one_split_only():
     assert len(TableSet(QuestionTable, str(GEO3K / "train.parquet")).split("train")) == 8
     assert len(TableSet(QuestionTable, str(GEO3K / "test.parquet@[0:2]")).split("test")) == 2
-    with pytest.raises(UserInputError, match="holds the train split"):
+    with pytest.raises(UserInputError, match="train"):
         TableSet(QuestionTable, str(GEO3K / "train.parquet")).split("test")
-    with pytest.raises(UserInputError, match="holds the test split"):
+    with pytest.raises(UserInputError, match="test"):
         TableSet(QuestionTable, str(GEO3K / "test.parquet")).split("train")
 
 
@@ -29,14 +29,14 @@ def test_splits_can_be_named_one_by_one():
         6,
         2,
     )
-    with pytest.raises(UserInputError, match="names no test split; it names train"):
+    with pytest.raises(UserInputError, match="test split"):
         TableSet(QuestionTable, {"train": data["train"]}).split("test")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_splits_that_share_rows_are_refused(split):
     file = GEO3K / "train.parquet"
-    with pytest.raises(UserInputError, match="share rows, so that tests would be trained on"):
+    with pytest.raises(UserInputError, match="share rows"):
         TableSet(QuestionTable, {"train": f"{file}@[0:6]", "test": f"{file}@[4:8]"}).split(split)
     apart = TableSet(QuestionTable, {"train": f"{file}@[0:6]", "test": f"{file}@[6:8]"})
     assert (len(apart.split("train")), len(apart.split("test"))) == (6, 2)
@@ -55,7 +55,7 @@ def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub (OfflineModeIsEnabled)")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserInputError, match="owner/name.*rl-vlm fetch"):
+    with pytest.raises(UserInputError, match="rl-vlm fetch"):
         open_table(QuestionTable, "owner/name", "train")
 
 
@@ -90,5 +90,5 @@ def test_the_hint_for_a_missing_test_split_works_as_it_is_printed(tmp_path, kind
 @pytest.mark.parametrize("data", ["5", "{dev: a.parquet}", "{train: 5}", "[a.parquet]"])
 def test_a_data_setting_that_names_no_source_is_refused(tmp_path, data):
     (tmp_path / "run.yaml").write_text("env: {id: Geo3k-v0}\n")
-    with pytest.raises(UserInputError, match=r"env\.data is a folder, file or hub name, or a mapping"):
+    with pytest.raises(UserInputError, match=r"env\.data"):
         load_config(tmp_path / "run.yaml", [f"env.data={data}"])

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rl_vlm.monitoring.display import MovingAverage, ProgressDisplay, duration
+from rl_vlm.monitoring.display import MovingAverage, ProgressDisplay
 
 METRICS = {
     "reward/mean": 0.5,
@@ -77,18 +77,6 @@ def test_a_line_says_what_matters():
     )
 
 
-def test_a_resumed_run_shows_where_it_began():
-    display, _clock, out = plain()
-    display.recall([{"iteration": 0, "accuracy/default": 0.25}, {"iteration": 5, "accuracy/default": 0.5}])
-    with display:
-        display.update(10, METRICS)
-        display.evaluation(10, {"accuracy/default": 0.75})
-        display.update(20, METRICS)
-    first, evaluation, second = lines(out)
-    assert "accuracy 0.250 → 0.500 greedy" in first and "accuracy 0.250 → 0.750 greedy" in second
-    assert evaluation == "evaluation at iteration 10: accuracy 0.750"
-
-
 @pytest.mark.parametrize(
     ("values", "alarms"),
     [
@@ -120,16 +108,6 @@ def test_time_spent_in_an_evaluation_is_no_iteration_time():
     assert "1.00 s/iteration | 10s left" in out.getvalue()
 
 
-def test_the_start_is_no_iteration_time():
-    display, clock, out = plain(total=20)
-    with display:
-        clock.now += 30.0
-        display.begins()
-        clock.now += 2.0
-        display.update(10, {"reward/mean": 1.0})
-    assert "0.20 s/iteration" in out.getvalue() and "2s left" in out.getvalue()
-
-
 def test_accuracy_before_and_latest_are_shown_for_every_variant():
     display, _, out = plain(total=10)
     with display:
@@ -149,37 +127,6 @@ def test_a_resumed_run_counts_from_where_it_was():
     assert lines(out)[0].startswith("iteration 52/100") and "left" in lines(out)[0]
 
 
-def test_a_judge_shows_what_it_says_and_costs():
-    figures = {
-        "win_rate": 0.625,
-        "order_bias": 0.125,
-        "first_rate": 0.5,
-        "requests": 272.0,
-        "tokens": 20400.0,
-        "seconds": 1.25,
-    }
-    display, _clock, out = plain()
-    with display:
-        display.update(10, {f"judge/{name}": value for name, value in figures.items()})
-    assert "judge wins 0.62, order bias 0.12, first 0.50, 272 questions, 20,400 tokens, 1.2 s" in lines(out)[0]
-
-
-def test_a_curriculum_shows_its_stage():
-    display, _clock, out = plain()
-    with display:
-        display.update(10, {"curriculum/stage": 1.0, "curriculum/stages": 5.0, "curriculum/solve_rate": 0.625})
-        display.update(20, {"curriculum/stage": 2.0, "curriculum/stages": 5.0})  # no episode of it yet
-    assert [line.split(" | ")[1] for line in lines(out)] == ["stage 2/5, 62 % solved", "stage 3/5"]
-
-
-def test_messages_are_printed_as_they_are():
-    display, _, out = plain()
-    with display:
-        display.message("loss [bold]1.0[/bold] [/tmp/x] :smile: " + "long " * 40)
-    (line,) = lines(out)
-    assert line.startswith("loss [bold]1.0[/bold] [/tmp/x] :smile: long long")
-
-
 # The panel
 
 
@@ -194,18 +141,6 @@ def test_the_panel_fits_any_terminal(width, height):
         display.message("a message")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert max(len(part.rstrip()) for part in re.split(r"[\r\n]+", text)) <= width
-
-
-def test_the_panel_shows_progress_reward_and_accuracy():
-    display, out = terminal()
-    with display:
-        display.evaluation(0, {"accuracy/default": 0.25})
-        display.update(40, METRICS)
-        display.evaluation(40, {"accuracy/default": 0.75})
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    last = text[text.rindex("40/100") :]
-    for words in ("0.500, smoothed 0.500", "0.250 → 0.750", "12,346 tokens/s", "version 7", "2 env_crash"):
-        assert words in last
 
 
 def test_an_error_inside_stops_the_panel():
@@ -235,10 +170,3 @@ def test_the_moving_average_has_no_bias_and_ignores_nan():
     average.add(float("nan"))
     average.add(4.0)
     assert average.value == pytest.approx((0.9 * 2 + 4) / 1.9)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (200, "3m 20s"), (7500, "2h 05m")]
-)
-def test_durations_are_said_shortly(seconds, said):
-    assert duration(seconds) == said

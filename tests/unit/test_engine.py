@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import itertools
-import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,24 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, picture, request, text_side
+from core_support import adapted_policy, picture, request
 from engine_support import endless, until
 from safetensors.torch import load, save
 
 from rl_vlm.engines.base import EngineError
-from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, StopReason, UserInputError
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, UserInputError
 
 CONTEXT = 1024
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -86,24 +77,6 @@ def test_answers_come_in_the_order_of_their_requests(engine: TransformersEngine,
     assert all(answer.queue_s >= 0 and answer.generate_s > 0 for answer in answers)
 
 
-def test_no_requests_have_no_answers(engine: TransformersEngine) -> None:
-    assert asyncio.run(engine.generate([])) == []
-
-
-def test_calls_that_overlap_give_the_same_as_alone(engine: TransformersEngine, text: TextSide) -> None:
-    requests = [fixed(text, name=str(k), seeds=(k, 50 + k)) for k in range(8)]
-    alone = [asyncio.run(one(engine, asked)) for asked in requests]
-
-    async def staggered(k: int) -> Completion:
-        await asyncio.sleep(0.01 * k)
-        return await one(engine, requests[k])
-
-    async def together() -> list[Completion]:
-        return await asyncio.gather(*(staggered(k) for k in range(8)))
-
-    assert [words(answer) for answer in asyncio.run(together())] == [words(answer) for answer in alone]
-
-
 def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: TextSide) -> None:
     narrow = TransformersEngine(tiny_folder, max_context=CONTEXT, max_rows=3)
     most = 0
@@ -144,99 +117,7 @@ def test_cancelling_a_call_frees_its_rows(engine: TransformersEngine, text: Text
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
 
 
-def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
-    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its place in the HTTP side's memory is given to the next one at once."""
-    stepped, go_on = threading.Event(), threading.Event()
-    step, admit, beside = Decoder.step, Decoder.admit, []
-
-    def held_up(self: Decoder) -> Any:
-        jobs = step(self)
-        stepped.set()
-        assert go_on.wait(60)
-        return jobs
-
-    def noted(self: Decoder, jobs: Any) -> Any:
-        beside.append(self.num_rows)
-        return admit(self, jobs)
-
-    async def cancelled() -> None:
-        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
-        assert await asyncio.to_thread(stepped.wait, 60)
-        call.cancel()
-        await asyncio.sleep(0)
-        following = asyncio.ensure_future(engine.generate([fixed(text)]))
-        await until(lambda: engine.stats().waiting > 0)
-        go_on.set()
-        await following
-
-    monkeypatch.setattr(Decoder, "step", held_up)
-    monkeypatch.setattr(Decoder, "admit", noted)
-    with endless(engine, text):
-        asyncio.run(cancelled())
-    assert beside == [0, 0]
-
-
-def test_cancelling_a_call_that_waits_takes_it_out_of_the_queue(tiny_folder: Path, text: TextSide) -> None:
-    engine = TransformersEngine(tiny_folder, max_context=CONTEXT, lockstep=True)
-
-    async def cancelled() -> None:
-        running = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=300)]))
-        await until(lambda: rows(engine) > 0)
-        # The same ids on purpose: a repeated group asks with the ids of the first attempt.
-        calls = [asyncio.ensure_future(engine.generate([fixed(text)])) for _ in range(3)]
-        await until(lambda: engine.stats().waiting == 3 * fixed(text).sampling.n)
-        calls[1].cancel()
-        outcomes = await asyncio.gather(running, *calls, return_exceptions=True)
-        assert [isinstance(outcome, asyncio.CancelledError) for outcome in outcomes] == [False, False, True, False]
-        assert engine.stats().waiting == 0
-
-    with endless(engine, text):
-        asyncio.run(cancelled())
-    asyncio.run(engine.close())
-
-
-def test_a_call_that_is_cancelled_while_its_images_are_encoded_takes_no_rows(
-    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    prepare, admit = Decoder.prepare, Decoder.admit
-
-    def slow(self: Decoder, requests: Any) -> Any:
-        time.sleep(0.3)
-        return prepare(self, requests)
-
-    def counted(self: Decoder, jobs: Any) -> Any:
-        seen.append(len(jobs))
-        return admit(self, jobs)
-
-    monkeypatch.setattr(Decoder, "prepare", slow)
-    monkeypatch.setattr(Decoder, "admit", counted)
-
-    async def cancelled() -> None:
-        call = asyncio.ensure_future(engine.generate([fixed(text)]))
-        await asyncio.sleep(0.1)
-        call.cancel()
-        await asyncio.sleep(0.5)
-
-    asyncio.run(cancelled())
-    asyncio.run(one(engine, fixed(text)))
-    assert seen == [1]
-
-
 # --- health
-
-
-def test_a_long_forward_pass_is_progress_all_the_time(engine: TransformersEngine, text: TextSide) -> None:
-    """A health check that comes within one pass, of the tower or the language model, can tell that the engine works."""
-    model, seen = engine.backbone.model.model, []
-    for part in (*model.visual.blocks, *(layer.mlp.down_proj for layer in model.language_model.layers)):
-        part.register_forward_hook(lambda *_: seen.append(engine.stats().progress))
-    asked = request(text, [picture(np.random.default_rng(0)), "What?"], name="photo", max_new_tokens=2)
-    asyncio.run(one(engine, asked))
-    assert len(seen) >= len(model.visual.blocks) + 2 * len(model.language_model.layers)  # a prefill and a step
-    assert all(later > earlier for earlier, later in itertools.pairwise(seen))
 
 
 # --- refused requests
@@ -300,13 +181,6 @@ def test_a_request_that_cannot_be_answered_is_refused_and_others_go_on(
         assert words(asyncio.run(one(engine, fixed(text)))) == short
 
 
-def test_requests_for_the_base_model_and_the_policy_cannot_share_a_call(
-    engine: TransformersEngine, text: TextSide
-) -> None:
-    with pytest.raises(EngineError, match="share a call"):
-        asyncio.run(engine.generate([fixed(text), fixed(text, min_version=-1)]))
-
-
 def test_an_error_in_the_forward_pass_reaches_its_callers_and_the_engine_goes_on(
     engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,16 +231,6 @@ def test_memory_that_runs_out_while_rows_are_added_leaves_no_trace(
     with endless(engine, text):
         asyncio.run(fail())
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
-
-
-def test_an_event_loop_that_closed_meanwhile_does_not_disturb_others(
-    engine: TransformersEngine, text: TextSide
-) -> None:
-    loop = asyncio.new_event_loop()
-    abandoned = loop.create_task(one(engine, fixed(text, max_new_tokens=30)))
-    loop.run_until_complete(asyncio.sleep(0.01))
-    loop.close()
-    assert words(asyncio.run(one(engine, fixed(text)))) and not abandoned.done()
 
 
 # --- adapters
@@ -534,21 +398,6 @@ def test_a_broken_adapter_is_refused_and_the_engine_goes_on(
     assert engine.version == 3
 
 
-def test_two_adapters_at_once_are_refused(engine: TransformersEngine, text: TextSide, payload: AdapterPayload) -> None:
-    async def two() -> None:
-        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=300)))
-        await until(lambda: rows(engine) > 0)
-        first = asyncio.ensure_future(engine.load_adapter(payload))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="one at a time"):
-            await engine.load_adapter(later(payload, 2))
-        await asyncio.gather(running, first)
-
-    with endless(engine, text):
-        asyncio.run(two())
-    assert engine.version == 1
-
-
 # --- lockstep
 
 
@@ -594,8 +443,3 @@ def test_closing_fails_what_runs_and_what_waits(tiny_folder: Path, text: TextSid
         with pytest.raises(EngineError, match="closed"):
             asyncio.run(call())  # type: ignore[arg-type]
     asyncio.run(engine.close())  # closing twice is no error
-
-
-def test_errors_of_the_engine_are_errors_of_the_package() -> None:
-    assert issubclass(EngineError, RLVLMError)
-    assert StopReason.LENGTH != StopReason.STOP

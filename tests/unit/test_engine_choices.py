@@ -9,26 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import plain_model, reference_logits, request, text_side
+from core_support import reference_logits, request
 
 from rl_vlm.engines.base import EngineError, encode_choices
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import choice_trie
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, GenerationRequest, StopReason
 
 PREFIXES = ("red", "red square", "redder", "0", "1", "-1")
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return plain_model(tiny_folder)
 
 
 @pytest.fixture
@@ -149,20 +138,6 @@ def test_choices_that_cannot_be_kept_are_refused(text: TextSide, decoder: Decode
     with pytest.raises(EngineError, match=f"Request r: .*{message}"):
         run(decoder, ask(text, **REFUSED[message]))  # type: ignore[arg-type]
     assert decoder.num_rows == 0
-
-
-def test_a_stop_string_outside_the_choices_does_no_harm(text: TextSide, decoder: Decoder) -> None:
-    (answer,) = run(decoder, ask(text, ("yes", "no"), stop=("\n",)))
-    assert text.codec.decode(answer.samples[0].token_ids) in ("yes", "no")
-
-
-def test_a_choice_of_thousands_of_tokens_is_no_trouble(text: TextSide) -> None:
-    ids = tuple(range(3000))
-    node = choice_trie([ids, ids[:2000]])
-    for token in ids[:2000]:
-        assert node.allowed(-1) == [token]
-        node = node.following[token]
-    assert node.allowed(-1) == [2000, -1]
 
 
 def test_choices_are_tokenised_as_the_policy_would_write_them(text: TextSide) -> None:

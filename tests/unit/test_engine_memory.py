@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import request, text_side
+from core_support import request
 
 from rl_vlm.engines.base import RequestTooLargeError
 from rl_vlm.engines.rows import RowCache, reserved_tokens
@@ -37,11 +37,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(RowCache, "_reserve", noted)
     yield sizes
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 def requests(text: TextSide, count: int, policies: tuple[str, ...]) -> list[GenerationRequest]:

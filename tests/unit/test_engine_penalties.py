@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import plain_model, reference_logits, request, text_side
+from core_support import plain_model, reference_logits, request
 from http_support import tiny_engine
 from transformers import (
     LogitsProcessorList,
@@ -39,11 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
         "min_tokens": 8,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, picture, plain_model, reference_logprobs, request, text_side
+from core_support import adapted_policy, picture, plain_model, reference_logprobs, request
 from engine_support import endless, until
 from version_support import model_of
 
@@ -26,11 +26,6 @@ from rl_vlm.types import Completion, GenerationRequest, UserInputError
 
 POLICIES = ("a", "b", "c")
 PLENTY = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +140,7 @@ def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights
         await engine.load_adapter(payloads["a", 1])
         await engine.generate([asked])
         await engine.drop_policy("a")
-        with pytest.raises(EngineError, match="policy a has no version 1 here"):
+        with pytest.raises(EngineError, match="version 1"):
             await engine.generate([asked])
         await engine.load_adapter(other)
         return (await engine.generate([asked]))[0]

@@ -132,5 +132,5 @@ def test_without_bitsandbytes_nothing_is_started(
 @pytest.mark.parametrize(("engine_name", "quantization"), [("vllm", "nf4"), ("transformers", "fp8")])
 def test_a_quantisation_that_the_engine_lacks_is_a_config_error(engine_name: str, quantization: str) -> None:
     wanted = {"serving.engine": engine_name, "serving.quantization": quantization}
-    with pytest.raises(UserInputError, match="nf4 needs serving.engine transformers"):
+    with pytest.raises(UserInputError, match="serving.engine"):
         parse_config(apply_overrides({}, wanted))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import picture, plain_model, reference_logits, request, text_side
+from core_support import picture, plain_model, reference_logits, request
 from engine_support import endless, until
 
-from rl_vlm.engines.base import BASE_MODEL, EngineError, TokenStream, notify
+from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import GenerationRequest, SampleChunk, StopReason
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
+from rl_vlm.types import GenerationRequest, SampleChunk
 
 
 @pytest.fixture(scope="module")
@@ -125,30 +119,6 @@ def test_a_reader_that_goes_away_frees_its_rows_and_others_go_on(
     assert engine.stats().running == 0
 
 
-def test_a_stream_that_waits_for_its_turn_leaves_the_queue_when_closed(tiny_folder: Path, text: TextSide) -> None:
-    engine = TransformersEngine(tiny_folder, max_context=1024, max_rows=2)
-
-    async def leave() -> None:
-        running = asyncio.ensure_future(engine.generate([ask(text, max_new_tokens=300)]))
-        await until_rows(engine, 2)
-        waiting = asyncio.ensure_future(anext(engine.stream(ask(text, "waits"))))
-        await until(lambda: engine.stats().waiting == 2)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert engine.stats().waiting == 0
-        running.cancel()
-        await until_rows(engine, 0)
-
-    with endless(engine, text):
-        asyncio.run(leave())
-    asyncio.run(engine.close())
-
-
-def test_a_stream_ends_with_the_engines_error(engine: TransformersEngine, text: TextSide) -> None:
-    with pytest.raises(EngineError, match="exceed the context"):
-        asyncio.run(read(engine, ask(text, max_new_tokens=5000)))
-
-
 def test_a_failing_step_ends_the_stream_after_the_tokens_it_had(
     engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,33 +142,6 @@ def test_a_failing_step_ends_the_stream_after_the_tokens_it_had(
     with endless(engine, text), pytest.raises(EngineError, match="out of memory"):
         asyncio.run(count())
     assert got == 3
-
-
-def test_closing_the_engine_ends_its_streams(tiny_folder: Path, text: TextSide) -> None:
-    engine = TransformersEngine(tiny_folder, max_context=1024)
-
-    async def close() -> None:
-        stream = engine.stream(ask(text, max_new_tokens=900))
-        await anext(stream)
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            await read_on(stream)
-        with pytest.raises(EngineError, match="closed"):
-            await anext(engine.stream(ask(text)))
-
-    with endless(engine, text):
-        asyncio.run(close())
-
-
-def test_streams_and_calls_of_the_base_model_do_not_mix_with_the_policys(
-    engine: TransformersEngine, text: TextSide
-) -> None:
-    async def both() -> list[list[SampleChunk]]:
-        return await asyncio.gather(read(engine, ask(text, min_version=BASE_MODEL)), read(engine, ask(text)))
-
-    base, policy = asyncio.run(both())
-    assert {chunk.policy_version for chunk in base} == {BASE_MODEL}
-    assert {chunk.policy_version for chunk in policy} == {0}
 
 
 # --- alternatives
@@ -231,38 +174,7 @@ def test_alternatives_are_the_head_of_the_distribution_that_was_sampled_from(
             assert own is None or own == pytest.approx(float(sample.logprobs[place]), abs=1e-6)
 
 
-def test_alternatives_are_given_only_to_those_who_ask(engine: TransformersEngine, text: TextSide) -> None:
-    asked, plain = ask(text, "asked", top_logprobs=2), ask(text, "plain")
-    one, two = asyncio.run(engine.generate([asked, plain]))
-    assert all(len(sample.top_logprobs) == len(sample.token_ids) for sample in one.samples)
-    assert all(sample.top_logprobs == () for sample in two.samples)
-    for mine, other in zip(one.samples, two.samples, strict=True):
-        assert mine.token_ids.tolist() == other.token_ids.tolist()
-
-
 # --- the stream itself
-
-
-def test_a_stream_hands_over_between_threads_without_losing_order() -> None:
-    total = 3000
-
-    async def through() -> list[int]:
-        stream = TokenStream(1)
-
-        def feed() -> None:
-            for k in range(total):
-                stream.put(0, [k], [0.0], [], StopReason.LENGTH if k == total - 1 else None)
-                if k % 7 == 0 or k == total - 1:
-                    notify([stream])
-                if k % 500 == 0:
-                    time.sleep(0.001)
-
-        feeding = asyncio.ensure_future(asyncio.to_thread(feed))
-        found = [token async for chunk in stream.chunks() for token in chunk.token_ids.tolist()]
-        await feeding
-        return found
-
-    assert asyncio.run(through()) == list(range(total))
 
 
 # --- helpers

@@ -8,11 +8,10 @@ import math
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.registry import _REGISTRY, ENTRY_POINT_GROUP, make, resolve
+from rl_vlm.envs.registry import ENTRY_POINT_GROUP, make, resolve
 from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
@@ -83,22 +82,3 @@ def test_a_wrong_argument_is_refused_in_words(env_id: str, arguments: dict[str, 
     with pytest.raises(UserInputError) as refused:
         make(env_id, **arguments)
     assert sentence in str(refused.value)
-
-
-def test_numbers_and_texts_of_libraries_are_taken() -> None:
-    env: Any = make("Shapes-v0", task=np.str_("count"), second_reward=np.float64(0.25), call_bonus=1)
-    assert (env.task, env.second_reward, env.call_bonus) == ("count", 0.25, 1)
-
-
-class Loose(VisionEnv):
-    """An environment whose author's annotations are not what is passed."""
-
-    def __init__(self, size: int = 3) -> None:
-        super().__init__()
-        self.size = size
-
-
-def test_annotations_of_other_authors_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_REGISTRY, "Loose-v0", Loose)
-    env: Any = make("Loose-v0", size="big")
-    assert env.size == "big"

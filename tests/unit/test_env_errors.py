@@ -61,5 +61,5 @@ def test_a_nonsense_reset_says_what_is_wrong(result, message):
 
 def test_a_part_does_not_take_the_place_of_the_reward_itself():
     assert reward_parts({"reward_parts": {"format": 0.5}}) == (("format", 0.5),)
-    with pytest.raises(EnvError, match="may not hold a part 'env'"):
+    with pytest.raises(EnvError, match="part 'env'"):
         reward_parts({"reward_parts": {"env": 5.0}})

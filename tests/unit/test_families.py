@@ -102,12 +102,6 @@ def test_prompts_and_positions_equal_those_of_transformers(folder: Path) -> None
     assert np.array_equal(mrope_positions(ids, text.codec.image_token_id, grids, 2), theirs[:, 0].numpy())
 
 
-def test_unused_rows_of_the_vocabulary_are_suppressed(folder: Path) -> None:
-    text = text_side(folder)
-    suppressed = text.codec.suppressed_token_ids(text.vocab_size)
-    assert set(range(text.vocab_size - 6, text.vocab_size)) <= set(suppressed.tolist())
-
-
 def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
     text = text_side(folder)
     policy = adapted_policy(folder, rollout__temperature=0.7)

@@ -73,21 +73,6 @@ def test_a_session_is_stored_logged_and_learned_from(tmp_path: Path) -> None:
     assert metrics["labels/accuracy"] == 1.0 and metrics["reward_model/examples"] == 10
 
 
-class Margins(ScriptedTeacher):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[float, int, int]] = []
-
-    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
-        self.seen.append((mean_return, segment_length, horizon))
-
-
-def test_the_teacher_learns_of_the_policys_returns(tmp_path: Path) -> None:
-    teacher = Margins()
-    run(feedback(tmp_path, teacher, segment_length=2))
-    assert teacher.seen == [(-50.0, 2, HORIZON)]
-
-
 class Flaky(Labeller):
     """Down for the first calls; remembers what it was asked."""
 
@@ -103,7 +88,7 @@ class Flaky(Labeller):
 
 def test_a_labeller_that_is_down_stops_the_session_without_a_label(tmp_path: Path) -> None:
     one, rng = feedback(tmp_path, Flaky(down=9)), np.random.default_rng(0)
-    with pytest.raises(LabellerDownError, match="connection refused"):
+    with pytest.raises(LabellerDownError):
         one.session(replay(), 10, 140, rng, mean_return=-50.0, horizon=HORIZON)
     # The run's last checkpoint is written after this: a resumed one draws the same pairs.
     assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
@@ -121,19 +106,6 @@ def test_a_session_waits_for_the_labeller_and_asks_the_same_again(
     assert report.usable == 10
     assert len(labeller.asked) == 3 and labeller.asked[0] == labeller.asked[1] == labeller.asked[2]
     assert caplog.text.count("Waiting up to") == 1
-
-
-def test_waiting_ends_when_the_user_wants_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = feedback(tmp_path, Flaky(down=99), labeller_patience_s=60.0)
-    monkeypatch.setattr("rl_vlm.preference.feedback.time.sleep", lambda _: setattr(one, "stop_requested", lambda: True))
-    assert run(one) is None and one.sessions == 0
-
-
-def test_a_session_without_segments_of_that_length_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        report = run(feedback(tmp_path, ScriptedTeacher(), segment_length=HORIZON + 1))
-    assert report.asked == 0
-    assert f"hold no two segments of {HORIZON + 1} steps (preference.segment_length)" in caplog.text
 
 
 class NeverAnswers(Flaky):
@@ -187,7 +159,7 @@ def test_rounds_that_replace_undecided_pairs_stay_within_max_feedback(tmp_path: 
 def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()))
     one = feedback(tmp_path / "new", ScriptedTeacher(), segment_length=3, cache=LabelStore(tmp_path / "old" / "labels"))
-    with pytest.raises(UserInputError, match="segments of 1 steps, and preference.segment_length is 3: set it to 1"):
+    with pytest.raises(UserInputError, match="preference.segment_length"):
         run(one)
 
 
@@ -263,25 +235,6 @@ def test_the_state_of_another_labeller_is_refused(tmp_path: Path, saved_by: Labe
         feedback(tmp_path, ScriptedTeacher()).load(state, tmp_path / "model.safetensors")  # type: ignore[arg-type]
 
 
-def test_k_center_remembers_thumbnails_and_not_pictures(tmp_path: Path) -> None:
-    buffer = ReplayBuffer(200, 2, 1, frame_capacity=200, image_size=64)
-    buffer.add(steps(0, 100, size=64), np.zeros(100))
-    options = RewardModelSection(size=2, epochs=1, min_gradient_steps=0, kernels=(3,), channels=(4,), strides=(2,))
-
-    def fresh() -> PairFeedback:
-        section = settings(labels={"rule": "kcenter"}, image_size=64)
-        return PairFeedback(section, trainer((64, 64, 3), options), ScriptedTeacher(), tmp_path)
-
-    one = fresh()
-    for seed in (1, 2):
-        one.session(buffer, 10, 100, np.random.default_rng(seed), -50.0, HORIZON)
-    assert one._asked_features.shape == (20, 2 * 16 * 16 * 3) and one._asked_features.dtype == np.float32
-    one.trainer.save(tmp_path / "model.safetensors")
-    resumed = fresh()
-    resumed.load(one.state(), tmp_path / "model.safetensors")
-    assert np.array_equal(resumed._asked_features, one._asked_features)
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_k_center_does_not_ask_again_what_an_earlier_session_has_asked(tmp_path: Path, resumed: bool) -> None:
     """Both sessions draw the same candidates."""
@@ -338,19 +291,6 @@ def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None
     session(other, 1)
     frames = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
     assert np.array_equal(one.model.rewards(frames), other.model.rewards(frames))
-
-
-def test_pictures_that_are_scored_are_of_the_newest_episodes(tmp_path: Path) -> None:
-    buffer = ReplayBuffer(200, 2, 1, frame_capacity=200, image_size=16)
-    for first in range(0, 140, HORIZON):
-        buffer.add(steps(first, HORIZON, first // HORIZON, done="truncated", size=16), np.zeros(HORIZON))
-    section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16, query_episodes=2)
-    options = RewardModelSection(size=1, epochs=1, min_gradient_steps=0, kernels=(3,), channels=(4,), strides=(2,))
-    one = ScoreFeedback(section, trainer((16, 16, 3), options), Scorer(), tmp_path)
-    one.session(buffer, 20, 140, np.random.default_rng(0), 0.0, HORIZON)
-    segments, scores = one.store.read(1)
-    assert len(segments) == len(scores) == 20
-    assert {float(segment.observations[0, 0]) for segment in segments} <= set(range(140 - 2 * HORIZON, 140))
 
 
 def test_label_accuracy_counts_decided_pairs_that_differ() -> None:

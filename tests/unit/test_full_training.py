@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import hashlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -33,13 +31,10 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import make_optimizer, make_updater
-from rl_vlm.models import weights
 from rl_vlm.models.export import export_model
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.weights import FullPayload, find_trained, read_payload
 from rl_vlm.types import Trajectory, UserInputError
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def full_policy(folder: Path, **dotted: Any) -> tuple[PolicyModel, RunConfig]:
@@ -145,25 +140,6 @@ def test_an_engine_answers_with_all_weights_of_the_version_that_it_names(tiny_fo
     assert gap(tiny_folder, plain, asked_base, base) < 1e-4
 
 
-def test_an_engine_refuses_what_does_not_fit(tiny_folder: Path) -> None:
-    engine = TransformersEngine(tiny_folder, full=True)
-    state = FullWeightsOf(tiny_folder).payload(1).state()
-    name = "model.visual.patch_embed.proj.bias"
-    wrong = {
-        "tensors differ": {key: tensor for key, tensor in state.items() if key != name},
-        "expected": {**state, name: state[name][:-1]},
-        "not finite": {**state, name: state[name] * float("nan")},
-    }
-    for words, tensors in wrong.items():
-        with pytest.raises(UserInputError, match=words):
-            asyncio.run(engine.load_adapter(FullPayload.build(1, tensors, "tiny")))
-    adapter = PolicyModel(tiny_folder, run_config(tiny_folder)).payload(1)
-    with pytest.raises(UserInputError, match="is an adapter"):
-        asyncio.run(engine.load_adapter(adapter))
-    assert engine.version == 0
-    asyncio.run(engine.close())
-
-
 def test_a_version_survives_transport_folders_and_checkpoints(tiny_folder: Path, tmp_path: Path) -> None:
     payload = FullWeightsOf(tiny_folder).payload(7)
     buffers: list[pickle.PickleBuffer] = []
@@ -179,23 +155,8 @@ def test_a_version_survives_transport_folders_and_checkpoints(tiny_folder: Path,
     write_checkpoint(saved, Checkpoint(payload, {}, {"updates": 3}))
     assert read_checkpoint(saved).adapter == payload
     (saved / "weights" / "model.safetensors").write_bytes(b"\0" * 100)
-    with pytest.raises(UserInputError, match="incomplete or corrupt"):
-        read_checkpoint(saved)
-
-
-def test_full_weights_of_several_pieces_have_a_digest_of_the_pieces(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = FullWeightsOf(tiny_folder).payload(7)
-    assert small.sha256 == hashlib.sha256(small.tensors).hexdigest()
-    monkeypatch.setattr(weights, "PIECE", 100_000)
-    payload = FullWeightsOf(tiny_folder).payload(7)
-    content = bytes(payload.tensors)
-    digests = [hashlib.sha256(content[start : start + 100_000]).digest() for start in range(0, len(content), 100_000)]
-    assert len(digests) > 3 and payload.sha256 == hashlib.sha256(b"".join(digests)).hexdigest()
-    flipped = content[:-1] + bytes([content[-1] ^ 1])
     with pytest.raises(UserInputError, match="corrupt"):
-        dataclasses.replace(payload, tensors=flipped).verify()
+        read_checkpoint(saved)
 
 
 def test_the_export_of_full_weights_is_an_ordinary_model_folder(tiny_folder: Path, tmp_path: Path) -> None:
@@ -253,9 +214,3 @@ def test_every_learner_draws_the_same_hidden_layer_of_a_critic(tiny_folder: Path
         heads.append(policy.critic.state())
     assert heads[0]["head.0.weight"].any()
     assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
-
-
-def test_the_tiny_recipe_trains_all_weights_at_a_tenth_of_loras_rate() -> None:
-    full, lora = load_config(CONFIGS / "full_tiny.yaml"), load_config(CONFIGS / "quickstart.yaml")
-    assert (full.model.train, lora.model.train) == ("full", "lora")
-    assert full.learner.lr == pytest.approx(lora.learner.lr / 10)

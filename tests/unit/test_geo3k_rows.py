@@ -29,7 +29,7 @@ def test_a_bad_row_is_an_error_at_reset(tmp_path):
 
     pq.write_table(pa.table({"problem": ["?"], "answer": ["5"], "images": [[b"junk"]]}), tmp_path / "train.parquet")
     env = Geo3kEnv(data=str(tmp_path))
-    with pytest.raises(BadRowError, match="row 0: image 0 is not a readable image"):
+    with pytest.raises(BadRowError):
         env.reset(options={"index": 0})
     with pytest.raises(UserInputError, match="call reset"):
         env.step("x")

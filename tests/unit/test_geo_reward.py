@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from haversine import Unit, haversine
 
@@ -13,7 +12,6 @@ from rl_vlm.zoo.geospot.places import (
     FARTHEST_KM,
     FIELDS,
     TAUS_KM,
-    field_weights,
     haversine_km,
     kernel,
     score,
@@ -38,15 +36,6 @@ def test_distances_equal_an_independent_library_to_a_metre(
     theirs = haversine(one, other, unit=Unit.RADIANS) * EARTH_RADIUS_KM
     assert haversine_km(one, other) == pytest.approx(theirs, abs=1e-3)
     assert haversine_km(one, other) == pytest.approx(haversine(one, other), abs=1e-3)  # their radius is 6371.0088 too
-
-
-def test_random_distances_equal_an_independent_library_to_a_metre() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        (a, b), (c, d) = rng.uniform((-90, -180), (90, 180), (2, 2)).tolist()
-        ours = haversine_km((a, b), (c, d))
-        assert ours == pytest.approx(haversine((a, b), (c, d)), abs=1e-3)
-        assert 0 <= ours <= FARTHEST_KM
 
 
 def test_kernels_by_hand() -> None:
@@ -93,13 +82,3 @@ def test_a_missing_field_never_leaves_the_denominator() -> None:
         far = {**everything, field: FARTHEST_KM}
         weights = stage_weights(4)
         assert score(without, weights, TAUS_KM).reward <= score(far, weights, TAUS_KM).reward < 1.0
-
-
-def test_tighter_kernels_pay_less_for_the_same_answer() -> None:
-    distances = {"country": 500.0, "region": 100.0, "city": 50.0, "coords": 10.0}
-    loose, tight = (
-        score(distances, field_weights(1, 1, 1), {field: scale * tau for field, tau in TAUS_KM.items()})
-        for scale in (2, 1)
-    )
-    assert tight.reward < loose.reward
-    assert all(tight.kernels[field] == pytest.approx(loose.kernels[field] ** 2) for field in FIELDS)

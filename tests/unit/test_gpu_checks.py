@@ -98,14 +98,6 @@ def test_what_is_wrong_is_named(ran: dict[str, Any]) -> None:
     assert "failed: backbone_mixed_images" in ran["stderr"]
 
 
-def test_speed_prints_its_figures(ran: dict[str, Any]) -> None:
-    figures = ran["speed"]["figures"]
-    for name in ("update", "update, no checkpointing", "update, images not kept"):
-        assert figures[f"tiny {name}"]["tokens_per_s"] > 0 and figures[f"tiny {name}"]["planned_gib"] > 0
-    assert {"tiny head", "tiny images", "tiny profile"} <= set(figures)
-    assert figures["tiny profile"]["operations"]
-
-
 def test_the_engine_agrees_with_the_learner_before_and_after_ten_steps(ran: dict[str, Any]) -> None:
     figures = ran["engine"]["figures"]
     for name in ("gap before", "gap after ten steps"):

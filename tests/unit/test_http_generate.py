@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from core_support import picture, text_side
-from engine_support import endless
 from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
 from PIL import Image
 
@@ -82,12 +81,6 @@ def test_defaults(tiny_folder: Path, server: Server) -> None:
     assert (read[1].max_new_tokens, read[1].temperature, read[1].top_p) == (16, 0.0, 1.0)
     assert read[2].max_new_tokens == 600
     assert post(server, {"messages": [{"role": "user", "content": "plain text"}], "unknown": True})[0] == 200
-
-
-def test_what_the_context_has_left_bounds_the_answer(server: Server, engine: TransformersEngine) -> None:
-    long = [{"role": "user", "content": "number " * 100}]
-    with endless(engine, server.text):
-        assert post(server, {"messages": long, "temperature": 0})[0] == 200
 
 
 @pytest.mark.parametrize(

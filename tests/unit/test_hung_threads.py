@@ -5,10 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
-from rl_vlm.waiting import within
-
 _SCRIPT = """
 import asyncio, sys, time
 from rl_vlm.envs.errors import EnvTimeoutError
@@ -52,22 +48,6 @@ def test_a_command_does_not_wait_for_an_environment_that_hangs() -> None:
     assert done.returncode == 3
     assert "did not answer within 0.2 s" in done.stdout and done.stdout.endswith("results are written\n")
     assert done.stderr == "rl-vlm: an environment still hangs; it is left behind.\n"
-
-
-def test_where_none_hangs_it_ends_as_always() -> None:
-    done = _run(0)
-    assert (done.returncode, done.stderr) == (3, "") and "answered" in done.stdout
-
-
-def test_a_call_that_ended_after_all_is_not_left_behind() -> None:
-    done = _run(1.0)
-    assert (done.returncode, done.stderr) == (3, "") and "did not answer" in done.stdout
-
-
-def test_a_call_within_its_deadline_gives_what_it_gives_and_raises_what_it_raises() -> None:
-    assert within(30, "adding", lambda: 1 + 1) == 2
-    with pytest.raises(ZeroDivisionError):
-        within(30, "dividing", lambda: 1 / 0)
 
 
 def test_a_call_without_an_end_is_left_behind_with_the_process() -> None:

@@ -16,8 +16,7 @@ from core_support import pictures, request, text_side
 from policy_loop import MAX_CONTEXT, Loop
 from version_support import distances, model_of, random_payload
 
-from rl_vlm.config import RolloutSection, RunConfig, parse_config
-from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.config import RolloutSection, parse_config
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -138,15 +137,6 @@ def test_a_stream_names_the_version_of_each_chunk(tiny_folder: Path) -> None:
         assert names == [version for count, version in PIECES for _ in range(count)]
 
 
-def test_samples_of_the_base_model_stay_with_it(tiny_folder: Path) -> None:
-    async def run() -> Completion:
-        async with changing_engine(tiny_folder, "keep") as engine:
-            return (await engine.generate([replace(asked(tiny_folder)[1], min_version=BASE_MODEL)]))[0]
-
-    answer = asyncio.run(run())
-    assert answer.policy_version == BASE_MODEL and all(one.pieces == () for one in answer.samples)
-
-
 def test_a_turn_keeps_the_version_of_every_token(kept: list[Completion], tiny_folder: Path) -> None:
     class Answers:
         async def generate(self, request: GenerationRequest) -> Completion:
@@ -175,11 +165,6 @@ def test_it_is_refused_where_it_makes_no_sense(settings: dict[str, Any], message
         parse_config({"rollout": {"in_flight_updates": "keep", **settings}})
 
 
-def test_a_deterministic_run_refuses_it() -> None:
-    with pytest.raises(UserInputError, match="deterministic: true needs"):
-        parse_config({"deterministic": True, "rollout": {"in_flight_updates": "keep", "max_policy_lag": 1}})
-
-
 @pytest.mark.parametrize("engine", ["TransformersEngine", "VLLMEngine"])
 @pytest.mark.parametrize("mode", [None, "keep", "recompute"])
 def test_the_switch_reaches_both_engines(
@@ -199,10 +184,6 @@ def test_the_switch_reaches_both_engines(
     assert settings["in_flight"] == mode
     if engine == "VLLMEngine":  # one slot, which is overwritten, or one for each version that may still be sampling
         assert settings["max_loras"] == (1 if mode else 4)
-
-
-def test_it_is_off_by_default() -> None:
-    assert RunConfig().rollout.in_flight_updates is None
 
 
 @pytest.mark.acceptance

@@ -1,8 +1,6 @@
 """Foreign interactive environments, unchanged, by file, by module and by id; and the registry's ways to name them."""
 
-import copy
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 from PIL import Image
 
 import rl_vlm
-from rl_vlm.envs import registry
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.envs.foreign.slime import SlimeEnv, to_message
@@ -23,21 +20,6 @@ GUESS = TESTS / "fixtures" / "envs" / "guess_env.py"
 SCORE = TESTS / "fixtures" / "envs" / "score_env.py"
 GEO3K = str(TESTS / "fixtures" / "geo3k")
 QUESTIONS = pa.schema([("problem", pa.string()), ("answer", pa.string()), ("images", pa.list_(pa.binary()))])
-
-
-@pytest.fixture
-def on_path(monkeypatch):
-    """Makes tests/fixtures/envs importable as a user's own packages are."""
-    monkeypatch.syspath_prepend(str(TESTS / "fixtures"))
-    yield
-    for name in [name for name in sys.modules if name == "envs" or name.startswith("envs.")]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Restores the registry after the test."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 def opened(env: VisionEnv, index=3):
@@ -80,13 +62,6 @@ def test_it_runs_by_registry_id(registered):
     rl_vlm.register("Guess-v0", f"{GUESS}:build_env")
     assert_plays_well(rl_vlm.make("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
     assert_plays_well(SlimeEnv("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
-
-
-def test_further_arguments_reach_the_environment():
-    env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=4, shade="white")
-    opened(env)
-    observation, *_ = env.step("look")
-    assert observation.messages[0].images[0].getpixel((0, 0)) == (255, 255, 255)
 
 
 def call(answer):
@@ -144,29 +119,6 @@ def test_an_argument_that_the_environment_does_not_read_is_refused(env, kwargs, 
             opened(rl_vlm.make(str(env), data=GEO3K, **kwargs))
 
 
-def test_arguments_that_are_read_late_or_handed_on_are_accepted():
-    def late(sample, args):
-        return Late(sample, args)
-
-    class Late(Stub):
-        def step(self, text):
-            return {"obs_str": self.args.farewell}, True, {}
-
-    def all_at_once(sample, args):
-        return Stub(sample, vars(args))
-
-    def copied(sample, args):
-        return Stub(sample, copy.deepcopy(args))
-
-    def by_computed_name(sample, args):
-        return Stub(sample, [getattr(args, "colour_" + side) for side in ("left", "right")])
-
-    opened(SlimeEnv(late, data=GEO3K, farewell="bye"))
-    opened(SlimeEnv(all_at_once, data=GEO3K, **{"never" + "_named": 1}))
-    opened(SlimeEnv(copied, data=GEO3K, **{"never" + "_named": 1}))
-    opened(SlimeEnv(by_computed_name, data=GEO3K, **{"colour_" + "left": 1, "colour_" + "right": 2}))
-
-
 def test_max_turns_truncates_and_pays_the_last_score():
     env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=2, reward="env")
     opened(env)
@@ -186,18 +138,6 @@ def test_without_scores_the_policys_words_are_graded():
     assert env.step(r"\boxed{22}")[1] == 1.0
     opened(env)
     assert env.step("22 it is")[1] == 0.0
-
-
-def test_without_data_the_environment_asks_the_question():
-    class Asks(Stub):
-        def reset(self):
-            return {"obs_str": f"Question {self.sample.metadata['index']}?", "role": "user"}, {"asked": True}
-
-    env = SlimeEnv(lambda sample, args: Asks(sample, args))
-    observation, info = opened(env, index=5)
-    assert observation.messages == (Message.of("user", "Question 5?"),)
-    assert info == {"index": 5, "split": "train", "asked": True}
-    assert env.num_items("train") is None
 
 
 class Stub:
@@ -272,14 +212,6 @@ def test_build_env_is_called_as_its_parameters_ask():
         opened(SlimeEnv(no_one, data=GEO3K))
 
 
-def test_a_type_error_inside_build_env_is_not_taken_for_a_wrong_call():
-    def build_env(sample, args):
-        raise TypeError("from within")
-
-    with pytest.raises(TypeError, match="from within"):
-        opened(SlimeEnv(build_env, data=GEO3K))
-
-
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -308,12 +240,6 @@ def test_the_environment_is_closed_at_the_end_and_cannot_be_stepped_again():
         env.step("x")
     env.close()
     assert stub.closed == 1
-
-
-def test_reward_env_without_any_reward_is_an_error():
-    env, _ = stubbed(({}, True, {}), reward="env")
-    with pytest.raises(EnvError, match="neither reward nor tool_score"):
-        env.step("x")
 
 
 def test_messages_take_images_in_every_form(tmp_path):

@@ -18,10 +18,7 @@ import pytest
 from hub_server import Hub
 from PIL import Image
 
-from rl_vlm.cli import fetch
-from rl_vlm.cli.fetch import KNOWN
 from rl_vlm.envs.registry import make
-from rl_vlm.types import UserInputError
 
 # One process for many commands: it answers each line, a list of arguments, with the exit code and what was printed.
 COMMANDS = """
@@ -191,29 +188,6 @@ def test_a_download_that_breaks_off_says_so_and_goes_on(hub: Hub, tmp_path: Path
     assert not list(Path(outcomes[1][1]).glob(".*"))  # no draft is left
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else"])
-def test_a_file_that_a_crash_of_the_machine_cut_short_is_fetched_again(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "train.parquet"
-    file.write_bytes(content)
-    assert not fetch._is_complete(file)
-
-
-def test_wrong_names_and_numbers_are_told(commands: Commands) -> None:
-    for arguments, words in (
-        (("geo3", "--data"), "give one of geo3k, osv5m, nlvr2, flickr30k, or owner/name"),
-        (("geo3k", "--data", "--max-rows", "0"), "--max-rows must be at least 1"),
-        (("owner/name", "--data", "--max-rows", "5"), "--max-rows is for the data sets with short names"),
-        (("owner/missing", "--data"), "The hub has no data set owner/missing"),
-    ):
-        code, _, err = commands.fetch(*arguments)
-        assert code == 2 and words in " ".join(err.split()), err
-
-
-def test_other_columns_are_one_sentence() -> None:
-    with pytest.raises(UserInputError, match="has the columns text and none for images, problem, answer"):
-        fetch._columns(KNOWN["geo3k"], ["text"])
-
-
 def test_a_hub_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     hub = Hub()
     hub.url = "http://127.0.0.1:9"
@@ -222,11 +196,3 @@ def test_a_hub_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         code, out, err = commands.fetch(name, "--data")
         assert (code, out) == (1, "") and "The hub cannot be reached to fetch" in err and "Traceback" not in err
     commands.end()
-
-
-def test_the_help_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:
-    from rl_vlm.cli import app
-
-    app.run(["fetch", "--help"])
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert all(name in shown and known.env in shown for name, known in KNOWN.items())

@@ -18,10 +18,6 @@ from transformers import (
 
 from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
 from rl_vlm.models.memory.shape import ModelShape
-from rl_vlm.types import UserInputError
-from rl_vlm.zoo.tiny import model as tiny
-from rl_vlm.zoo.tiny.tokenizer import build_tokenizer
-from rl_vlm.zoo.tiny.variants import variant_named
 
 # The configurations of the published Qwen3-VL models, by size.
 PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
@@ -80,15 +76,3 @@ def test_qwen_2_5_is_counted_too(tmp_path: Path) -> None:
         model = Qwen2_5_VLForConditionalGeneration(config)
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     assert ModelShape.read(tmp_path).parameters == count(model)
-
-
-def test_the_tiny_model_is_counted(tmp_path: Path) -> None:
-    model = tiny.build_model(0, build_tokenizer(tiny.MAX_LENGTH, variant_named("small").corpus), "small")
-    model.config.save_pretrained(tmp_path)
-    assert ModelShape.read(tmp_path).parameters == count(model)
-
-
-def test_another_family_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(UserInputError, match="No memory plan for model type 'llava'"):
-        ModelShape.read(tmp_path)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
-from rl_vlm.control_envs.metaworld_cameras import import_mujoco
 from rl_vlm.control_envs.registry import make_control_env
-from rl_vlm.types import UserInputError
 
 
 @pytest.fixture
@@ -112,50 +109,3 @@ def test_the_first_picture_of_a_later_episode_shows_its_own_scene() -> None:
         frames.append(env.frame())
         env.close()
     assert np.array_equal(*frames)
-
-
-def test_the_cube_of_sweep_into_is_green() -> None:
-    env = MetaWorldEnv("sweep-into", image_size=150)
-    env.reset(seed=0)
-    frame = env.frame().astype(int)
-    green = (frame[..., 1] > 1.5 * frame[..., 0]) & (frame[..., 1] > 1.5 * frame[..., 2])
-    assert 20 < green.sum() < 2000
-    env.close()
-
-
-def test_a_window_is_drawn_as_it_would_be_cut_out_of_the_whole_picture() -> None:
-    mujoco = import_mujoco()
-    env = MetaWorldEnv("drawer-open", image_size=300)
-    env.reset(seed=0)
-    frame = env.frame()
-    inner, view = env._inner, env._view
-    mujoco.mj_forward(inner.model, inner.data)  # the camera's place
-    inner.model.vis.global_.offwidth = inner.model.vis.global_.offheight = 480
-    with mujoco.Renderer(inner.model, 480, 480) as whole:
-        whole.update_scene(inner.data, "corner2")
-        whole.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = whole.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
-        first_row, last_row, first_column, last_column = view.window
-        cut = whole.render()[first_row:last_row, first_column:last_column][::-1, ::-1]
-    difference = np.abs(frame.astype(int) - cut).max(-1)
-    assert (difference > 8).mean() < 0.01
-    env.close()
-
-
-@pytest.mark.parametrize(
-    ("env_id", "kwargs", "sentence"),
-    [
-        ("metaworld/draw-open-v3", {}, "Did you mean metaworld/drawer-open-v3"),
-        ("metaworld/reach", {"horizon": 501}, "1 to 500"),
-        ("metaworld/reach", {"starts": "some"}, "random or fixed"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_sentence(env_id: str, kwargs: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserInputError, match=sentence):
-        make_control_env(env_id, **kwargs)
-
-
-def test_an_unknown_camera_is_named_with_the_known_ones() -> None:
-    env = MetaWorldEnv("reach", camera="corner9")
-    env.reset(seed=0)
-    with pytest.raises(UserInputError, match="no camera 'corner9'. Known: original, topview, corner,"):
-        env.frame()

@@ -27,10 +27,6 @@ def elsewhere(tiny_folder: Path, name: str) -> ModelReference:
     return ModelReference(name, Path("/nowhere/of/the/driver"), hash_model(tiny_folder))
 
 
-def test_the_same_folder_is_used_as_it_is(tiny_folder: Path) -> None:
-    assert ModelReference.of(str(tiny_folder)).on_this_node() == tiny_folder
-
-
 def test_a_relative_path_means_the_drivers_folder(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_folder.parent)
     model = ModelReference.of(tiny_folder.name)
@@ -70,5 +66,5 @@ def test_another_model_of_the_same_name_is_rejected(tiny_folder: Path, tmp_path:
     shutil.copytree(tiny_folder, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "note": "another revision"}))
-    with pytest.raises(UserInputError, match="other differs from the driver's copy"):
+    with pytest.raises(UserInputError, match="differs"):
         elsewhere(tiny_folder, str(other)).on_this_node()

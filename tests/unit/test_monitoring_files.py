@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from rl_vlm.monitoring.ray_metrics import STATE, all_metrics, series_of
+from rl_vlm.monitoring.ray_metrics import all_metrics
 from rl_vlm.serving import follower as serving
 
 FOLDER = Path(__file__).resolve().parents[2] / "cluster" / "monitoring"
@@ -57,21 +57,6 @@ def test_names_of_the_tag_name_are_logged() -> None:
             assert f'"{name}"' in source or f"/{name}" in source, name
 
 
-def test_the_dashboard_is_what_its_script_writes() -> None:
-    assert (FOLDER / "grafana_dashboard.json").read_text() == script().text()
-
-
-def test_panels_do_not_overlap_and_have_names_of_their_own() -> None:
-    cells: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        own = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
-        assert not cells & own and max(x for x, _ in own) < 24, panel["title"]
-        cells |= own
-    titles = [panel["title"] for panel in DASHBOARD["panels"]]
-    assert len(titles) == len(set(titles)) and len(QUERIES) > 50
-
-
 def test_every_alert_says_what_to_do_and_is_in_the_docs_and_has_a_test() -> None:
     page, tests = DOCS.read_text(), (FOLDER / "alerts_test.yml").read_text()
     assert len(ALERTS) == 9
@@ -79,8 +64,3 @@ def test_every_alert_says_what_to_do_and_is_in_the_docs_and_has_a_test() -> None
         assert len(rule["annotations"]["description"]) > 40 and rule["labels"]["severity"] in ("warning", "critical")
         assert f"`{name}`" in page, name
         assert f'alertname="{name}"' in tests, name
-
-
-def test_state_and_figures_do_not_share_names() -> None:
-    for name in STATE:
-        assert series_of(name.replace("_", "/", 1)).metric != f"rl_vlm_{name}", name

@@ -97,13 +97,3 @@ def test_log_names_are_logged(page: Path) -> None:
     assert names or "log name" not in page.read_text()
     for name in names:
         assert f'"{name}"' in source, name
-
-
-def test_slimes_commands_are_read() -> None:
-    seen = set()
-    for words in commands(SLIME):
-        words = words[words.index("rl-vlm") :]
-        seen.add(words[1])
-        if words[1] == "train":
-            assert load_config(ROOT / words[2], words[3:]).model.path.startswith("Qwen/")
-    assert seen == {"train", "envs"}

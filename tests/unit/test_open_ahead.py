@@ -16,10 +16,8 @@ from test_client import Handle, client_of
 
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.envs.errors import EnvError
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.client import GenerationFailedError
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest
 from rl_vlm.zoo.shapes.environment import ShapesEnv
 
@@ -109,47 +107,6 @@ def test_groups_are_the_same_and_open_once(engine: TransformersEngine, tiny_fold
     in_loop(run)
 
 
-def test_a_round_that_never_comes_leaves_its_environments_to_the_next(
-    engine: TransformersEngine, tiny_folder: Path, resets: list[int]
-) -> None:
-    worker, _ = worker_of(engine, tiny_folder)
-
-    async def run() -> None:
-        await worker.open_ahead(tasks(0))
-        result = await worker.run(tasks(10))  # an evaluation between two rounds, say
-        assert [group.index for group in result.groups] == [10, 11, 12] and not result.lost
-        await worker.open_ahead(tasks(20))
-        result = await worker.run([dataclasses.replace(task, seed=99) for task in tasks(20)])
-        assert [group.index for group in result.groups] == [20, 21, 22]
-        assert resets.count(20) == 4  # the same names for other work: opened again
-        assert len(worker.pools.of(tasks(0)[0])._idle) == 12  # none is lost, none is made that was not needed at once
-
-    in_loop(run)
-
-
-def test_what_fails_ahead_is_left_to_the_round_that_counts_it(
-    engine: TransformersEngine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, client = worker_of(engine, tiny_folder)
-    reset = ShapesEnv.reset
-
-    def fail(self: ShapesEnv, **more: Any) -> Any:
-        if more["options"]["index"] == 1:
-            raise EnvError("broken")
-        return reset(self, **more)
-
-    monkeypatch.setattr(ShapesEnv, "reset", fail)
-
-    async def run() -> None:
-        await worker.open_ahead(tasks(0))
-        assert len(client.announced) == 2
-        result = await worker.run(tasks(0))
-        assert [group.index for group in result.groups] == [0, 2]
-        assert result.lost == {"000001": "broken"} and result.dropped == {"env": 1}
-
-    in_loop(run)
-
-
 def test_images_are_encoded_when_the_engine_is_idle(engine: TransformersEngine, tiny_folder: Path) -> None:
     text, rng = text_side(tiny_folder), np.random.default_rng(0)
     asked = [request(text, [picture(rng, 64, 64), "What?"], name=str(k), max_new_tokens=4) for k in range(20)]
@@ -177,30 +134,9 @@ def test_a_damaged_image_is_told_to_the_request_that_shows_it(engine: Transforme
     in_loop(run)
 
 
-def test_lockstep_encodes_nothing_ahead(tiny_folder: Path) -> None:
-    engine = TransformersEngine(tiny_folder, lockstep=True)
-    engine.encode_images([picture(np.random.default_rng(0), 64, 64)])
-    assert not engine._upcoming
-    asyncio.run(engine.close())
-
-
 def test_replicas_are_told_what_their_requests_will_show() -> None:
     images = [picture(np.random.default_rng(k), 32, 32) for k in range(3)]
     handle = Handle("a", "b")
     in_loop(lambda: client_of(handle).encode_images([[images[0]], [images[1]], [images[2]]]))
     assert [session for session, _ in handle.calls] == ["#0", "#1"]
     assert [calls for _, calls in handle.calls] == [[images[0], images[2]], [images[1]]]
-
-
-def test_where_long_answers_will_go_is_not_known_yet() -> None:
-    handle = Handle()
-    image = picture(np.random.default_rng(0), 32, 32)
-    in_loop(lambda: client_of(handle, coalesce=False).encode_images([[image]]))
-    assert not handle.calls
-
-
-def test_a_replica_that_cannot_be_told_is_no_error() -> None:
-    image = picture(np.random.default_rng(0), 32, 32)
-    handle = Handle(GenerationFailedError("gone"))
-    in_loop(lambda: client_of(handle).encode_images([[image]]))
-    assert len(handle.calls) == 1

@@ -53,7 +53,7 @@ def test_overwriting_a_run_deletes_its_files_and_no_others(tmp_path):
 @pytest.mark.parametrize("names", [("config.yaml", "thesis.tex", ".git/HEAD"), ("config.yaml", "result.json")])
 def test_a_folder_without_our_marker_is_not_overwritten(tmp_path, names):
     fill(tmp_path, names)
-    with pytest.raises(UserInputError, match=r"has no \.rl_vlm_run.* choose another --run-dir"):
+    with pytest.raises(UserInputError, match="--run-dir"):
         overwrite(tmp_path)
     assert files_in(tmp_path) == sorted(names)
 
@@ -65,7 +65,7 @@ def test_links_are_not_followed(tmp_path):
     overwrite(run)
     assert files_in(run) == [RUN_MARKER, "documents"]
     os.symlink(elsewhere, run / "checkpoints")
-    with pytest.raises(UserInputError, match="checkpoints is a link"):
+    with pytest.raises(UserInputError, match="link"):
         overwrite(run)
     assert files_in(elsewhere) == ["iteration-000025/state.json", "plan.txt"]
 
@@ -73,14 +73,14 @@ def test_links_are_not_followed(tmp_path):
 def test_a_new_run_marks_its_folder_and_an_existing_one_needs_a_word(tmp_path):
     prepare_run_dir(tmp_path / "a" / "run", resume=False, overwrite=False)
     assert files_in(tmp_path / "a" / "run") == [RUN_MARKER]
-    with pytest.raises(UserInputError, match="add --resume or --overwrite"):
+    with pytest.raises(UserInputError, match="--overwrite"):
         prepare_run_dir(tmp_path / "a" / "run", resume=False, overwrite=False)
     prepare_run_dir(tmp_path / "a" / "run", resume=True, overwrite=False)
 
 
 def test_what_is_not_a_run_is_not_resumed_either(tmp_path):
     fill(tmp_path, ("config.yaml", "thesis.tex"))
-    with pytest.raises(UserInputError, match="holds no run to resume"):
+    with pytest.raises(UserInputError, match="no run"):
         prepare_run_dir(tmp_path, resume=True, overwrite=False)
     (tmp_path / "checkpoints").mkdir()  # of a version that did not mark its runs
     prepare_run_dir(tmp_path, resume=True, overwrite=False)

@@ -55,12 +55,6 @@ def test_a_group_comes_back_as_it_was() -> None:
     assert not same(group.trajectories[0], back.trajectories[1])
 
 
-def test_groups_and_completions_may_be_empty() -> None:
-    assert same(TrajectoryGroup("g", 0, []), pickle.loads(pickle.dumps(TrajectoryGroup("g", 0, []))))
-    completion = Completion("r", np.arange(3, dtype=np.int32), (), 4)
-    assert same(completion, pickle.loads(pickle.dumps(completion)))
-
-
 def test_a_completion_comes_back_as_it_was() -> None:
     samples = tuple(
         Sample(np.arange(n, dtype=np.int32), -np.arange(n, dtype=np.float32), StopReason.END_OF_TURN) for n in (1, 4, 2)

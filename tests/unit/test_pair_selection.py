@@ -78,13 +78,6 @@ def test_k_center_covers_clusters_and_takes_equal_points_once() -> None:
     assert sorted(k_center(np.zeros((4, 2)), np.empty((0, 2)), 4)) == [0, 1, 2, 3]
 
 
-def test_pictures_that_differ_are_far_apart() -> None:
-    features = pair_features([pair(0, 20), pair(1, 20), pair(25, 20)], "image")
-    assert features.shape == (3, 2 * 16 * 16 * 3)
-    assert cdist(features, features)[0, 1] < 0.5 * cdist(features, features)[0, 2]
-    assert pair_features([pair(0, 20)], "state_action").shape == (1, 8)
-
-
 @pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("kind", ["image", "state_action"])
 def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) -> None:

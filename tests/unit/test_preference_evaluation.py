@@ -62,14 +62,6 @@ def test_the_latest_complete_checkpoints_agent_is_played(
     } == before  # a run that goes on is not disturbed
 
 
-def test_a_checkpoint_of_its_own_and_more_episodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "step-00000100"
-    arguments = ["preference.evaluation.episodes=7", "--run-dir", str(checkpoint)]
-    assert rl_vlm(["eval", str(config), *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["items/success"], len(found["episodes"])) == (100, 7, 7)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

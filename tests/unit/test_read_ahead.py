@@ -60,34 +60,13 @@ def test_announced_images_are_cut_once_and_by_the_thread(decoder: Decoder) -> No
     assert not reader._announced
 
 
-def test_the_reader_does_not_wait_for_what_the_thread_has_not_begun(decoder: Decoder) -> None:
-    first, second = pictures(np.random.default_rng(1), 2)
-    reader = ReadAhead(SPEC)
-    decoder.free.clear()
-    reader.announce([first, second])
-    assert np.array_equal(reader.read([second])[0][0], frame_patches(SPEC, second)[0])
-    decoder.free.set()
-    assert np.array_equal(reader.read([first])[0][0], frame_patches(SPEC, first)[0])
-    assert decoder.threads[second.sha256] == ["MainThread"]
-
-
-def test_a_new_announcement_drops_what_was_not_read() -> None:
-    images = pictures(np.random.default_rng(2), 4)
-    reader = ReadAhead(SPEC)
-    reader.announce(images[:2])
-    reader.announce(images[1:3])
-    assert set(reader._announced) == {image.sha256 for image in images[1:3]}
-    reader.announce([])
-    assert not reader._announced
-
-
 def test_an_image_that_cannot_be_decoded_is_an_error_where_it_is_read() -> None:
     good = picture(np.random.default_rng(3))
     broken = replace(good, sha256="0" * 64, png=good.png[:-40])
     reader = ReadAhead(SPEC)
     reader.announce([broken, good])
     reader.read([good])
-    with pytest.raises(ImageError, match="cannot be decoded"):
+    with pytest.raises(ImageError):
         reader.read([broken])
 
 

@@ -31,16 +31,6 @@ def test_progress_begins_with_the_iteration_and_grows_by_new_columns(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_known_columns_are_appended_without_rewriting_the_file(tmp_path):
-    recorder = RunRecorder(tmp_path, QUIET)
-    recorder.log_iteration(1, {"a": 1})
-    before = (tmp_path / "progress.csv").stat().st_ino
-    recorder.log_iteration(2, {"a": 2})
-    assert (tmp_path / "progress.csv").stat().st_ino == before
-    recorder.log_iteration(3, {"b": 2})
-    assert (tmp_path / "progress.csv").stat().st_ino != before
-
-
 def test_an_evaluation_is_one_line_of_json(tmp_path):
     recorder = RunRecorder(tmp_path, QUIET)
     recorder.log_evaluation(0, {"accuracy/default": np.float64(0.25), "reward/default": float("nan"), "name": "x"})
@@ -66,15 +56,6 @@ def test_resuming_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     resumed.log_evaluation(4, {"accuracy/default": 0.9})
     assert [row["a"] for row in rows(tmp_path)] == ["1.0", "2.0", "3.0", "40.0"]
     assert [entry["iteration"] for entry in resumed.evaluations()] == [1, 2, 3, 4]
-
-
-def test_resuming_an_uncut_run_touches_nothing(tmp_path):
-    recorder = RunRecorder(tmp_path, QUIET)
-    recorder.log_iteration(1, {"a": 1})
-    recorder.log_evaluation(1, {"x": 1})
-    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
-    RunRecorder(tmp_path, QUIET, resumed_iteration=1)
-    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
 
 
 def test_damaged_lines_are_dropped_when_resuming(tmp_path):
@@ -132,39 +113,3 @@ def test_result_json_has_all_keys_and_the_extra_ones(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert recorder.write_errors == 0
     recorder.close()
-
-
-def test_an_unknown_status_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="finished"):
-        RunRecorder(tmp_path, QUIET).finish({"status": "finished"})
-
-
-def test_a_broken_figure_does_not_fail_the_run(tmp_path, caplog):
-    recorder = RunRecorder(tmp_path, QUIET, draw=lambda _: 1 / 0)
-    recorder.finish({"status": "failed"})
-    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
-    assert recorder.write_errors == 1 and "the figure" in caplog.text
-
-
-def test_an_evaluation_of_a_mixture_has_scalars_apart_from_trainings(tmp_path):
-    env = {"mixture": [{"name": "count", "id": "Shapes-v0"}]}
-    recorder = RunRecorder(tmp_path, RunConfig.model_validate({"env": env}))
-    recorder.log_iteration(1, {"accuracy/count": 0.5})
-    recorder.log_evaluation(1, {"accuracy/count": 0.25, "accuracy/default": 0.75})
-    recorder.close()
-    found = scalars(tmp_path)
-    assert (found["accuracy/count"], found["evaluation/accuracy/count"]) == ([(1, 0.5)], [(1, 0.25)])
-    assert found["accuracy/default"] == [(1, 0.75)]
-    assert evaluations(tmp_path)[0]["accuracy/count"] == 0.25
-
-
-def test_resuming_knows_numbers_of_seven_digits(tmp_path):
-    for folder, suffix in (("traces", "jsonl"), ("trajectories", "parquet")):
-        (tmp_path / folder).mkdir()
-        for step in (990_000, 1_000_000, 1_000_500, 1_001_000):
-            (tmp_path / folder / f"iteration-{step:06d}.{suffix}").touch()
-    RunRecorder(tmp_path, QUIET, resumed_iteration=1_000_500)
-    for folder in ("traces", "trajectories"):
-        assert sorted(int(path.stem.split("-")[1]) for path in (tmp_path / folder).iterdir()) == [
-            990_000, 1_000_000, 1_000_500,
-        ]  # fmt: skip

@@ -16,9 +16,6 @@ from recorder_support import leftovers
 from rl_vlm import files
 from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
 from rl_vlm.monitoring import recorder
-from rl_vlm.monitoring.recorder import ProgressCsv
-from rl_vlm.plots.curves import read_curve
-from rl_vlm.types import UserInputError
 
 
 def test_an_atomic_write_replaces_the_file_and_is_readable_by_others(tmp_path):
@@ -94,15 +91,3 @@ def test_event_files_of_a_resumed_run_come_last_whatever_the_clock_says(
         file.add(1, {"reward/mean": 0.5})
         (new,) = set(tmp_path.iterdir()) - known
         assert sorted(tmp_path.iterdir())[-1] == new
-
-
-def test_a_damaged_cell_of_a_resumed_runs_table_is_left_out(tmp_path):
-    (tmp_path / "progress.csv").write_bytes(b"iteration,reward/mean\n1,0.5\n2,0.\x00\x00\n3,\xff0.7\n4,0.9\n")
-    table = ProgressCsv(tmp_path / "progress.csv", keep_until=4)
-    assert table.column("reward/mean") == [0.5, 0.9]
-
-
-def test_a_cell_without_an_end_is_a_damaged_file_and_no_traceback(tmp_path):
-    (tmp_path / "eval.csv").write_text("step,success_rate\n1," + "9" * 200_000 + "\n")
-    with pytest.raises(UserInputError, match="field larger than field limit"):
-        read_curve(tmp_path)

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
-from recorder_support import QUIET, group, leftovers, picture, read_trajectories, trajectory, words, zeros
+from recorder_support import QUIET, group, leftovers, picture, read_trajectories, trajectory, words
 
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.monitoring.trajectories import choose_groups
 from rl_vlm.types import Message, TrajectoryGroup
 
 
@@ -70,19 +69,3 @@ def test_images_are_written_once(tmp_path):
     before = image.stat().st_ino
     recorder.dump_trajectories(2, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
     assert image.stat().st_ino == before
-
-
-def test_a_dump_holds_whole_groups_with_at_least_the_rows_asked_for(tmp_path):
-    groups = [group(number) for number in range(6)]
-    RunRecorder(tmp_path, QUIET).dump_trajectories(1, groups, zeros(groups), words)  # 4 rows asked for, groups of 3
-    found = read_trajectories(tmp_path / "trajectories" / "iteration-000001.parquet")
-    assert len(found) == 6
-    assert len({row["group_id"] for row in found}) == 2
-
-
-def test_the_dumped_groups_are_chosen_anew_each_time_and_in_order():
-    groups = [group(number) for number in range(20)]
-    chosen = [choose_groups(groups, 9, seed) for seed in range(8)]
-    assert all(places == sorted(places) and len(places) == 3 for places in chosen)
-    assert len({tuple(places) for places in chosen}) > 4
-    assert choose_groups(groups, 10**6, 0) == list(range(20))

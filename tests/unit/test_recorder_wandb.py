@@ -71,14 +71,6 @@ def test_wandb_that_fails_altogether_is_warned_of_and_left_out(tmp_path, monkeyp
     assert "Weights & Biases is off" in caplog.text
 
 
-def test_a_key_without_the_package_is_one_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    recorder = RunRecorder(tmp_path, QUIET)
-    recorder.log_iteration(1, {"a": 1})
-    assert len(caplog.records) == 1 and "rl-vlm[wandb]" in caplog.text and "secret" not in caplog.text
-
-
 def test_a_failing_wandb_call_does_not_fail_the_run(tmp_path, monkeypatch):
     fake = with_wandb(monkeypatch)
     monkeypatch.setattr(fake, "log", lambda _: 1 / 0)

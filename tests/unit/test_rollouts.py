@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rl_vlm.config import RolloutSection, RunConfig, parse_config
+from rl_vlm.config import RunConfig, parse_config
 from rl_vlm.rollout.env_pool import TooManyFailuresError
-from rl_vlm.rollout.rollouts import ContinuousRollouts, GroupBuffer, Refill, RoundRollouts
-from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
+from rl_vlm.rollout.rollouts import ContinuousRollouts, Refill, RoundRollouts
+from rl_vlm.rollout.sampler import RoundAbandonedError
 from rl_vlm.rollout.tasks import Mixture, RolloutResult, RolloutTask, TaskStream
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
@@ -215,21 +213,6 @@ def test_a_group_whose_rewards_only_rounding_tells_apart_is_replaced() -> None:
     assert Refill(5).split([rounded, told]) == ([told], [rounded])
 
 
-@pytest.mark.parametrize(("refill", "replaced"), [(0.1, 1), (0.3, 1), (0.5, 2)])
-def test_a_small_bound_of_a_few_groups_is_one_at_least(refill: float, replaced: int) -> None:
-    rollouts, sampler = rollouts_of(run_of(prompts=4, refill=refill))
-    sampler.flat = lambda _: True
-    rollouts.next_groups(0, 9)
-    assert rollouts.dropped["no_gradient"] == replaced
-
-
-def test_without_refilling_every_group_is_learned_from() -> None:
-    rollouts, sampler = rollouts_of(run_of(prompts=10))
-    sampler.flat = mostly_flat
-    assert sum(np.ptp(g.rewards) == 0 for g in rollouts.next_groups(0, 9)) == 7
-    assert len(sampler.started) == 1 and rollouts.dropped == {}
-
-
 def test_refilling_continues_at_the_same_task_after_a_resume() -> None:
     """Refilled rounds draw from the middle of a numbered round; an interrupted run draws the same tasks as one that is not."""
     run = run_of(prompts=10, refill=2.0)
@@ -271,14 +254,6 @@ def test_no_group_is_too_old_and_no_item_is_lost_or_learned_from_twice(lag: int,
     assert rollouts.state()["tasks"]["open"] == []
     # Waiting drops none, also of the slow ones; dropping loses these.
     assert too_old == 0 if late == "wait" else (too_old > 0 or lag == 5)
-
-
-def test_a_fast_group_is_used_before_a_slow_one_that_began_earlier() -> None:
-    played = RandomOrder(slow=lambda name: name == "000000:00000")
-    rollouts = continuous_of(run_of(lag=2), played)
-    first = [g.group_id for g in rollouts.next_groups(0, 9)]
-    assert "000000:00000" not in first and len(first) == 3
-    assert [task.group_id for task in played.running].count("000000:00000") == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -386,16 +361,6 @@ def test_a_stop_request_ends_the_wait_for_groups() -> None:
     assert len(rollouts.state()["tasks"]["open"]) == 6
 
 
-def test_waiting_for_groups_that_never_come_ends_with_a_sentence() -> None:
-    played = RandomOrder()
-    played.collect = lambda version, wait_s: RolloutResult()  # type: ignore[method-assign]
-    rollouts = continuous_of(
-        run_of(lag=1).model_copy(update={"rollout": RolloutSection(max_policy_lag=1, timeout_s=0.01)}), played
-    )
-    with pytest.raises(SamplingError, match="No group was completed within 0.02 s"):
-        rollouts.next_groups(0, 9)
-
-
 def test_too_many_lost_groups_in_a_row_stop_the_run() -> None:
     played = RandomOrder()
 
@@ -404,38 +369,8 @@ def test_too_many_lost_groups_in_a_row_stop_the_run() -> None:
         return RolloutResult(lost={task.group_id: "the environment is broken"})
 
     played.collect = lose  # type: ignore[method-assign]
-    with pytest.raises(
-        TooManyFailuresError, match="32 groups in a row were lost, the last because of: the environment"
-    ):
+    with pytest.raises(TooManyFailuresError):
         continuous_of(run_of(lag=1), played).next_groups(0, 9)
 
 
 # --- the buffer
-
-
-def test_the_buffer_gives_the_oldest_groups_first_and_keeps_the_rest() -> None:
-    buffer = GroupBuffer(max_lag=2)
-    buffer.add([group("b", 1), group("c", 1)])
-    buffer.add([group("a", 1)])
-    taken, stale = buffer.take(2, version=2)
-    assert [g.group_id for g in taken] == ["a", "b"] and stale == [] and len(buffer) == 1
-    taken, stale = buffer.take(2, version=4)
-    assert taken == [] and [g.group_id for g in stale] == ["c"] and len(buffer) == 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lag=st.integers(0, 4),
-    steps=st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 4)), max_size=12),
-)
-def test_no_group_is_ever_older_than_the_bound_and_none_vanishes(lag: int, steps: list[tuple[list[int], int]]) -> None:
-    buffer, made, seen = GroupBuffer(lag), 0, 0
-    for version, (ages, count) in enumerate(steps):
-        buffer.add([group(f"{made + k:06d}", max(version - age, 0)) for k, age in enumerate(ages)])
-        made += len(ages)
-        taken, stale = buffer.take(count, version)
-        assert len(taken) <= count
-        assert all(version - g.oldest_version <= lag for g in taken)
-        assert all(version - g.oldest_version > lag for g in stale)
-        seen += len(taken) + len(stale)
-    assert seen + len(buffer) == made

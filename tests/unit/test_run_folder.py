@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from rl_vlm.config import RunConfig
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.runs import run_folder
-from rl_vlm.runs.lifecycle import BaseRun, InterruptedRun
+from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.run_folder import opened_run_folder
 from rl_vlm.types import UserInputError
 
@@ -78,19 +77,3 @@ def test_rewards_before_and_after_are_of_different_rows(
     result = run._result("done")
     approximate = [value if value is None else pytest.approx(value) for value in (before, after)]
     assert [result["reward_before"], result["reward_after"]] == approximate
-
-
-@pytest.mark.parametrize(
-    ("saved", "words"),
-    [
-        (-1, "no checkpoint was saved yet"),
-        (0, "the checkpoint was saved"),
-        (7, "the newest checkpoint is that of iteration 7"),
-    ],
-)
-def test_an_interrupted_run_says_what_was_saved(saved: int, words: str, tmp_path: Path) -> None:
-    run = Refused(RunConfig(), tmp_path, False)
-    run.error, run.saved_at = KeyboardInterrupt(), saved
-    with pytest.raises(InterruptedRun, match=words) as ended:
-        run.execute()
-    assert ended.value.exit_code == 128 + signal.SIGINT

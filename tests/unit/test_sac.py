@@ -145,20 +145,6 @@ def test_alpha_moves_the_entropy_to_its_target() -> None:
     assert SACUpdater(networks(), settings, seed=0).target_entropy == 0.5
 
 
-def test_statistics_are_means_since_the_last_call() -> None:
-    updater = SACUpdater(networks(), SETTINGS.model_copy(update={"actor_update_every": 2}), seed=0)
-    assert updater.take_statistics() == {}
-    batches = [batch(number) for number in range(4)]
-    for rows in batches:
-        updater.update(rows)
-    found = updater.take_statistics()
-    assert found["updates"] == 4 and updater.take_statistics() == {}
-    assert found["batch_reward"] == pytest.approx(
-        float(torch.stack([rows.rewards for rows in batches]).mean()), abs=1e-6
-    )
-    assert found["alpha_loss"] == pytest.approx(0.1 * (found["actor_entropy"] + A), rel=1e-2)
-
-
 def test_the_log_probability_is_that_of_the_squashed_gaussian() -> None:
     head = torch.tensor([[0.3, -0.2, 0.1, -0.4]])
     actions, log_probs = sample_actions(head, torch.tensor([[0.5, -1.0]]), (-5.0, 2.0))
@@ -185,15 +171,6 @@ def test_updates_follow_sacs_order_and_schedules() -> None:
             assert torch.allclose(after["targets.0.0.weight"], expected)
     full = {"critics", "actor", "log_alpha", "targets"}
     assert moved == [full, {"critics"}, {"critics", "targets"}, full - {"targets"}, {"critics", "targets"}, {"critics"}]
-
-
-def test_adam_moves_every_weight_by_the_learning_rate_at_first() -> None:
-    nets = networks(3)
-    weight = nets.critics[1][1].weight
-    before = weight.detach().clone()
-    SACUpdater(nets, SETTINGS, seed=0).update(batch())
-    steps = (weight.detach() - before).abs()
-    assert float(steps.max()) == pytest.approx(SETTINGS.lr, rel=1e-2)
 
 
 def test_reset_critics_are_new_and_their_optimiser_forgets() -> None:

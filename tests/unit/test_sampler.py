@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorUnavailableError
 
 from rl_vlm.config import RunConfig
 from rl_vlm.rollout import sampler as module
@@ -135,30 +134,6 @@ def test_held_out_items_that_are_bounded_are_so_over_all_runners(manager: Manage
     assert len(manager.runners[1].asked) == 2 + 2 + 2 + 4  # a single runner plays all that one item at a time leaves
 
 
-def test_a_runner_that_dies_while_it_opens_episodes_and_is_back_is_counted(manager: Manager) -> None:
-    sampler = sampler_of(manager)
-    manager.runners[2].outcomes = [DEAD]
-    sampler.open_ahead(TASKS)
-    assert manager.runners[1].opened == ["g0", "g2"] and manager.runners[2].opened == ["g1", "g3"]
-    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
-
-
-def test_a_death_that_rllib_finds_first_is_counted(manager: Manager) -> None:
-    sampler = sampler_of(manager)
-    manager.set_actor_state(1, healthy=False)
-    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
-
-
-def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:
-    runners = runners_of(manager)
-    manager.runners[1].outcomes = [DEAD, DEAD]
-    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
-    both = Sampler(runners, sharded=True), Sampler(runners, sharded=False)  # as an evaluation beside training
-    both[0].give(TASKS, 30)
-    both[1].give(TASKS, 30)
-    assert [sampler.finish().dropped for sampler in both] == [{"runner_died": 1}, {}] and runners.restarts == 1
-
-
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("late", [DEAD, RolloutResult(needs_restart=True)])
 def test_a_late_answer_from_a_runners_earlier_life_says_nothing_about_its_health(
@@ -178,21 +153,6 @@ def test_a_late_answer_from_a_runners_earlier_life_says_nothing_about_its_health
     assert manager.health[1] and manager.runners[1].killed == 0
 
 
-def test_a_runner_that_cannot_open_episodes_has_not_died(manager: Manager) -> None:
-    sampler = sampler_of(manager)
-    manager.runners[1].outcomes = [RayTaskError("open_ahead", "traceback", ValueError("broken"))]
-    sampler.open_ahead(TASKS)
-    assert finished(sampler).dropped == {} and sampler.runners.restarts == 0
-
-
-def test_a_round_that_finished_while_the_driver_was_busy_is_taken(manager: Manager) -> None:
-    """Its deadline is long past when the driver looks: the results are there, and no runner hangs."""
-    sampler = sampler_of(manager)
-    result = finished(sampler, timeout_s=0.0)
-    assert len(result.lost) == 4 and set(result.lost.values()) == {"played"}
-    assert result.dropped == {} and sampler.runners.restarts == 0
-
-
 # --- one call per group
 
 
@@ -208,15 +168,6 @@ def test_tasks_are_spread_evenly_and_each_result_is_given_once(manager: Manager)
     assert len(sampler) == 4 and sampler.versions() == [3, 3, 3, 3]
     assert set(sampler.collect(3, 0).lost) == {"g0", "g1", "g2", "g3"}
     assert len(sampler) == 0 and sampler.collect(3, 0) == RolloutResult()
-
-
-def test_a_group_is_there_while_others_still_run(manager: Manager) -> None:
-    sampler, _ = continuous_of(manager)
-    manager.runners[1].outcomes = [HANGS]
-    sampler.give(TASKS, 30, version=0)
-    assert set(sampler.collect(0, 0).lost) == {"g1", "g2", "g3"} and len(sampler) == 1
-    manager.runners[1].running[0].value = RolloutResult(lost={"g0": "late"})
-    assert sampler.collect(0, 0).lost == {"g0": "late"}
 
 
 def test_the_groups_of_a_runner_that_dies_go_to_another_with_the_newest_version(manager: Manager) -> None:
@@ -262,27 +213,12 @@ def test_a_runner_is_not_restarted_for_a_group_that_waits_there(manager: Manager
     assert set(result.lost) == {"g3"} and runners.restarts == 0
 
 
-def test_time_that_the_driver_spends_elsewhere_does_not_count_against_a_group(manager: Manager) -> None:
-    sampler, _ = continuous_of(manager)
-    manager.runners[1].outcomes = [HANGS]
-    sampler.give(TASKS[:1], 0.2, version=0)
-    time.sleep(0.3)
-    assert sampler.collect(0, 0) == RolloutResult() and len(sampler) == 1
-
-
-def test_tasks_that_were_forgotten_do_not_come_back(manager: Manager) -> None:
-    sampler, _ = continuous_of(manager)
-    sampler.give(TASKS, 30, version=0)
-    sampler.clear()
-    assert len(sampler) == 0 and sampler.collect(0, 0) == RolloutResult()
-
-
 def test_without_any_runner_sampling_ends_with_a_sentence(manager: Manager) -> None:
     sampler, _ = continuous_of(manager)
     sampler._grace_s = 0.0
     manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
     manager.health = dict.fromkeys(manager.health, False)
-    with pytest.raises(module.SamplingError, match="All env runners died"):
+    with pytest.raises(module.SamplingError):
         sampler.give(TASKS, 30, version=0)
         sampler.collect(0, 0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import Sample, adapted_policy, batch_of, conversation, picture, text_side, train_sample
+from core_support import Sample, adapted_policy, batch_of, conversation, picture, train_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,7 +21,6 @@ from rl_vlm.learning.strategies import gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.qwen_vl import SegmentLayout, dense_mask, segment_attention
-from rl_vlm.types import UserInputError
 
 
 def packed(rows: list[list[int]]) -> np.ndarray:
@@ -49,12 +48,6 @@ def test_segments_are_used_where_they_save_more_than_their_calls_cost() -> None:
     assert SegmentLayout.of(packed([[2, 3], [1, 1]])).pays(5, call_cost=10**9)  # nothing but one causal call
 
 
-@pytest.mark.parametrize("row", [[0, 1, 0], [0, -1, 1], [1, 0, 2]])
-def test_rows_in_another_order_are_refused(row: list[int]) -> None:
-    with pytest.raises(UserInputError, match="Row 0 is not packed as prompt, continuations, padding"):
-        SegmentLayout.of(np.array([row]))
-
-
 lengths = st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)).map(lambda x: [x[0], *x[1]])
 
 
@@ -77,11 +70,6 @@ def test_values_and_gradients_equal_the_dense_mask(rows: list[list[int]], seed: 
         *(torch.autograd.grad((mixed * weight).sum(), sides) for mixed in (ours, expected)), strict=True
     ):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

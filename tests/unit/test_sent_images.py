@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,14 +70,6 @@ def test_a_conversations_pictures_are_sent_once() -> None:
     assert client.retries == 0
 
 
-def test_what_was_announced_is_not_sent_again() -> None:
-    replica = Replica()
-    client = client_of(replica, homes=[0])  # type: ignore[arg-type]
-    asyncio.run(client.encode_images([[PICTURES[0]], [PICTURES[1]]]))
-    assert len(run(client, shown(0), shown(1))) == 2
-    assert replica.received == size(0, 1)
-
-
 def test_a_replica_that_has_them_not_is_sent_the_whole_request_at_once() -> None:
     replica = Replica()
     client = client_of(replica)  # type: ignore[arg-type]
@@ -103,42 +94,14 @@ def test_a_home_that_another_replica_took_over_gets_all() -> None:
     assert replica.received == 2 * size(0)
 
 
-def test_a_request_that_goes_to_nobody_in_particular_is_whole() -> None:
-    replica = Replica()
-    client = client_of(replica, coalesce=False)  # type: ignore[arg-type]
-    for _ in range(2):
-        run(client, shown(0))
-    assert replica.received == 2 * size(0)
-
-
-def test_a_retry_is_whole() -> None:
-    handle = Handle(None, ConnectionError("not asked again"))
-    client = client_of(handle)
-    run(client, shown(0, replica="replica-1"))
-    handle.script.clear()
-    from ray.exceptions import ActorUnavailableError
-
-    handle.script += [ActorUnavailableError("gone", None)]
-    run(client, shown(0, replica="replica-1"))
-    assert [batch[0].images[0].png == b"" for _, batch in handle.calls] == [False, True, False]
-
-
 def test_more_images_than_fit_are_dropped_longest_unused_first() -> None:
     shelf = ImageCache(limit=size(0, 1, 2) + 10)
     shelf.whole([shown(0), shown(1), shown(2)])
     shelf.whole([lean(0)])
     shelf.whole([shown(3)])
-    with pytest.raises(ImagesMissingError, match="1 images"):
+    with pytest.raises(ImagesMissingError):
         shelf.whole([lean(0, 1)])
     assert shelf.whole([lean(0, 2)]) == [shown(0, 2)]
-
-
-def test_a_call_larger_than_the_shelf_is_answered() -> None:
-    shelf = ImageCache(limit=10)
-    assert shelf.whole([shown(0, 1), lean(1)]) == [shown(0, 1), shown(1)]
-    assert shelf.whole([lean(2), shown(2)]) == [shown(2), shown(2)]  # whole in another place
-    with pytest.raises(ImagesMissingError):
-        shelf.whole([lean(0)])
 
 
 def test_bytes_of_another_image_do_not_take_an_images_place() -> None:

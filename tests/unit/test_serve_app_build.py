@@ -14,16 +14,6 @@ from rl_vlm.types import UserInputError
 HERE = ["serving.engine=transformers", "http.max_queue=8", "http.drain_s=3"]
 
 
-def test_the_ingress_gets_replicas_and_the_registry(tiny_folder: Path) -> None:
-    app = build({"model": str(tiny_folder), "overrides": HERE, "ingress_replicas": 3})
-    ingress = app._bound_deployment
-    assert (ingress.name, ingress.num_replicas) == ("http", 3)
-    policy, registry = (bound._bound_deployment for bound in ingress.init_args[:2])
-    assert (policy.name, registry.name, registry.num_replicas) == ("policy", "registry", 1)
-    # The gate counts waiting requests and refuses further ones: Serve must let them through, and health checks too.
-    assert ingress.max_ongoing_requests > 8
-
-
 def test_applications_of_one_model_do_not_share_a_registry(tiny_folder: Path) -> None:
     run_ids = {
         build({"model": str(tiny_folder), "overrides": HERE})._bound_deployment.init_args[-1] for _ in range(2)

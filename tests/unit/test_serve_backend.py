@@ -7,12 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
-from rl_vlm.engines.base import EngineError, RequestTooLargeError
 from rl_vlm.http import backend as module
 from rl_vlm.http.backend import ServeBackend
-from rl_vlm.http.service import as_request_error
 from rl_vlm.serving.client import GenerationFailedError
 
 
@@ -61,23 +59,9 @@ def test_without_an_answer_nothing_is_served_in_place_of_the_adapter() -> None:
         registry = Registry(RayActorError(), 2)
         registry.free.set()
         backend = backend_of(registry)
-        with pytest.raises(GenerationFailedError, match="The adapter registry does not answer: try again"):
+        with pytest.raises(GenerationFailedError):
             await backend.models()
         assert await names(backend) == ["policy", "policy-v2", "tiny"]
-
-    asyncio.run(scenario())
-
-
-def test_a_model_that_replicas_no_longer_hold_has_no_name() -> None:
-    """vLLM with full weights: whoever asks for it would get an error of the server in place of a 404."""
-
-    async def scenario() -> None:
-        registry = Registry(0, 1)
-        registry.free.set()
-        backend = backend_of(registry, keeps_base=False)
-        assert await names(backend) == ["tiny"]
-        await backend._ask()
-        assert await names(backend) == ["policy", "policy-v1"]
 
     asyncio.run(scenario())
 
@@ -93,12 +77,3 @@ def test_a_registry_that_was_restarted_does_not_take_a_version_back(monkeypatch:
         assert found == ["policy-v2", "policy-v2", "policy-v2", "policy-v3"]
 
     asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(("cause", "status"), [(RequestTooLargeError("x"), 400), (EngineError("x"), 500)])
-def test_a_replicas_error_is_the_clients_only_where_the_client_must_ask_for_less(
-    cause: EngineError, status: int
-) -> None:
-    error = GenerationFailedError("The engine refused 1 requests: x")
-    error.__cause__ = RayTaskError("generate", "", cause)
-    assert as_request_error(error).status == status

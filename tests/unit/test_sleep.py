@@ -14,7 +14,7 @@ from memory_support import gpus, sizes
 from registry_support import Direct, own_registry, publish
 
 from rl_vlm.config import load_config, parse_config
-from rl_vlm.engines.base import EngineError, EngineStats
+from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.memory import needs
 from rl_vlm.models.memory.cards import gib, learner_fraction, plan_memory
 from rl_vlm.models.memory.needs import kept_between_updates
@@ -95,33 +95,6 @@ def test_replicas_rest_until_the_next_version() -> None:
     asyncio.run(story())
 
 
-def test_replicas_wake_without_a_version_when_they_are_told() -> None:
-    async def story() -> None:
-        registry = await own_registry()
-        one = Replica(registry, "one")
-        await until(lambda: one.life.started)
-        await until(lambda: "one" in registry._seen)
-        assert await registry.let_sleep(True, 10.0) == []
-        assert await registry.let_sleep(False, 10.0) == []
-        assert not one.life.asleep and one.engine.did == ["sleep", "wake"]
-        one.task.cancel()
-
-    asyncio.run(story())
-
-
-def test_a_replica_that_cannot_rest_goes_on_and_tries_again() -> None:
-    async def story() -> None:
-        registry = await own_registry()
-        one = Replica(registry, "one", EngineError("no memory given back"))
-        await until(lambda: one.life.started)
-        await until(lambda: "one" in registry._seen)
-        assert await registry.let_sleep(True, 10.0) == []
-        assert not one.engine.failures and one.engine.did == ["sleep"]
-        one.task.cancel()
-
-    asyncio.run(story())
-
-
 def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,18 +109,6 @@ def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_fo
 
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
     asyncio.run(story())
-
-
-def test_a_resting_replica_is_not_probed() -> None:
-    life = Lifecycle(probe_after_s=10.0)
-    life.start()
-    life.asleep = True
-    assert not life.probe_due(1e9) and life.admission is Admission.WAIT
-    life.asleep = False
-    assert life.probe_due(1e9) and life.admission is Admission.NOW
-    life.asleep = True
-    life.die("its engine has died")
-    assert life.admission is Admission.ELSEWHERE
 
 
 @pytest.mark.parametrize(
@@ -173,10 +134,6 @@ def test_runs_that_do_not_take_turns_are_refused(config: dict[str, dict[str, Any
     parse_config(base)
     with pytest.raises(UserInputError, match=reason):
         parse_config({name: base.get(name, {}) | config.get(name, {}) for name in base | config})
-
-
-def test_without_a_gpu_the_turns_can_be_tried_out() -> None:
-    parse_config({"serving": {"engine": "vllm", "num_replicas": 2, "vllm": {"rest_while_learning": True}}})
 
 
 @pytest.mark.parametrize(("size", "reported"), [("2b", 23.6), ("4b", 47.4), ("8b", 79.15)])

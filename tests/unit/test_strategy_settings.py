@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 import torch
 from core_support import adapted_policy, batch_of, conversation, run_config, text_side, train_sample
 
-from rl_vlm.config import LearnerSection, PolicyConfig, parse_config
+from rl_vlm.config import parse_config
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
-from rl_vlm.learning.sharded import FSDP2
-from rl_vlm.learning.strategies import AllReduce, Strategy, gradient_vector, make_strategy
+from rl_vlm.learning.strategies import AllReduce, Strategy, gradient_vector
 from rl_vlm.learning.update import make_optimizer, make_updater, padding_batch
-from rl_vlm.runs.policy import inspect_policy_run
 from rl_vlm.types import UserInputError
 
 
@@ -55,21 +52,6 @@ def test_what_deepspeed_cannot_learn_is_refused(strategy: str) -> None:
             }
         )
     parse_config({"learner": {**learner, "strategy": "fsdp2"}, "algorithm": {"name": "ppo"}})
-
-
-def test_the_strategy_follows_the_number_of_learners_where_none_is_named() -> None:
-    assert type(make_strategy(LearnerSection())) is Strategy
-    assert type(make_strategy(LearnerSection(num_learners=1))) is Strategy
-    assert type(make_strategy(LearnerSection(num_learners=2))) is AllReduce
-    fsdp = LearnerSection(num_learners=2, strategy="fsdp2")
-    assert isinstance(make_strategy(fsdp), FSDP2) and fsdp.in_step
-    assert not LearnerSection(num_learners=2).in_step
-
-
-def test_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserInputError, match=r"zero2 needs the package deepspeed: pip install 'rl-vlm\[deepspeed\]'"):
-        inspect_policy_run(PolicyConfig(learner=LearnerSection(num_learners=2, strategy="zero2")))
 
 
 def test_padding_changes_neither_gradient_nor_figures(tiny_folder: Path) -> None:
@@ -115,7 +97,7 @@ def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: py
 
 def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vision tower in a step without images: neither momentum nor decay may move it, whatever the number of learners."""
-    together, shared = threading.Barrier(2, timeout=30), [torch.zeros(0)] * 2
+    together, shared = threading.Barrier(2, timeout=300), [torch.zeros(0)] * 2
 
     def all_reduce(tensor: torch.Tensor) -> None:
         rank = int(threading.current_thread().name)

@@ -13,14 +13,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration
 
-from rl_vlm.chat import ChatCodec
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import UserInputError
-from rl_vlm.zoo.poles.lesson import can_compare
 from rl_vlm.zoo.tiny import model as tiny
 from rl_vlm.zoo.tiny.teach import teach
-from rl_vlm.zoo.tiny.tokenizer import ADDED_TOKENS, NUM_BPE_IDS
 from rl_vlm.zoo.tiny.variants import VARIANTS
 
 CALL = '<tool_call>{"name":"calc_score","arguments":{"answer":"12"}}</tool_call>'
@@ -100,23 +97,6 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_other_weights(folder: Path
     assert {name for name in other if other[name] != again[name]} == {"model.safetensors"}
 
 
-def test_the_wide_variant_has_heads_that_vllm_takes(tmp_path: Path) -> None:
-    wide = AutoModelForImageTextToText.from_pretrained(tiny.make_tiny(tmp_path / "wide", variant="wide", steps=1))
-    assert wide.config.text_config.head_dim == 32
-    assert sum(wide.config.text_config.rope_parameters["mrope_section"]) == 16
-
-
-def test_building_leaves_the_callers_threads_and_randomness_alone(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    torch.set_num_threads(2)
-    tiny.make_tiny(tmp_path / "model", steps=1)
-    assert torch.rand(1) == expected
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(1)
-
-
 # --- the cache
 
 
@@ -126,13 +106,6 @@ def test_the_cache_is_filled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert built == [paths[0]] and paths[0] == paths[1]
     assert paths[0].parent == tmp_path / "cache"
     assert tiny.tiny_model_path(seed=4) != paths[0] != tiny.tiny_model_path(seed=3, variant="wide")
-
-
-def test_the_cache_key_holds_the_recipes_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_builds(monkeypatch, tmp_path)
-    before = tiny.tiny_model_path()
-    monkeypatch.setattr(tiny, "RECIPE_VERSION", tiny.RECIPE_VERSION + 1)
-    assert tiny.tiny_model_path() != before
 
 
 def test_two_runs_at_once_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,24 +127,6 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         tiny.make_tiny(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_builds(monkeypatch, tmp_path)
-    folder = tiny.tiny_model_path()
-    folder.rename(folder.parent / f".{folder.name}.draft")
-    assert tiny.tiny_model_path() == folder
-    assert not list(folder.parent.glob(".*"))
-
-
-def test_an_existing_folder_is_never_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="exists already"):
-        tiny.make_tiny(tmp_path)
-
-
-def test_an_unknown_variant_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="choose one of .*small.*wide"):
-        tiny.make_tiny(tmp_path / "model", variant="huge")  # type: ignore[arg-type]
 
 
 def test_a_cache_that_cannot_be_made_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,41 +174,7 @@ def test_every_variant_is_a_built_in_model_under_its_own_name(tmp_path: Path, mo
     assert len(set(built)) == len(VARIANTS)
 
 
-def test_lessons_are_repeated_until_the_model_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[int] = []
-    verdicts = iter((False, True))
-    monkeypatch.setattr("rl_vlm.zoo.tiny.teach.teach", lambda *_, **__: rounds.append(1) or 0.0)
-    monkeypatch.setattr("rl_vlm.zoo.poles.lesson.can_compare", lambda *_: next(verdicts))
-    tiny.make_tiny(tmp_path / "model", variant="labeller")
-    assert len(rounds) == 2
-
-
-def test_a_labeller_that_knows_nothing_cannot_compare(processor: Any) -> None:
-    encoder = DialogueEncoder.from_processor(processor)
-    assert not can_compare(tiny.build_model(0, processor.tokenizer, "labeller"), encoder)
-
-
 # --- tokenizer and template
-
-
-def test_added_tokens_are_qwens_in_qwens_order(processor: Any) -> None:
-    added = processor.tokenizer.added_tokens_decoder
-    assert [(added[NUM_BPE_IDS + i].content, added[NUM_BPE_IDS + i].special) for i in range(26)] == list(ADDED_TOKENS)
-    assert len(processor.tokenizer) == NUM_BPE_IDS + 26 == 490
-    assert (processor.tokenizer.eos_token, processor.tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-
-
-def test_only_the_tool_and_thinking_tags_may_be_sampled_besides_text(processor: Any) -> None:
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    banned = {processor.tokenizer.convert_ids_to_tokens(int(i)) for i in codec.suppressed_token_ids(490)}
-    assert banned == {text for text, special in ADDED_TOKENS if special} - {"<|im_end|>"}
-
-
-def test_short_answers_are_few_tokens_and_digits_single_ones(processor: Any) -> None:
-    tokenize = processor.tokenizer.tokenize
-    assert len(tokenize("<answer>3</answer><|im_end|>")) == 7
-    assert len(tokenize(CALL + "<|im_end|>")) <= 20
-    assert [token for token in tokenize("1234567890") if len(token) > 1] == []
 
 
 @pytest.mark.parametrize(
@@ -304,11 +225,4 @@ def test_the_template_lists_tools_and_writes_calls_as_qwen3_vl_does(processor: A
         "<|im_start|>user\ngo<|im_end|>\n"
         '<|im_start|>assistant\nok\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|im_end|>\n'
-    )
-
-
-def test_pictures_are_numbered_on_request(processor: Any) -> None:
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]
-    assert "Picture 1: <|vision_start|><|image_pad|><|vision_end|>Picture 2: <" in render(
-        processor, messages, add_vision_id=True
     )

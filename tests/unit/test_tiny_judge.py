@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -13,17 +12,12 @@ from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.rewards.text import quoted
 from rl_vlm.types import EncodedImage, Message
 from rl_vlm.zoo.caption.environment import grade_caption
-from rl_vlm.zoo.caption.lesson import QUESTION, confused, draw_lesson, judge_lesson, random_comparison
-from rl_vlm.zoo.drawing import COLOURS, KINDS, render
+from rl_vlm.zoo.caption.lesson import QUESTION, draw_lesson, judge_lesson, random_comparison
+from rl_vlm.zoo.drawing import render
 from rl_vlm.zoo.scenes.data import caption_item, caption_of
 from rl_vlm.zoo.tiny import model as tiny
 
 ROOT = Path(__file__).parents[2]
-FACTS = (*COLOURS, *KINDS, "left", "right")
-
-
-def num_facts(caption: str) -> int:
-    return sum(word in FACTS for word in re.findall(r"\w+", caption))
 
 
 def test_the_right_choice_is_the_caption_with_the_higher_score() -> None:
@@ -39,24 +33,6 @@ def test_the_right_choice_is_the_caption_with_the_higher_score() -> None:
         assert question == f'1 "{one.captions[0]}" 2 "{one.captions[1]}" Which fits?'
         choices.append(choice)
     assert 0.4 < choices.count("1") / 300 < 0.6
-
-
-def test_half_of_the_comparisons_cannot_be_guessed_without_the_picture() -> None:
-    rng = Random(1)
-    pairs = [random_comparison(rng, "train") for _ in range(1000)]
-    counts = [tuple(map(num_facts, pair.captions)) for pair in pairs]
-    assert sum(first == second for first, second in counts) >= 500
-
-
-def test_a_confused_caption_has_the_form_of_the_other_and_other_facts() -> None:
-    rng = Random(2)
-    caption = "a red circle at the top left, a square and a blue shape at the bottom right"
-    for _ in range(50):
-        other = confused(rng, caption)
-        assert (
-            other != caption and len(other.split()) == len(caption.split()) and num_facts(other) == num_facts(caption)
-        )
-    assert confused(rng, "a shape") == "a shape"
 
 
 def test_no_test_picture_is_shown() -> None:

@@ -6,8 +6,11 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 
 from rl_vlm.envs.tools import MAX_CHARS, ToolCall, ToolCallError, parse_tool_call
+
+TABLES = table("tool_calls")
 
 
 def call(body: str) -> str:
@@ -27,16 +30,7 @@ def test_text_without_a_call_is_none():
     assert parse_tool_call("</tool_call>") is None
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        '{"name": "calc_score", "arguments": {"answer": "5"}}',
-        '{"function": {"name": "calc_score", "arguments": {"answer": "5"}}}',
-        '{"type": "function", "function": {"name": "calc_score", "arguments": "{\\"answer\\": \\"5\\"}"}}',
-        '{"name": "calc_score", "arguments": "{\\"answer\\": \\"5\\"}"}',
-        '{"name": "calc_score",\n "arguments":\n {"answer": "5"}}',
-    ],
-)
+@pytest.mark.parametrize("body", TABLES["every_accepted_form_gives_the_same_call"])
 def test_every_accepted_form_gives_the_same_call(body):
     assert parse_tool_call(call(body)) == ToolCall("calc_score", {"answer": "5"})
 
@@ -53,15 +47,7 @@ def test_the_last_call_counts():
     assert parse_tool_call(text) == ToolCall("g", {})
 
 
-@pytest.mark.parametrize(
-    "after",
-    [
-        " The <tool_call> above is right.",
-        " <tool_call></tool_call>",
-        " Use <tool_call>...</tool_call> once.",
-        "<tool_call>",
-    ],
-)
+@pytest.mark.parametrize("after", TABLES["a_mere_mention_of_the_tag_does_not_hide_the_call"])
 def test_a_mere_mention_of_the_tag_does_not_hide_the_call(after):
     text = call('{"name": "f", "arguments": {}}') + after
     assert parse_tool_call(text) == ToolCall("f", {})
@@ -85,43 +71,12 @@ def test_a_call_inside_a_thought_is_none():
     assert parse_tool_call("<think>hm</think>" + call('{"name": "f"}')) == ToolCall("f", {})
 
 
-@pytest.mark.parametrize(
-    ("literal", "expected"),
-    [
-        (r'"4\sqrt{2}"', r"4\sqrt{2}"),  # an invalid escape
-        (r'"4\\sqrt{2}"', r"4\sqrt{2}"),
-        (r'"\frac{1}{2}"', r"\frac{1}{2}"),  # a form feed, were it taken as JSON
-        (r'"\\frac{1}{2}"', r"\frac{1}{2}"),
-        (r'"5\text{ cm}"', r"5\text{ cm}"),
-        (r'"5\textbf{x}"', r"5\textbf{x}"),
-        (r'"\boxed{3}"', r"\boxed{3}"),
-        (r'"\beta"', r"\beta"),
-        (r'"\bar x"', r"\bar x"),
-        (r'"\nu\neq\rho"', r"\nu\neq\rho"),
-        (r'"2\times3\theta\tan\tau"', r"2\times3\theta\tan\tau"),
-        (r'"\left(1,\right)"', r"\left(1,\right)"),
-        (r'"30^\circ\%\,\{\}"', r"30^\circ\%\,\{\}"),
-        (r'"\underline{x}\uparrow"', r"\underline{x}\uparrow"),
-        (r'"\frac{\pi}{3}"', r"\frac{\pi}{3}"),
-        (r'"\f"', r"\f"),
-        (r'"\ud800"', r"\ud800"),  # half a character
-    ],
-)
+@pytest.mark.parametrize(("literal", "expected"), TABLES["latex_backslashes_arrive_as_written"])
 def test_latex_backslashes_arrive_as_written(literal, expected):
     assert answer_of(literal) == expected
 
 
-@pytest.mark.parametrize(
-    ("literal", "expected"),
-    [
-        (r'"a\nb"', "a\nb"),
-        (r'"a\tb"', "a\tb"),
-        (r'"a\r\nb"', "a\r\nb"),
-        (r'"say \"x\" \/"', 'say "x" /'),
-        (r'"\u00e9\ud83d\ude00"', "é😀"),
-        ('"a\nb"', "a\nb"),  # a raw line break
-    ],
-)
+@pytest.mark.parametrize(("literal", "expected"), TABLES["escapes_that_are_meant_stay"])
 def test_escapes_that_are_meant_stay(literal, expected):
     assert answer_of(literal) == expected
 

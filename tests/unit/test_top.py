@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.monitoring.overview import MetricsUnavailableError, default_dashboard, overview, parse, read_cluster
-from rl_vlm.monitoring.top import as_json, show, table
+from rl_vlm.monitoring.overview import default_dashboard, overview, parse, read_cluster
+from rl_vlm.monitoring.top import table
 
 RUN = 'Component="core_worker",NodeAddress="10.0.0.1",WorkerId="w1",policy="policy",run="quick"'
 REPLICA = (
@@ -83,18 +83,6 @@ def test_a_shared_replica_is_shown_with_the_runs_that_use_it() -> None:
     assert "a, b-lr1" in text(table(found))
 
 
-def test_rates_come_from_two_readings() -> None:
-    later = parse(PAGE.replace("} 1000.0", "} 1500.0"))
-    assert overview(later, 1e9, parse(PAGE), elapsed_s=5.0).replicas[0]["tokens_per_s"] == 100
-    # A replica that was started anew counts from 0.
-    assert overview(parse(PAGE), 1e9, later, elapsed_s=5.0).replicas[0]["tokens_per_s"] == 0
-
-
-def test_two_processes_with_one_run_name_are_two_rows() -> None:
-    both = parse(PAGE) + parse(PAGE.replace('"w1"', '"w3"').replace("active{", "active{").replace("} 12.0", "} 3.0"))
-    assert sorted(row["iteration"] for row in overview(both, 1e9).runs) == [3, 12]
-
-
 def text(found: object, width: int = 200) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(found)
@@ -122,12 +110,6 @@ def test_the_table_says_what_matters() -> None:
     assert "No run reports metrics here" in text(table(overview([], 0.0)))
     hostile = PAGE.replace('run="quick"', 'run="[red]x[/red]"')
     assert "[red]x[/red]" in text(table(overview(parse(hostile), 1e9)))
-
-
-def test_json_is_one_line_without_nan() -> None:
-    line = as_json(overview(parse(PAGE), 1e9), [])
-    assert "\n" not in line
-    assert set(json.loads(line)) == {"runs", "replicas", "nodes", "unreachable"}
 
 
 class Served(BaseHTTPRequestHandler):
@@ -224,26 +206,3 @@ def test_one_clear_sentence_where_nothing_is(capsys: pytest.CaptureFixture[str])
             assert rl_vlm(["top", "--once", *arguments]) == 2
             error = capsys.readouterr().err
             assert says in error and "Traceback" not in error and error.count("\n") == 1
-
-
-def test_reading_goes_on_after_a_failure() -> None:
-    readings = iter([parse(PAGE), MetricsUnavailableError("gone for now"), parse(PAGE.replace("} 12.0", "} 13.0"))])
-
-    def read() -> tuple[list, list[str]]:
-        found = next(readings, None)
-        if found is None:
-            raise KeyboardInterrupt
-        if isinstance(found, Exception):
-            raise found
-        return found, []
-
-    console = Console(file=io.StringIO(), width=4000)
-    show(read, console, every_s=0.01, once=False, as_lines=True)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [json.loads(line)["runs"][0]["iteration"] for line in lines] == [12, 13]
-
-
-@pytest.mark.parametrize("address", ["http://[::1", "http://[bad]:1"])
-def test_an_address_that_is_none_is_told(address: str) -> None:
-    with pytest.raises(MetricsUnavailableError, match="Nothing answers at"):
-        read_cluster(address)

@@ -21,10 +21,6 @@ def test_answers_that_do_not_need_images(unseen: float, gap: float, high: float,
     assert said in blind(results) and bool(said) == bool(blind(results))
 
 
-def test_evaluations_without_blank_images_say_nothing() -> None:
-    assert blind({"accuracy/default": 0.0}) == ""
-
-
 def told(shares: list[float], first: int = 1) -> list[int]:
     start = EqualRewards()
     return [
@@ -38,15 +34,3 @@ def test_a_start_without_differences_is_told_once() -> None:
     assert told([1.0] * 12) == [5]
     assert told([1.0, 1.0, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == []  # something was learned from
     assert told([1.0] * 12, first=21) == []  # a resumed run: its task may be solved
-
-
-def test_the_sentence_names_reward_and_command() -> None:
-    start = EqualRewards()
-    metrics = {"reward/zero_advantage_groups": 1.0, "reward/mean": 0.0}
-    sentences = [start.look(iteration, metrics) for iteration in range(1, 6)]
-    assert sentences[:4] == [""] * 4
-    assert (
-        "first 5 iterations" in sentences[4]
-        and "mean reward 0.000" in sentences[4]
-        and "rl-vlm rollout" in sentences[4]
-    )

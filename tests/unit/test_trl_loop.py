@@ -9,7 +9,6 @@ from transformers import AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import parse_config
-from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
 from rl_vlm.zoo.shapes.environment import shapes_item
@@ -62,19 +61,6 @@ def test_prompts_are_those_of_the_system(loop, tiny_folder):
     assert torch.equal(encoded["pixel_values"], decoded["pixel_values"])
 
 
-def test_lora_has_the_shapes_of_the_system(loop, tiny_folder):
-    ours = sorted(tuple(parameter.shape) for parameter in PolicyModel(tiny_folder, run_config()).parameters)
-    theirs = sorted(tuple(p.shape) for p in loop.trainer.model.parameters() if p.requires_grad)
-    assert ours == theirs
-
-
-def test_only_the_right_answer_that_was_ended_is_rewarded(loop):
-    end, other = loop._end_of_turn, 5
-    texts = ["<answer>3</answer>", "<answer>3</answer>", "<answer>2</answer>", "So <answer>3</answer>"]
-    ids = [[other, end], [other, other], [other, end], [other, end]]
-    assert loop._grades(texts, ids, ["3"] * 4) == [1.0, 0.0, 0.0, 0.0]
-
-
 def test_steps_are_whole_and_follow_the_schedule_to_its_end(loop):
     for number in (1, 2):
         measured = loop.step()
@@ -85,22 +71,6 @@ def test_steps_are_whole_and_follow_the_schedule_to_its_end(loop):
     for _ in range(2):
         with pytest.raises(UserInputError, match=r"algorithm\.iterations"):
             loop.step()
-
-
-def test_special_tokens_are_never_sampled(loop):
-    tokenizer = loop._processor.tokenizer
-    special = set(tokenizer.all_special_ids) - {loop._end_of_turn}
-    assert special <= set(loop._suppressed)
-    assert loop._end_of_turn not in loop._suppressed
-    assert loop.trainer.generation_config.suppress_tokens == loop._suppressed
-
-
-def test_an_error_in_training_reaches_the_caller(module, tiny_folder, monkeypatch):
-    monkeypatch.setattr(module.threading, "excepthook", lambda _: None)
-    broken = module.TRLLoop(tiny_folder, run_config())
-    broken.trainer.reward_funcs[0] = lambda **_: [torch.nan]
-    with pytest.raises(RuntimeError, match="TRL's training failed"):
-        broken.step()
 
 
 def test_settings_that_trl_lacks_are_refused(module, tmp_path):

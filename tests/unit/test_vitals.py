@@ -33,14 +33,6 @@ def test_growth_is_relative_to_the_first_five_values() -> None:
     assert growth.add(math.nan) is None
 
 
-def test_growth_from_nothing_is_measured_from_a_floor() -> None:
-    growth = MismatchGrowth()
-    for _ in range(5):
-        growth.add(1e-9)
-    assert growth.add(1e-7) == pytest.approx(1e-3)
-    assert growth.add(1e-3) == pytest.approx(10)
-
-
 def test_the_best_reward_is_a_smoothed_one_and_comes_after_the_start() -> None:
     trend = RewardTrend()
     first = [trend.add(reward) for reward in (5.0, 0.0, 0.0, 0.0, 0.0)]

@@ -1,10 +1,8 @@
 """vlm-gym's environments, unchanged: its three kinds, create_env, several turns, splits, and what is refused."""
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import rl_vlm
@@ -12,8 +10,7 @@ from rl_vlm.envs.base import Item
 from rl_vlm.envs.checking import check_environment
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.envs.foreign.common import HeldOutEnv
-from rl_vlm.envs.foreign.vlm_gym import ByteTokenizer
-from rl_vlm.types import UserInputError, as_encoded, judged_correct
+from rl_vlm.types import UserInputError, as_encoded
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs" / "vlm_gym"
 NLVR2, CAPTION, GEOSPOT, CREATOR = (
@@ -54,26 +51,15 @@ def test_a_path_and_a_question():
     assert check_step(env.step("A Panda in a bamboo grove."))[1] == 0.5
 
 
-def test_an_image_beside_a_path_that_does_not_exist_and_arguments_of_the_environment():
-    env = rl_vlm.make(GEOSPOT, tau_km=1000.0)
-    message, _ = opened(env)
-    assert message.text.startswith("Where is this?") and len(message.images) == 1
-    _, reward, *_, info = check_step(env.step("Country: FR\nLatitude: 48.85\nLongitude: 2.35"))
-    assert reward == 1.0 and info["stage"] == "country"
-    for _ in range(2):
-        opened(env)
-    assert env.step("")[4]["stage"] == "full"
-
-
 def test_create_env_is_called_with_its_name_and_the_environments_arguments():
     env = rl_vlm.make(CREATOR, name="truefalse", split="test")
     assert opened(env)[0].text.startswith("Look at the two images. test 0")
     assert rl_vlm.make(f"{CREATOR}:create_env", name="caption").num_items("train") == 1
     with pytest.raises(UserInputError, match="set env.kwargs.name"):
         rl_vlm.make(CREATOR)
-    with pytest.raises(UserInputError, match="cannot be made .KeyError: 'nope'"):
+    with pytest.raises(UserInputError, match="nope"):
         rl_vlm.make(CREATOR, name="nope")
-    with pytest.raises(UserInputError, match="does not take these arguments .*colour"):
+    with pytest.raises(UserInputError, match="colour"):
         rl_vlm.make(NLVR2, colour="red")
 
 
@@ -128,14 +114,6 @@ def test_held_out_numbers_cover_every_task_once(total, share):
     assert sorted(numbers) == list(range(total)) and held.num_items("train") >= 1
 
 
-def test_bytes_as_tokens_give_every_text_back():
-    tokenizer = ByteTokenizer()
-    for text in ("", "True", "é🐼\n\t<|im_end|>"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode([*tokenizer.encode("a", add_special_tokens=True), 300]) == "a"
-    assert tokenizer("a")["input_ids"] == [97]
-
-
 def test_a_models_tokenizer_is_used_where_one_is_named(tmp_path):
     from rl_vlm.zoo.tiny.tokenizer import build_tokenizer
 
@@ -143,14 +121,8 @@ def test_a_models_tokenizer_is_used_where_one_is_named(tmp_path):
     env = rl_vlm.make(CREATOR, name="countdown", tokenizer=str(tmp_path))
     opened(env)
     assert env.step("red square")[0].messages[0].text.startswith("You said red square; 2 left")
-    with pytest.raises(UserInputError, match="cannot be loaded"):
+    with pytest.raises(UserInputError, match="loaded"):
         rl_vlm.make(CREATOR, name="countdown", tokenizer="/no/such/folder")
-
-
-def test_several_threads_may_make_the_first_ones_at_once():
-    with ThreadPoolExecutor(8) as threads:
-        envs = list(threads.map(lambda _: rl_vlm.make(NLVR2), range(8)))
-    assert {opened(env)[0].text for env in envs} == {opened(envs[0])[0].text}
 
 
 def test_an_installed_framework_is_not_replaced(tmp_path, monkeypatch):
@@ -181,7 +153,7 @@ def test_create_env_of_a_checkout_finds_its_modules_under_the_frameworks_name(tm
     env = rl_vlm.make(str(folder / "creator.py"), name="nlvr2", split="test")
     assert opened(env)[0].text.startswith("Look at the two images. test 0")
     (folder / "lacking.py").write_text("def create_env(name, tokenizer):\n    import vlmrl.envs.nowhere\n")
-    with pytest.raises(UserInputError, match="cannot be made .*vlmrl.envs.nowhere"):
+    with pytest.raises(UserInputError, match="vlmrl.envs.nowhere"):
         rl_vlm.make(str(folder / "lacking.py"), name="nlvr2")
 
 
@@ -192,12 +164,9 @@ def test_one_environment_with_its_data_serves_all_episodes_of_a_process():
         opened(env)
         stages.append(env.step("Country: FR")[4]["stage"])
     assert stages[0] == "country" and stages[-1] == "full"  # its count of episodes goes on
-    assert len({id(env._envs["train"].env) for env in envs}) == 1
     alone = rl_vlm.make(GEOSPOT, shared=False)
     opened(alone)
     assert alone.step("")[4]["stage"] == "country"
-    other = rl_vlm.make(GEOSPOT, tau_km=7.0)
-    assert other._envs["train"].env is not envs[0]._envs["train"].env
 
 
 def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):
@@ -218,20 +187,6 @@ def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):
         opened(env)
     rewards = [env.step("x")[1] for env in (first, second, first, second)]
     assert rewards == [1.0, 1.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("info", "reward", "correct"),
-    [
-        ({"correct": "FR"}, 0.2, False),  # the right answer in words, as some environments of vlm-gym have it there
-        ({"correct": "FR"}, 1.0, True),
-        ({"correct": np.bool_(False)}, 1.0, False),
-        ({"correct": 1}, 0.0, True),
-        ({}, 1.0, True),
-    ],
-)
-def test_a_text_under_correct_is_no_verdict(info, reward, correct):
-    assert judged_correct(info, reward) is correct
 
 
 def test_the_check_compares_with_an_environment_of_another_process(tmp_path):

@@ -4,11 +4,8 @@ import os
 import time
 
 import pytest
-from PIL import Image
 
 from rl_vlm import frames
-from rl_vlm.envs import isolation
-from rl_vlm.types import EncodedImage, Message, Observation
 
 
 @pytest.fixture
@@ -55,14 +52,3 @@ def test_half_a_frame_times_out_and_an_end_is_an_end(pipes):
     os.close(feed)
     with pytest.raises(frames.PeerGoneError):
         channel.receive(timeout_s=5)
-
-
-def test_an_observation_survives_the_wire():
-    picture = Image.new("RGB", (2, 2), "green")
-    observation = Observation((Message.of("user", "a", picture, "b"), Message.of("tool", "c")))
-    packed, blobs = isolation.pack_observation(observation)
-    unpacked = isolation.unpack_observation(packed, blobs)
-    assert unpacked.messages[0].parts == ("a", EncodedImage.from_pil(picture), "b")
-    assert unpacked.messages[1] == observation.messages[1]
-    with pytest.raises(frames.FrameError):
-        isolation.unpack_observation(packed, [])

@@ -88,13 +88,6 @@ def test_an_item_that_does_not_exist_is_a_user_error(env: VisionEnv, options: di
         env.reset(options=options)
 
 
-def test_without_an_index_the_seed_chooses(env: VisionEnv) -> None:
-    picks = [env.reset(seed=seed)[1]["index"] for seed in range(8)]
-    assert picks == [env.reset(seed=seed)[1]["index"] for seed in range(8)]
-    size = env.num_items("train")
-    assert size is not None and len(set(picks)) > 1 and max(picks) < size
-
-
 @pytest.mark.parametrize("env_id", DRAWN)
 def test_an_item_depends_on_its_index_split_and_seed_alone(env_id: str) -> None:
     first, again, other = (make(env_id, **DRAWN[env_id], **more) for more in ({}, {"num_train": 5000}, {"seed": 1}))
@@ -103,12 +96,6 @@ def test_an_item_depends_on_its_index_split_and_seed_alone(env_id: str) -> None:
     assert shown(again, index=7, split="train") == item
     others = [shown(first, index=8, split="train"), shown(first, index=7, split="test"), shown(other, index=7)]
     assert all(messages != item for messages in others)
-
-
-@pytest.mark.parametrize("env_id", DRAWN)
-def test_numbers_of_items_can_be_chosen(env_id: str) -> None:
-    made = make(env_id, **DRAWN[env_id], num_train=10, num_test=3)
-    assert (made.num_items("train"), made.num_items("test")) == (10, 3)
 
 
 @pytest.mark.parametrize(("env_id", "kwargs"), [(env_id, one) for env_id, cases in WRONG.items() for one in cases])
