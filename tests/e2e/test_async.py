@@ -78,3 +78,12 @@ def test_what_was_under_way_is_resumed(tmp_path: Path) -> None:
         assert run.wait() == 0, run.output()[-3000:]
     assert "Resumed from iteration 10" in run.output()
     assert run.result()["trajectories"] == 20 * 16 * 8
+
+
+@pytest.mark.acceptance
+def test_it_reaches_the_accuracy_of_the_quickstart(tmp_path: Path) -> None:
+    with TrainingProcess(tmp_path / "run", config=ASYNC) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    result = run.result()
+    assert result["accuracy_after"] >= 0.90
+    assert "too_old" not in result["dropped"]

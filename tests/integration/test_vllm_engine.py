@@ -518,3 +518,9 @@ def _engine_core(process: psutil.Process) -> psutil.Process:
     # vLLM sets the title of its process.
     (core,) = [child for child in process.children() if child.name().startswith("VLLM")]
     return core
+
+
+def test_folders_of_old_versions_are_deleted(engine: VLLMEngine, adapters: dict[int, AdapterPayload]) -> None:
+    for version in (4, 5, 6):
+        asyncio.run(engine.load_adapter(adapters[version]))
+    assert len(list(engine._folders._root.iterdir())) == 2

@@ -10,13 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import expand, picture, processor, text_side
+from core_support import expand, picture, plain_model, processor, reference_logits, text_side
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.types import EncodedImage, Message, UserInputError
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Any:
+    return plain_model(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
 
 IMAGE = picture(np.random.default_rng(0))
 SPECIAL = [
@@ -365,3 +376,29 @@ def test_thinking_is_switched_where_the_template_can(text: TextSide, ending: str
         else:
             with pytest.raises(UserInputError, match="enable_thinking"):
                 codec.encode_prompt(messages, thinking)
+
+
+def test_expansion_repeats_the_right_placeholder(codec: ChatCodec) -> None:
+    pad = codec.image_token_id
+    assert expand_image_tokens(np.array([1, pad, 2, pad, 3]), pad, [2, 1]).tolist() == [1, pad, pad, 2, pad, 3]
+    assert expand_image_tokens(np.array([1, 2], dtype=np.int32), pad, []).dtype == np.int32
+
+
+def test_positions_matter_to_the_model(tiny_folder: Path, model: Any, text: TextSide) -> None:
+    """The comparison above would be worthless for a model that ignores positions."""
+    image = picture(np.random.default_rng(3), 64, 96)
+    ids = expand(text, text.codec.encode_prompt([Message.of("user", image, "What?")]).token_ids, [image])
+    with torch.no_grad():
+        one = reference_logits(tiny_folder, model, ids, [image])
+        features = model.model.get_image_features(
+            **{
+                key: processor(tiny_folder).image_processor([image.to_pil()], return_tensors="pt")[key]
+                for key in ("pixel_values", "image_grid_thw")
+            },
+            return_dict=True,
+        )
+        assert len(features.pooler_output[0]) == (ids == text.codec.image_token_id).sum()
+        flat = torch.arange(len(ids)).expand(3, 1, -1)
+        inputs = processor(tiny_folder).image_processor([image.to_pil()], return_tensors="pt")
+        other = model(input_ids=torch.from_numpy(ids).long()[None], position_ids=flat, **inputs).logits[0]
+    assert (one - other).abs().max() > 1e-3

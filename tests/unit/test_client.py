@@ -253,3 +253,15 @@ def test_whatever_goes_wrong_reaches_everyone_who_waits(outcome: Any) -> None:
     outcomes = run(client_of(Handle(outcome), homes=[0]), ask("a"), ask("b"), patience_s=1.0)
     assert all(isinstance(result, Exception) for result in outcomes)
     assert not any(isinstance(result, asyncio.CancelledError) for result in outcomes)
+
+
+def test_a_call_that_fails_fails_its_own_requests_only() -> None:
+    handle = Handle(task_error(EngineError("no")))
+    outcomes = run(client_of(handle), *(ask(str(k)) for k in range(6)))
+    assert sum(isinstance(outcome, GenerationFailedError) for outcome in outcomes) == 3
+    assert sum(isinstance(outcome, Completion) for outcome in outcomes) == 3
+
+
+def test_cancelling_a_request_cancels_its_response() -> None:
+    handle = Handle(FOREVER)
+    asyncio.run(cancel_running(handle, client_of(handle, coalesce=False).generate(ask("a"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, StopReason
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Any:
+    return plain_model(tiny_folder)
+
 
 Parts = list[str | EncodedImage]
 
@@ -289,3 +301,52 @@ def test_a_hostile_model_cannot_forge_an_image(hostile_folder: Path) -> None:
     assert all(
         close(sample.logprobs, np.full(len(sample.logprobs), expected)) for sample in completions["sampled"].samples
     )
+
+
+def test_a_stop_string_in_the_last_allowed_token_counts_as_stop(text: TextSide, endless: Backbone) -> None:
+    free = run(decoder_of(endless, text), (0, [request(text, ["?"], max_new_tokens=12, seeds=(9,))]))["r"].samples[0]
+    for length in range(1, 12):
+        text_now, before = text.codec.decode(free.token_ids[:length]), text.codec.decode(free.token_ids[: length - 1])
+        new = text_now[len(before) :]
+        if new.isascii() and new and new not in before:
+            break
+    asked = request(text, ["?"], max_new_tokens=length, seeds=(9,), stop=(new,))
+    sample = run(decoder_of(endless, text), (0, [asked]))["r"].samples[0]
+    assert (sample.stop_reason, len(sample.token_ids)) == (StopReason.STOP, length)
+
+
+def test_a_cancelled_job_leaves_at_the_next_step_and_others_go_on(text: TextSide, endless: Backbone) -> None:
+    decoder = decoder_of(endless, text)
+    stays = request(text, ["stays"], name="stays", max_new_tokens=30, seeds=(1,))
+    leaves = request(text, ["leaves"], name="leaves", max_new_tokens=30, n=3)
+    jobs = decoder.prepare([leaves, stays])
+    assert decoder.admit(jobs) == []  # type: ignore[arg-type]
+    decoder.step()
+    assert decoder.num_rows == 4
+    jobs[0].cancelled = True  # type: ignore[union-attr]
+    decoder.step()
+    assert decoder.num_rows == 1
+    while decoder.num_rows:
+        decoder.step()
+    alone = run(decoder_of(endless, text), (0, [stays]))["stays"].samples[0]
+    assert jobs[1].samples[0].token_ids.tolist() == alone.token_ids.tolist()  # type: ignore[union-attr]
+
+
+def test_image_features_that_reach_the_last_layer_count(tiny_folder: Path, text: TextSide) -> None:
+    model = plain_model(tiny_folder)
+    model.model.language_model.layers = model.model.language_model.layers[:1]
+    model.config.text_config.num_hidden_layers = 1
+    assert len(model.model.visual.deepstack_visual_indexes) == 1
+    image = picture(np.random.default_rng(5), 64, 64)
+    asked = [
+        request(text, [image, "and", image], name="a", max_new_tokens=6, temperature=0.7, seeds=(1,)),
+        request(text, ["Hello"], name="b", max_new_tokens=6, temperature=0.7, seeds=(2,)),
+    ]
+    # A prompt that ends with its image: what the image writes into the last layer decides the first token.
+    until_image = asked[0].prompt_ids[: 1 + int(np.argmax(asked[0].prompt_ids == text.codec.image_token_id))]
+    asked.append(replace(asked[0], request_id="c", prompt_ids=until_image, images=(image,)))
+    for name, answer in run(decoder_of(backbone_of(model, text), text), (0, asked)).items():
+        ids = np.concatenate([answer.prompt_ids, answer.samples[0].token_ids])
+        shown = {"a": [image, image], "b": [], "c": [image]}[name]
+        expected = reference_logprobs(tiny_folder, model, ids, shown, 0.7)[len(answer.prompt_ids) - 1 :]
+        assert np.allclose(answer.samples[0].logprobs, expected.detach(), rtol=0, atol=5e-5), name

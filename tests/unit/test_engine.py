@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, picture, request
+from core_support import adapted_policy, picture, request, text_side
 from engine_support import endless, until
 from safetensors.torch import load, save
 
 from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, UserInputError
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
+
 
 CONTEXT = 1024
 
@@ -443,3 +451,51 @@ def test_closing_fails_what_runs_and_what_waits(tiny_folder: Path, text: TextSid
         with pytest.raises(EngineError, match="closed"):
             asyncio.run(call())  # type: ignore[arg-type]
     asyncio.run(engine.close())  # closing twice is no error
+
+
+def test_calls_that_overlap_give_the_same_as_alone(engine: TransformersEngine, text: TextSide) -> None:
+    requests = [fixed(text, name=str(k), seeds=(k, 50 + k)) for k in range(8)]
+    alone = [asyncio.run(one(engine, asked)) for asked in requests]
+
+    async def staggered(k: int) -> Completion:
+        await asyncio.sleep(0.01 * k)
+        return await one(engine, requests[k])
+
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*(staggered(k) for k in range(8)))
+
+    assert [words(answer) for answer in asyncio.run(together())] == [words(answer) for answer in alone]
+
+
+def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place in the HTTP side's memory is given to the next one at once."""
+    stepped, go_on = threading.Event(), threading.Event()
+    step, admit, beside = Decoder.step, Decoder.admit, []
+
+    def held_up(self: Decoder) -> Any:
+        jobs = step(self)
+        stepped.set()
+        assert go_on.wait(60)
+        return jobs
+
+    def noted(self: Decoder, jobs: Any) -> Any:
+        beside.append(self.num_rows)
+        return admit(self, jobs)
+
+    async def cancelled() -> None:
+        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
+        assert await asyncio.to_thread(stepped.wait, 60)
+        call.cancel()
+        await asyncio.sleep(0)
+        following = asyncio.ensure_future(engine.generate([fixed(text)]))
+        await until(lambda: engine.stats().waiting > 0)
+        go_on.set()
+        await following
+
+    monkeypatch.setattr(Decoder, "step", held_up)
+    monkeypatch.setattr(Decoder, "admit", noted)
+    with endless(engine, text):
+        asyncio.run(cancelled())
+    assert beside == [0, 0]

@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import picture, plain_model, reference_logits, request
+from core_support import picture, plain_model, reference_logits, request, text_side
 from engine_support import endless, until
 
-from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest, SampleChunk
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +191,14 @@ async def read_on(stream: Any) -> list[SampleChunk]:
 
 async def until_rows(engine: TransformersEngine, rows: int) -> None:
     await until(lambda: engine.stats().running == rows)
+
+
+def test_streams_and_calls_of_the_base_model_do_not_mix_with_the_policys(
+    engine: TransformersEngine, text: TextSide
+) -> None:
+    async def both() -> list[list[SampleChunk]]:
+        return await asyncio.gather(read(engine, ask(text, min_version=BASE_MODEL)), read(engine, ask(text)))
+
+    base, policy = asyncio.run(both())
+    assert {chunk.policy_version for chunk in base} == {BASE_MODEL}
+    assert {chunk.policy_version for chunk in policy} == {0}

@@ -7,7 +7,8 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from PIL import Image
 from rl_vlm.config import RolloutSection
 from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import EnvError
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
@@ -37,6 +38,11 @@ from rl_vlm.types import (
     TrajectoryGroup,
     TrajectoryStatus,
 )
+
+
+def run_calls(pool: EnvPool, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    return asyncio.run(pool.run(calls))
+
 
 ROLLOUT = RolloutSection(max_turns=4, max_new_tokens_per_turn=32, max_new_tokens=100)
 TASK = RolloutTask("g7", 7, "train", seed=70, sampling_seed=700, size=3, temperature=0.9, min_version=5)
@@ -559,3 +565,50 @@ def test_failures_in_a_row_stop_the_run_and_a_success_forgives() -> None:
     budget.record(0, {"e": "x", "f": "x"})
     with pytest.raises(TooManyFailuresError):
         budget.record(0, {"g": "x", "h": "the reason"})
+
+
+def test_an_unknown_error_leaves_no_environment_open(speaker: Speaker) -> None:
+    pool = pool_of(END)
+    speaker.answer = lambda request, k: KeyError("a bug")
+    with pytest.raises(KeyError):
+        play(pool, speaker)
+    wait_for(lambda: all(env.closed for env in made(pool)))
+
+
+def test_a_pool_whose_threads_all_hang_still_answers() -> None:
+    pool, release = pool_of(timeout_s=0.2, max_threads=2), threading.Event()
+    results = run_calls(pool, [lambda: release.wait(30)] * 5)
+    release.set()
+    assert all(isinstance(result, EnvTimeoutError) for result in results)
+    assert pool.stuck == 2
+
+
+def test_results_and_errors_keep_their_places() -> None:
+    def fails() -> None:
+        raise ValueError("boom")
+
+    for inline in (True, False):
+        pool = pool_of(inline=inline)
+        for _ in range(3):  # the first round goes alone, later ones share a thread
+            one, error, three = run_calls(pool, [lambda: 1, fails, lambda: 3])
+            assert (one, three) == (1, 3)
+            assert isinstance(error, EnvError)
+
+
+def test_short_calls_of_many_groups_get_their_own_results() -> None:
+    pool = pool_of()
+
+    async def many() -> list[list[int]]:
+        async def group(number: int) -> list[int]:
+            found: list[int] = []
+            for step in range(5):
+                found += await pool.run([partial(sum, (100 * number, 10 * step, k)) for k in range(3)])
+                if number % 2:
+                    await asyncio.sleep(0)
+            return found
+
+        return await asyncio.gather(*(group(number) for number in range(20)))
+
+    for number, found in enumerate(asyncio.run(many())):
+        assert found == [100 * number + 10 * step + k for step in range(5) for k in range(3)]
+    assert pool.busy_s > 0

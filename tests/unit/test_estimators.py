@@ -129,3 +129,8 @@ def test_an_estimator_that_does_not_keep_to_the_seam_is_named(made: object, mess
     register_estimator("test_wrong")(lambda experience, settings: Estimate(made(experience.groups)))  # type: ignore[operator]
     with pytest.raises(EstimatorError):
         plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_wrong"), np.random.default_rng(0))
+
+
+def test_the_mean_of_equal_rewards_is_not_always_that_reward() -> None:
+    """Why the rule above is said outright in the code."""
+    assert any(np.full(size, 0.1).mean() != 0.1 for size in range(2, 40))

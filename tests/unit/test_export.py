@@ -1,6 +1,7 @@
 """Export: the merged folder computes what the adapter computes, and appears complete or not at all."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -167,3 +168,15 @@ def test_an_export_that_does_not_load_leaves_nothing(tiny, adapter, tmp_path, mo
     with pytest.raises(ExportError):
         export_model(adapter, tmp_path / "out", str(tiny))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_a_low_precision_model_stays_so_and_is_rounded_once(tiny, adapted, adapter, tmp_path):
+    half = tmp_path / "half"
+    load_model(tiny, "bfloat16").save_pretrained(half)
+    for path in tiny.iterdir():
+        if not (half / path.name).exists():
+            shutil.copy(path, half)
+    exported = load_model(export_model(adapter, tmp_path / "out", str(half)), "bfloat16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, weight in merged_weights(adapted[1], linear_weights(load_model(half, "bfloat16"))).items():
+        assert torch.equal(exported.state_dict()[f"{name}.weight"], weight)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.serving.fair_queue import FairQueue, Gate
+from rl_vlm.serving.fair_queue import DeficitRoundRobin, FairQueue, Gate
 
 QUANTUM = 100
 
@@ -102,3 +102,16 @@ def test_a_call_that_is_cancelled_gives_its_place_back() -> None:
         assert (gate.queue.inside, gate.queue.waiting()) == (0, {})
 
     asyncio.run(story())
+
+
+@settings(max_examples=200, deadline=None)
+@given(costs=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1000), min_size=2), steps=st.integers(50, 2000))
+def test_of_names_that_always_have_work_none_gets_ahead(costs: dict[str, int], steps: int) -> None:
+    turns, used = DeficitRoundRobin(QUANTUM), Counter[str]()
+    for _ in range(steps):
+        name = turns.next(costs)
+        assert name is not None
+        turns.charge(name, costs[name])
+        used[name] += costs[name]
+    largest = max(costs.values())
+    assert max(used.values()) - min(used[name] for name in costs) <= 2 * (QUANTUM + largest)

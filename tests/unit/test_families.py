@@ -141,3 +141,9 @@ def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
             ]
         )
     assert torch.allclose(found, expected, rtol=0, atol=5e-5)
+
+
+def test_unused_rows_of_the_vocabulary_are_suppressed(folder: Path) -> None:
+    text = text_side(folder)
+    suppressed = text.codec.suppressed_token_ids(text.vocab_size)
+    assert set(range(text.vocab_size - 6, text.vocab_size)) <= set(suppressed.tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from haversine import Unit, haversine
 
@@ -82,3 +83,12 @@ def test_a_missing_field_never_leaves_the_denominator() -> None:
         far = {**everything, field: FARTHEST_KM}
         weights = stage_weights(4)
         assert score(without, weights, TAUS_KM).reward <= score(far, weights, TAUS_KM).reward < 1.0
+
+
+def test_random_distances_equal_an_independent_library_to_a_metre() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        (a, b), (c, d) = rng.uniform((-90, -180), (90, 180), (2, 2)).tolist()
+        ours = haversine_km((a, b), (c, d))
+        assert ours == pytest.approx(haversine((a, b), (c, d)), abs=1e-3)
+        assert 0 <= ours <= FARTHEST_KM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from rl_vlm.config import RunConfig, load_config, parse_config
 from rl_vlm.engines import transformers_engine
 from rl_vlm.learning import policy_model
 from rl_vlm.models import devices
+from rl_vlm.models.devices import choose_order
 from rl_vlm.models.lora import lora_config
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs import ray_session
@@ -199,3 +201,26 @@ def test_an_adapter_is_packed_rounded_as_it_would_be_rounded_later() -> None:
 
 
 # --- drivers
+
+
+def test_one_order_of_sums_is_torchs_deterministic_kernels_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # what was there comes back after the test
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    choose_order("cpu")
+    assert not found and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    choose_order("cuda")
+    assert found == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_rounded_adapter_has_half_the_bytes_and_the_nearest_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {f"base_model.model.a.lora_{name}.weight": torch.randn(64, 32, generator=generator) for name in "AB"}
+    whole = AdapterPayload.build(7, state, lora_config(8, 16, "all"))
+    rounded = whole.rounded("bfloat16")
+    assert (rounded.version, rounded.config_json, rounded.verify()) == (7, whole.config_json, rounded)
+    assert len(rounded.tensors) < 0.6 * len(whole.tensors) and rounded.sha256 != whole.sha256
+    for name, tensor in rounded.state().items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, state[name].bfloat16())

@@ -152,3 +152,24 @@ def test_a_file_over_the_limit_is_refused_undecoded(spec: ImageProcessorSpec) ->
     uri = "data:image/png;base64," + base64.b64encode(bytes(2**20)).decode()
     assert "larger than 0.5 MiB" in refusal(spec, uri, max_image_mib=0.5)
     assert "larger" not in refusal(spec, uri, max_image_mib=1)
+
+
+def test_damaged_files_are_refused_in_one_sentence(spec: ImageProcessorSpec) -> None:
+    rng = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    reader = ImageReader(HTTPSection(max_image_pixels=10_000), spec)
+    accepted = 0
+    for kind, options in (("png", {"exif": exif}), ("jpeg", {"exif": exif}), ("gif", {}), ("webp", {"exif": exif})):
+        whole = bytearray(base64.b64decode(data_uri(GRADIENT, kind, **options).partition(",")[2]))
+        for _ in range(150):
+            broken = bytearray(whole)
+            for place in rng.integers(0, len(broken), rng.integers(1, 6)):
+                broken[place] = rng.integers(0, 256)
+            uri = data_uri(bytes(broken), kind)
+            try:
+                reader.decode(reader.open(uri, "1"), "1")
+                accepted += 1
+            except UserInputError as error:
+                assert str(error).startswith("Image 1")
+    assert 0 < accepted < 600

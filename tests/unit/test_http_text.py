@@ -85,3 +85,8 @@ def test_what_may_become_a_stop_string_is_held_back_and_released(codec: ChatCode
 @pytest.mark.parametrize(("text", "expected"), TABLES["thoughts_are_removed"])
 def test_thoughts_are_removed(text: str, expected: str) -> None:
     assert without_thoughts(text) == expected
+
+
+def test_every_id_has_the_bytes_that_the_tokenizer_decodes(codec: ChatCodec) -> None:
+    for token_id in range(codec.num_known_tokens):
+        assert codec.token_bytes(token_id).decode("utf-8", "replace") == codec._tokenizer.decode([token_id])

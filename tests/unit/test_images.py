@@ -151,3 +151,9 @@ def test_damaged_bytes_are_an_error_that_names_the_image(png: bytes) -> None:
 def test_a_folder_without_a_processor_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="processor"):
         ImageProcessorSpec.from_folder(tmp_path)
+
+
+def test_an_encoded_image_gives_the_patches_of_its_picture() -> None:
+    picture = noise(np.random.default_rng(3), 64, 64)
+    spec = ImageProcessorSpec(min_pixels=1024)
+    assert np.array_equal(patchify(spec, EncodedImage.from_pil(picture))[0], patchify(spec, picture)[0])

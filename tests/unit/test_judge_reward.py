@@ -22,7 +22,7 @@ from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Qu
 from rl_vlm.config import RewardSection, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout import scoring as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError
@@ -40,6 +40,12 @@ from rl_vlm.types import (
     Turn,
     UserInputError,
 )
+
+
+@pytest.fixture(scope="module")
+def text(tiny_folder: Path) -> TextSide:
+    return load_text_side(tiny_folder)
+
 
 SHOWN = re.compile(r'Caption 1: "(.*)"\nCaption 2: "(.*)"\nWhich caption')
 PICTURE = EncodedImage.from_pil(Image.new("RGB", (4, 4)))
@@ -333,3 +339,25 @@ def test_an_order_in_a_caption_cannot_forge_tokens(text: TextSide) -> None:
     ids = text.codec.encode_prompt([message]).token_ids
     assert (ids == text.codec.image_token_id).sum() == 1
     assert (ids == text.codec.end_of_turn_id).sum() == 1
+
+
+def test_no_more_questions_than_allowed_are_open_at_once(panel: Panel) -> None:
+    running, most = 0, 0
+
+    async def slow() -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return "1"
+
+    panel.pay(lambda first, second: slow(), *(answered(f"a cat {n}") for n in range(4)), max_in_flight=3)
+    assert most == 3
+
+
+def test_several_turns_have_no_start_to_be_compared_with(engine: TransformersEngine, text: TextSide) -> None:
+    one = episode("a", (0.0, 1.0), 3, reference=REFERENCE)
+    settings = RewardSection.model_validate({"weights": {"judge": 1.0}, "judge": {"against": "start"}})
+    with pytest.raises(GroupFailedError, match=r"this episode had 2 turns: use against: reference"):
+        asyncio.run(score_group(TrajectoryGroup("g", 0, [one]), settings, EngineClient(engine), text))

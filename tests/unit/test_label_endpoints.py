@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import time
 from typing import Any
 
 import httpx
@@ -260,3 +261,10 @@ def test_an_address_that_cannot_be_read_is_refused_at_once_and_not_shown(url: st
     with pytest.raises(UserInputError, match="address") as found:
         OpenAIEndpoint(EndpointSection(url=url))
     assert "secret" not in str(found.value)
+
+
+def test_a_server_says_when_to_come_back() -> None:
+    server = Server((429, b"slow down", [(b"retry-after", b"1")]), completion("1"))
+    started = time.monotonic()
+    label, _ = asked(endpoint(server))
+    assert label.value == 1 and time.monotonic() - started >= 1

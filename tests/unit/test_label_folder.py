@@ -172,3 +172,10 @@ def test_a_picture_outside_of_the_folder_is_not_read(tmp_path: Path, escape: str
     (folder / "pairs.csv").write_text(f"first,second\na.png,{name}\n")
     with pytest.raises(UserInputError, match="leaves the folder"):
         find_pairs(folder)
+
+
+def test_postscript_is_not_read_under_any_name(tmp_path: Path) -> None:
+    save(tmp_path / "first_1.png", 3)
+    Image.new("RGB", (4, 4)).save(tmp_path / "second_1.png", format="EPS")
+    with pytest.raises(UserInputError, match=r"Cannot read the picture .*second_1\.png: it is not a readable image"):
+        find_pairs(tmp_path)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rl_vlm.config import LabelsSection, PreferenceSection, parse_config
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.teachers import CoinFlips, FlippedLabels, ScriptedTeacher, build_labeller
+from rl_vlm.labelling.types import Label, Labeller
 from rl_vlm.preference.build_feedback import build_feedback
 from rl_vlm.preference.reward_model import AgentReward
 from rl_vlm.types import UserInputError
@@ -107,3 +108,19 @@ def test_controls_hand_on_margin_and_state(control: str) -> None:
     labeller.set_margin(1000, 1, 1)  # the teacher's margin of a tie is now 500 degrees
     assert all(label.value == -1 for label in asyncio.run(labeller.label(pairs)))
     json.dumps(labeller.state())
+
+
+def test_flipped_labels_say_the_opposite() -> None:
+    flipped = build_labeller(LabelsSection(source="scripted", flip=True))
+    assert isinstance(flipped, FlippedLabels)
+    found = asyncio.run(flipped.label([pair(3, 20), pair(20, 3), pair(4, 4)]))
+    assert [label.value for label in found] == [1, 0, -1]
+
+    flipped.set_state(flipped.state())  # those of the teacher inside
+
+    class Sure(Labeller):
+        async def label(self, pairs: Any) -> list[Label]:
+            return [Label(0, (0.7, 0.2, 0.1), answers=(0, -1))]
+
+    (label,) = asyncio.run(FlippedLabels(Sure()).label([pair(1, 2)]))
+    assert label.value == 1 and label.probabilities == (0.2, 0.7, 0.1) and label.answers == (1, -1)

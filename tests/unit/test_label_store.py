@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from label_support import pair, random_pairs, segment
+from PIL import Image
 
 from rl_vlm.config import PreferenceSection, parse_config
 from rl_vlm.labelling.store import COLUMNS, LabelStore, QueryLog, label_cache
@@ -213,3 +214,26 @@ def test_a_session_cannot_name_a_picture_outside_of_the_store(tmp_path: Path) ->
         pq.write_table(pa.Table.from_pylist(rows, schema=LabelStore.schema), session)
         with pytest.raises(UserInputError, match=r"Cannot read the labels in .* (leaves the folder|no such file)"):
             store.read(1)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path)
+    store.append([pair(1, 2)], [Label(0)], step=0, time=0)
+    next(iter((tmp_path / "images").iterdir())).unlink()
+    with pytest.raises(UserInputError, match="Cannot read the labels"):
+        store.read(1)
+    (tmp_path / "session-000001.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(UserInputError, match="Cannot read the labels"):
+        store.read(1)
+    os.replace(tmp_path / "session-000001.parquet", tmp_path / "session-000003.parquet")
+    with pytest.raises(UserInputError, match="lacks sessions"):
+        len(store)
+
+
+def test_a_picture_that_is_postscript_is_not_read(tmp_path: Path) -> None:
+    store = LabelStore(tmp_path)
+    store.append(random_pairs(2), [Label(0)] * 2, step=0, time=0)
+    for path in (tmp_path / "images").iterdir():
+        Image.new("RGB", (4, 4)).save(path, format="EPS")
+    with pytest.raises(UserInputError, match=r"Cannot read the labels in .* not a readable image"):
+        store.read(1)

@@ -35,3 +35,9 @@ def test_every_folder_has_a_line_that_says_what_belongs_there() -> None:
     for folder in (ROOT / "rl_vlm").rglob("__init__.py"):
         line = ast.get_docstring(ast.parse(folder.read_text())) or ""
         assert len(line) > 30 and line.endswith("."), f"{folder} says nothing about what belongs there"
+
+
+def test_every_module_of_the_package_has_its_layer() -> None:
+    package = ROOT / "rl_vlm"
+    modules = {path.name.removesuffix(".py") for path in package.iterdir() if not path.name.startswith(("_", "."))}
+    assert {name for layer in contract() for name in layer} == modules

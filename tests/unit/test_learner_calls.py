@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
-from rl_vlm.algorithms import learners
+from rl_vlm.algorithms import learners, recovery
+from rl_vlm.algorithms.checkpoint import Checkpoint
 from rl_vlm.algorithms.evaluation import HeldOut
 from rl_vlm.algorithms.learners import (
     LearnerDiedError,
@@ -25,10 +29,35 @@ from rl_vlm.algorithms.learners import (
     on_every_learner,
     on_one_learner,
 )
+from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import LearnerSection, RunConfig
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.update import UnfitImagesError
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.sampler import RoundAbandonedError
+
+
+class Reset(PreferenceSAC):
+    """The first update of the critics' reset meets learners that die `deaths` times."""
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths, self.asked = deaths, []  # type: ignore[var-annotated]
+        self.settings = SimpleNamespace(sac=SimpleNamespace(batch_size=2), exploration_k=1)  # type: ignore[assignment]
+        rows = np.zeros((4, 1), np.float32)
+        self.replay: Any = SimpleNamespace(
+            sample_rows=lambda count, rng: np.zeros(count, np.int64),
+            observations=rows, actions=rows, rewards=rows, next_observations=rows, continues=rows,
+        )  # fmt: skip
+        self._rng = np.random.default_rng(0)
+        self._sums = Counter()  # type: ignore[assignment]
+        self.learners: Any = SimpleNamespace(update=self._update_learners)
+
+    def _update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
+        self.asked.append(batches[0].reset_critics)
+        return None if len(self.asked) <= self.deaths else [({}, None)]
+
+    def _actor_of(self, layers: Any) -> Any:
+        return None
 
 
 @dataclass
@@ -283,3 +312,63 @@ def test_the_trained_weights_come_back_after_an_evaluation_that_fails() -> None:
         assert algorithm.published == ["average", "trained 4"][: 2 - bool(fails)]
     with pytest.raises(LearnerLostError), Averaging(LearnerLostError("gone")).evaluation.evaluated_weights():
         pass
+
+
+def test_one_learner_that_refuses_among_several_is_heard() -> None:
+    group = LiveGroup(3)
+    with pytest.raises(UnfitImagesError):
+        on_all_learners(group, lambda learner: unfit(learner) if learner._learner_index == 2 else 1)
+    with pytest.raises(LearnerLostError, match="Not all learners answered: division"):
+        on_all_learners(group, lambda learner: 1 / 0)
+    assert group.dead == {0, 1, 2}
+
+
+def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> None:
+    algorithm = Supervisor(Group(True, True, update=RuntimeError("a defect")))
+    with pytest.raises(RuntimeError, match="a defect"):
+        algorithm.update(["batch", "batch"])
+    assert algorithm.replaced == 0
+
+
+def test_answers_come_in_the_order_of_the_batches(no_ray: None) -> None:
+    assert Supervisor(Group(True, True, update=["first", "second"])).update(["batch", "batch"]) == [
+        "first",
+        "second",
+    ]
+
+
+def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:
+    algorithm = Reset(deaths=2)
+    algorithm._update(3, reset=True)
+    assert algorithm.asked == [True, True, True]
+    algorithm = Reset(deaths=1)
+    algorithm._update(3)
+    assert algorithm.asked == [False]  # ordinary updates are lost with it
+
+
+def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a learner that always dies in the first update would be replaced for ever."""
+    payload = AdapterPayload(0, b"", "{}", "")
+    monkeypatch.setattr(AdapterPayload, "state", lambda self: {})
+    saved = Checkpoint(payload, {}, {"updates": 0, "restarts": {}, "rollouts": {}, "torch_rng": []})
+    monkeypatch.setattr(recovery, "read_checkpoint", lambda folder: saved)
+    published: list[int] = []
+    # Of a run that was resumed at its very beginning: no version is newer than the first.
+    algorithm: Any = SimpleNamespace(
+        version=0,
+        first_version=0,
+        updates=1,
+        restarts=Counter(learner=2),
+        service=SimpleNamespace(newest_version=lambda: 0),
+        rollouts=SimpleNamespace(restore=lambda state, counts: None, dropped=Counter()),
+        learners=SimpleNamespace(call_each=lambda function: None),
+        state=dict,
+        set_state=lambda state: None,
+        publish=lambda adapter: published.append(adapter.version),
+    )
+    recovering = recovery.Recovery(algorithm)
+    recovering.last_checkpoint = Path("anywhere")
+    recovering.restore_learners()
+    assert algorithm.restarts == {"learner": 2} and published == [1]
+    recovering.load(saved, new_process=True)
+    assert not algorithm.restarts.total() and published == [1, 0]

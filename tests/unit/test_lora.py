@@ -253,3 +253,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(policy: Policy
     with pytest.raises(UserInputError, match="does not fit"):
         load_lora_state(policy.model, state)
     assert policy.payload(0).tensors == before
+
+
+def test_bytes_that_are_no_tensors_are_refused(payload: AdapterPayload) -> None:
+    with pytest.raises(UserInputError, match="version 3 is corrupt"):
+        dataclasses.replace(payload, tensors=payload.tensors[:100]).state()

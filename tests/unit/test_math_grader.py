@@ -21,6 +21,10 @@ from rl_vlm.rewards.math import (
     normalize_answer,
 )
 
+contents = st.recursive(
+    st.text("5x+ ,", min_size=1), lambda inner: inner.map(lambda text: f"5{{{text}}}"), max_leaves=4
+)
+
 TABLES = table("math_texts")
 
 # Pairs of an answer and a truth, judged by what is mathematically right and not by what the code gives. "malformed" is no answer to
@@ -198,3 +202,15 @@ def test_a_box_in_the_environments_words_is_no_answer() -> None:
 
 def test_a_box_that_opens_in_one_turn_does_not_close_in_the_next() -> None:
     assert grade_turns([r"\boxed{5", "} done"], "5").reason is Reason.NO_ANSWER
+
+
+@pytest.mark.parametrize(("answer", "truth"), [("x^2", "x*x"), ("12", "12.0"), ("(1,2)", "(1, 2.0)"), ("x=3", "3")])
+def test_equality_is_symmetric_where_both_sides_are_plain(answer: str, truth: str) -> None:
+    assert is_equal(answer, truth)
+    assert is_equal(truth, answer)
+
+
+@FAST
+@given(st.text(alphabet="ab {}\\5$\n", max_size=30), contents.filter(str.strip), st.text("ab 5$.", max_size=20))
+def test_what_is_put_in_a_box_comes_out(before: str, content: str, after: str) -> None:
+    assert extract_boxed(rf"{before}\boxed{{{content}}}{after}") == content.strip()

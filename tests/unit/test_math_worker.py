@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -178,3 +179,13 @@ def test_a_late_answer_is_not_taken_for_the_next_one(worker: SymbolicWorker) -> 
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_killed_in_the_middle_is_asked_again(worker: SymbolicWorker) -> None:
+    victim = worker.pid
+    assert victim is not None
+    threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+    verdict, seconds = worker.compare("hang", "", 0.5)
+    assert verdict is Reason.TIMED_OUT
+    assert seconds > 0.6  # 0.2 s before the kill, and the whole limit after it
+    assert not is_running(victim)

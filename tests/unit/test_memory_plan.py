@@ -19,7 +19,7 @@ from rl_vlm.models import qwen_vl
 from rl_vlm.models.lora import inject_lora, lora_config
 from rl_vlm.models.memory import needs
 from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
-from rl_vlm.models.memory.shape import GIB, CUDA_CONTEXT, ELEMENT, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
+from rl_vlm.models.memory.shape import CUDA_CONTEXT, ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
 from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib
 from rl_vlm.types import UserInputError
 

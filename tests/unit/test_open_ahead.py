@@ -16,6 +16,7 @@ from test_client import Handle, client_of
 
 from rl_vlm.config import RunConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest
@@ -140,3 +141,26 @@ def test_replicas_are_told_what_their_requests_will_show() -> None:
     in_loop(lambda: client_of(handle).encode_images([[images[0]], [images[1]], [images[2]]]))
     assert [session for session, _ in handle.calls] == ["#0", "#1"]
     assert [calls for _, calls in handle.calls] == [[images[0], images[2]], [images[1]]]
+
+
+def test_what_fails_ahead_is_left_to_the_round_that_counts_it(
+    engine: TransformersEngine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, client = worker_of(engine, tiny_folder)
+    reset = ShapesEnv.reset
+
+    def fail(self: ShapesEnv, **more: Any) -> Any:
+        if more["options"]["index"] == 1:
+            raise EnvError("broken")
+        return reset(self, **more)
+
+    monkeypatch.setattr(ShapesEnv, "reset", fail)
+
+    async def run() -> None:
+        await worker.open_ahead(tasks(0))
+        assert len(client.announced) == 2
+        result = await worker.run(tasks(0))
+        assert [group.index for group in result.groups] == [0, 2]
+        assert result.lost == {"000001": "broken"} and result.dropped == {"env": 1}
+
+    in_loop(run)

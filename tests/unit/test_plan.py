@@ -359,3 +359,21 @@ def restore(policy: PolicyModel, values: torch.Tensor) -> None:
     for parameter in policy.parameters:
         parameter.copy_(values[offset : offset + parameter.numel()].view_as(parameter))
         offset += parameter.numel()
+
+
+def test_learners_get_about_the_same_work() -> None:
+    plan = plan_of(bare_groups(24, seed=3), num_learners=3, keep_zero_advantage=True)
+    loads = [sum(len(one) for group in batch.minibatches[0].groups for one in group) for batch in plan.batches]
+    assert max(loads) < 1.1 * min(loads)
+
+
+def test_steps_without_an_advantage_are_inactive_for_all_learners() -> None:
+    flat = [TrajectoryGroup(f"f{k}", k, [bare(f"f{k}:{n}", 5, 3, 0.1) for n in range(4)]) for k in range(3)]
+    teaching = TrajectoryGroup("t", 9, [bare(f"t:{n}", 5, 3, float(n)) for n in range(4)])
+    plan = plan_of([*flat, teaching], minibatches=4, num_learners=2)
+    assert sorted(plan.active) == [False, False, False, True]
+    assert sum(not learns.any() for learns in plan.estimate.learns) == 3
+    for step, active in enumerate(plan.active):
+        assert bool(samples_of(plan, step)) is active
+    assert plan_of(flat, minibatches=3).active == [False] * 3
+    assert plan_of(flat, minibatches=3, keep_zero_advantage=True).active == [True] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import parse_config
+from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault, SightError
+from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_pool import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
-from rl_vlm.runs.policy import PolicyRun
-from rl_vlm.types import RLVLMError
+from rl_vlm.runs.policy import PolicyRun, _check_tasks
+from rl_vlm.types import RLVLMError, UserInputError
 
 
 @pytest.mark.parametrize(
@@ -67,3 +71,20 @@ def test_an_iteration_that_shows_a_fault_is_recorded_before_the_run_ends() -> No
     with pytest.raises(SightError):
         run._iterate()
     assert recorded == [5]
+
+
+def test_a_resume_with_other_tasks_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    stages = [{"name": "easy", "start": 0}, {"name": "hard", "start": 100}]
+    begun = parse_config({"env": {"id": "Shapes-v0"}, "curriculum": {"stages": stages}})
+    source = make_task_source(begun, survey(begun.env, "train").sizes["train"])
+    checkpoint = tmp_path / "checkpoints/iteration-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"rollouts": {"tasks": {"source": source.state()}}}))
+    _check_tasks(begun, checkpoint)
+    other = parse_config(
+        {"env": {"id": "Shapes-v0"}, "curriculum": {"stages": [stages[0], {"name": "harder", "start": 100}]}}
+    )
+    with pytest.raises(UserInputError, match="has the stages easy, hard"):
+        _check_tasks(other, checkpoint)
+    with pytest.raises(UserInputError, match="curriculum.stages"):
+        _check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)

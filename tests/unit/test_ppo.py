@@ -287,3 +287,29 @@ def test_a_resume_keeps_an_adapted_kl_coefficient_and_takes_a_new_fixed_one(
     rng = algorithm.rng.bit_generator.state
     algorithm.set_state({"updates": 3, "rng": rng, "kl_coef": 0.01, "return_scale": scale})
     assert algorithm.kl_coef == coefficient
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing_does_not_change_a_gradient(tiny_folder: Path, kind: str) -> None:
+    """Layers are computed anew on the way back, with the adapter of the loss that is on its way."""
+    groups, found = make_groups(tiny_folder), []
+    for checkpointing in (False, True):
+        run = ppo_run(tiny_folder, critic__kind=kind, learner__gradient_checkpointing=checkpointing)
+        half = Half(run, tiny_folder)
+        randomize(half.policy, 1)
+        disturb_head(half)
+        found.append(torch.cat(half.gradients(half.packed(groups))))
+    assert found[0].abs().max() > 1e-3
+    assert torch.allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_ratios_are_probed_before_the_first_step_with_a_critic_too(tiny_folder: Path) -> None:
+    half = Half(ppo_run(tiny_folder), tiny_folder)
+    randomize(half.policy, 1)
+    micro = half.packed(make_groups(tiny_folder))[0][0]
+    micro.probe = micro.probe + 0.1
+    stats = UpdateStats()
+    half.updater.loss(micro, stats)
+    assert stats.first_ratio_error == pytest.approx(1 - np.exp(-0.1), rel=1e-3)
+    half.updater.loss(micro, again := UpdateStats())  # after a step it may differ
+    assert again.first_ratio_error == 0

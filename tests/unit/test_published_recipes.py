@@ -115,3 +115,8 @@ def test_the_cameras_are_the_originals() -> None:
     for task in found:
         assert choose_view(task, None) == choose_view(task, "original") == ORIGINAL_VIEWS[task]
     assert (choose_view("assembly", None).name, choose_view("assembly", None).turned) == ("corner2", True)
+
+
+def test_every_full_recipe_is_in_the_table() -> None:
+    own = {"cartpole_tiny", "drawer_close_cpu"}  # made for machines without a GPU
+    assert {path.stem for path in (CONFIGS / "rl_vlm_f").glob("*.yaml")} - own == set(PUBLISHED)

@@ -280,3 +280,14 @@ def test_images_from_elsewhere_are_decoded_and_limited(monkeypatch):
     broken = [{"role": "user", "parts": [{"width": 1, "height": 1}]}]
     with pytest.raises(EnvError, match="cannot be read"):
         remote.checked_observation({"messages": broken}, [b"\x89PNG not"])
+
+
+def test_a_session_whose_call_timed_out_is_ended_on_the_server():
+    with served(Counting, max_sessions=1) as (url, server):
+        env = RemoteEnv(url, timeout_s=1.5)
+        env.reset()
+        with pytest.raises(EnvTimeoutError):
+            env.step("sleep")
+        assert server.num_sessions == 1  # while its environment is at work
+        RemoteEnv(url, retry_s=60.0).close()
+        assert server.num_sessions == 0

@@ -248,3 +248,27 @@ def test_an_autoscaler_has_the_time_that_a_machine_takes_to_start(
         rollouts = make_rollouts(runners_of(manager), SimpleNamespace(), run)  # type: ignore[arg-type]
         waits = [rollouts._sampler._grace_s, *([rollouts._continuous._grace_s] if lag else [])]
         assert set(waits) == {900.0 if autoscaling else 120.0}
+
+
+def test_a_death_that_rllib_finds_first_is_counted(manager: Manager) -> None:
+    sampler = sampler_of(manager)
+    manager.set_actor_state(1, healthy=False)
+    assert finished(sampler).dropped == {"runner_died": 1} and sampler.runners.restarts == 1
+
+
+def test_several_calls_that_one_death_ends_are_one_death(manager: Manager) -> None:
+    runners = runners_of(manager)
+    manager.runners[1].outcomes = [DEAD, DEAD]
+    manager.probe_unhealthy_actors = lambda **_: None  # type: ignore[method-assign]
+    both = Sampler(runners, sharded=True), Sampler(runners, sharded=False)  # as an evaluation beside training
+    both[0].give(TASKS, 30)
+    both[1].give(TASKS, 30)
+    assert [sampler.finish().dropped for sampler in both] == [{"runner_died": 1}, {}] and runners.restarts == 1
+
+
+def test_a_round_that_finished_while_the_driver_was_busy_is_taken(manager: Manager) -> None:
+    """Its deadline is long past when the driver looks: the results are there, and no runner hangs."""
+    sampler = sampler_of(manager)
+    result = finished(sampler, timeout_s=0.0)
+    assert len(result.lost) == 4 and set(result.lost.values()) == {"played"}
+    assert result.dropped == {} and sampler.runners.restarts == 0

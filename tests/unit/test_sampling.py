@@ -204,3 +204,22 @@ def test_uniforms_are_uniform(along: str) -> None:
     assert drawn.min() >= 0
     assert drawn.max() < 1
     assert stats.kstest(drawn, "uniform").pvalue > 1e-4
+
+
+def test_neighbouring_seeds_and_steps_are_uncorrelated() -> None:
+    seeds, steps = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200, dtype=np.uint64))
+    grid = uniforms(seeds.reshape(-1), steps.reshape(-1)).reshape(200, 200)
+    for one, other in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[1:, 1:], grid[:-1, :-1])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / np.sqrt(one.size)
+
+
+def test_derived_seeds_are_63_bits_reproducible_and_sensitive_to_order() -> None:
+    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+    assert derive_seed(1, 2, 3) != derive_seed(3, 2, 1)
+    assert derive_seed(1, 2) != derive_seed(1, 2, 0)
+    assert derive_seed(-1) == derive_seed(2**64 - 1)
+    parts = itertools.product(range(2), range(10), range(10), range(10), range(3))
+    seeds = {derive_seed(*part) for part in parts}
+    assert len(seeds) == 6000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert stats.kstest(np.array(sorted(seeds)) / 2.0**63, "uniform").pvalue > 1e-4

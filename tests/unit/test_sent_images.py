@@ -137,3 +137,15 @@ def test_whatever_is_sent_in_whatever_order_the_replica_shows_the_right_images(s
         target = rng.choice([name, name, "#0", "#1", rng.choice("abc")])
         ask(name, [shown(*rng.choices(range(12), k=rng.randint(0, 4))) for _ in range(rng.randint(1, 3))], target)
     assert client.left_out > 0
+
+
+def test_a_retry_is_whole() -> None:
+    handle = Handle(None, ConnectionError("not asked again"))
+    client = client_of(handle)
+    run(client, shown(0, replica="replica-1"))
+    handle.script.clear()
+    from ray.exceptions import ActorUnavailableError
+
+    handle.script += [ActorUnavailableError("gone", None)]
+    run(client, shown(0, replica="replica-1"))
+    assert [batch[0].images[0].png == b"" for _, batch in handle.calls] == [False, True, False]

@@ -268,3 +268,9 @@ def test_long_conversations_are_counted_and_left_out_or_cut_after_a_whole_answer
     full = next(one for one in whole if "line 2" in one.trajectory_id)
     assert np.array_equal(full.token_ids[: len(trajectory)], trajectory.token_ids)
     assert cut.train.tokens[1] == len(trajectory)
+
+
+def test_a_marker_that_the_assistant_writes_is_text(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Which marker?"}, {"role": "assistant", "content": "It is <image>."}]
+    (found,) = open_conversations(str(write_lines(tmp_path / "a.jsonl", [{"messages": messages}])), "train")
+    assert found.turns[-1] == ("assistant", ("It is <image>.",))

@@ -24,7 +24,7 @@ from rl_vlm.config import RunConfig
 from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.serving import deploy, registry
+from rl_vlm.serving import deploy, follower, registry
 from rl_vlm.serving.deploy import Requirements, SharedRegistry
 from rl_vlm.serving.follower import Follower, Lifecycle, NotLoadedError, ReplicaTally
 from rl_vlm.serving.registry import Published
@@ -423,5 +423,20 @@ def test_a_registry_that_was_stopped_blames_nobody_for_its_own_silence(
             assert await place.registry.renew("a")
             place.skipped_s += 2.0
             await until(lambda: not len(place.registry._tenants))  # of its own silence it is collected
+
+    asyncio.run(story())
+
+
+def test_replicas_whose_registry_is_gone_for_good_end_their_application(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> Any:
+        raise ValueError("Failed to look up the actor")
+
+    async def story() -> None:
+        async with world(replicas=1) as place:
+            monkeypatch.setattr(follower, "_ABANDONED_S", 0.1)
+            place.replicas[0].follower._find_registry = gone
+            await until(lambda: place.gone == ["replica 0"])
 
     asyncio.run(story())

@@ -163,3 +163,29 @@ def test_weights_that_leave_no_room_for_a_sample_are_told() -> None:
     run = gpus(1, 0.5, 1, 0.5, max_context=4096, vllm={"rest_while_learning": True})
     plan = plan_memory(run, ModelShape.from_config(PUBLISHED["8b"]), gib(23.6))
     assert not plan.fits and "The weights of replica and learner leave" in plan.starved
+
+
+def test_replicas_wake_without_a_version_when_they_are_told() -> None:
+    async def story() -> None:
+        registry = await own_registry()
+        one = Replica(registry, "one")
+        await until(lambda: one.life.started)
+        await until(lambda: "one" in registry._seen)
+        assert await registry.let_sleep(True, 10.0) == []
+        assert await registry.let_sleep(False, 10.0) == []
+        assert not one.life.asleep and one.engine.did == ["sleep", "wake"]
+        one.task.cancel()
+
+    asyncio.run(story())
+
+
+def test_a_resting_replica_is_not_probed() -> None:
+    life = Lifecycle(probe_after_s=10.0)
+    life.start()
+    life.asleep = True
+    assert not life.probe_due(1e9) and life.admission is Admission.WAIT
+    life.asleep = False
+    assert life.probe_due(1e9) and life.admission is Admission.NOW
+    life.asleep = True
+    life.die("its engine has died")
+    assert life.admission is Admission.ELSEWHERE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import random
 import socket
 import sys
 import threading
@@ -186,3 +187,13 @@ def test_a_run_that_cannot_send_its_traces_says_what_to_install(monkeypatch: pyt
     traced = QUIET.model_copy(update={"logging": QUIET.logging.model_copy(update={"traces": 2})})
     with pytest.raises(UserInputError, match="otlp"):
         inspect_run(traced)
+
+
+def test_ids_differ_between_processes_that_seed_random_equally() -> None:
+    ids = set()
+    for _ in range(2):
+        random.seed(0)
+        with tracing.trace("driver", "iteration") as spans:
+            pass
+        ids |= {(one.trace_id, one.span_id) for one in as_written(spans)}
+    assert len(ids) == 2

@@ -158,3 +158,16 @@ def test_an_engine_that_would_ignore_the_tower_is_refused() -> None:
     with pytest.raises(UserInputError, match=r"serving\.engine"):
         parse_config({"model": {"lora": {"target_modules": "vision"}}, "serving": {"engine": "vllm"}})
     parse_config({"model": {"lora": {"target_modules": "vision"}}, "serving": {"engine": "transformers"}})
+
+
+def test_qwen2_5s_tower_has_the_same_choice() -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "intermediate_size": 32, "vocab_size": 64}  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, text_config=text))
+    linears = {name for name, module in model.model.visual.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {name.removeprefix("model.visual.") for name in tower_linears(model)} == linears
+    assert {"blocks.0.attn.qkv", "blocks.0.mlp.gate_proj", "merger.mlp.0", "merger.mlp.2"} <= linears
