@@ -21,8 +21,6 @@ class FrameRing:
     """The newest `capacity` frames of one size: frame number n is in slot n % capacity."""
 
     def __init__(self, capacity: int, image_size: int) -> None:
-        if capacity < 1:
-            raise ValueError("A frame ring holds at least one frame.")
         self.capacity, self.image_size = capacity, image_size
         self.total = 0  # frames ever added
         self._payloads: list[bytes] = [b""] * capacity
@@ -62,14 +60,12 @@ class FrameRing:
             self.total += 1
 
     def get(self, slots: np.ndarray) -> np.ndarray:
-        """uint8 [n, S, S, 3]: the frames in these slots."""
+        """uint8 [n, S, S, 3]: the frames in these slots, which hold one each."""
         size = self.image_size
         frames = np.empty((len(slots), size, size, 3), np.uint8)
         # By episode, so that each first frame is decompressed once.
         for index in np.argsort(self._episodes[slots], kind="stable").tolist():
             slot = int(slots[index])
-            if not self._payloads[slot]:
-                raise IndexError(f"Slot {slot} holds no frame.")
             key = self._key(int(self._episodes[slot]))
             frames[index] = unpack(self._payloads[slot], key, key.shape)
         return frames
@@ -212,8 +208,6 @@ class ReplayBuffer:
     def __init__(
         self, capacity: int, observation_size: int, action_size: int, frame_capacity: int = 0, image_size: int = 0
     ) -> None:
-        if capacity < 1:
-            raise ValueError("A replay buffer holds at least one step.")
         self.capacity = capacity
         self.total = 0  # steps ever added
         self.observations = np.zeros((capacity, observation_size), np.float32)

@@ -169,7 +169,10 @@ class RewardEnsemble:
     ) -> None:
         self.settings = settings or RewardModelSection()
         self.device = device
-        self._shape = _input_shape(tuple(input_shape), self.settings)
+        self._shape = tuple(input_shape)
+        if self.input_kind == "image":
+            height, width, _ = self._shape
+            self._shape = (-(-height // self.settings.stride), -(-width // self.settings.stride), 3)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.members = _build(self._shape, self.settings).to(device)
@@ -236,20 +239,6 @@ class RewardEnsemble:
 
     def _tensor(self, inputs: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(inputs)).to(self.device)
-
-
-def _input_shape(shape: tuple[int, ...], settings: RewardModelSection) -> tuple[int, ...]:
-    if settings.architecture == "mlp":
-        if len(shape) != 1:
-            raise UserInputError(
-                f"A reward MLP sees states and actions, one row of numbers each, not inputs of {shape}."
-            )
-        return shape
-    if len(shape) != 3 or shape[2] != 3:
-        raise UserInputError(
-            f"The reward model {settings.architecture} sees pictures (H, W, 3), not inputs of {shape}."
-        )
-    return -(-shape[0] // settings.stride), -(-shape[1] // settings.stride), 3
 
 
 def _build(shape: tuple[int, ...], settings: RewardModelSection) -> nn.Module:

@@ -247,10 +247,6 @@ def test_inputs_of_another_size_are_refused() -> None:
         image_ensemble(size=20)
     with pytest.raises(UserInputError, match="kernels"):
         image_ensemble(kernels=(3,))
-    with pytest.raises(UserInputError, match="states"):
-        RewardEnsemble((48, 48, 3), RewardModelSection(architecture="mlp"))
-    with pytest.raises(UserInputError, match="sees pictures"):
-        RewardEnsemble((5,), RewardModelSection())
 
 
 def test_a_stride_is_the_originals_resize_factor() -> None:
