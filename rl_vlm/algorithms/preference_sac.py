@@ -36,8 +36,7 @@ from rl_vlm.preference.env_runner import ControlEnvRunner
 from rl_vlm.preference.feedback import Feedback
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import AgentReward
-from rl_vlm.preference.sac import Batch
-from rl_vlm.preference.sac_learner import SACLearner, SACModule, SACUpdateBatch
+from rl_vlm.preference.sac import Batch, SACLearner, SACModule, SACUpdateBatch
 from rl_vlm.preference.sampling import ControlSampler
 from rl_vlm.preference.schedule import (
     EpisodeTracker,

@@ -9,22 +9,278 @@ question that gets no answer is an error, which is never a label.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, TypeVar, cast
 
 import numpy as np
+import yaml
+from pydantic import StringConstraints, ValidationError, model_validator
 
 from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
-from rl_vlm.labelling.prompts import TaskPrompts, read_label, read_score, strip_thoughts
+from rl_vlm.config.loading import explain, load_yaml
+from rl_vlm.config.section import Section
 from rl_vlm.labelling.types import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
-from rl_vlm.types import EncodedImage, Message
+from rl_vlm.types import EncodedImage, Message, UserInputError
 from rl_vlm.waiting import all_or_none
+
+# What a labeller is asked: the goal of each task in words, and the questions around it.
+#
+# A question is a template with `{goal}`, and `{answer}` in the second of two steps. Tasks are registered here or read
+# from a YAML file of the user's own:
+#
+#     push-button: to press the red button all the way down     # the goal alone, or:
+#     stack:
+#       goal: to stack the blue cube on the green one
+#       description: The blue cube stands on the green cube.    # for similarity of image and text
+#       templates:
+#         describe: What do you see? The goal is {goal}. Which image is nearer to it?
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+
+class Templates(Section):
+    """The texts of all queries. Comparisons show `first`, image, `second`, image and then a question."""
+
+    first: str = "Compare the following two images.\nImage 1:\n"
+    second: str = "\nImage 2:\n"
+    describe: str = (
+        "\n1. What is shown in Image 1?\n2. What is shown in Image 2?\n"
+        "3. The goal is {goal}. Does one of the images come closer to the goal than the other, and in what way?\n"
+        "Answer in two sentences."
+    )
+    summarise: str = (
+        "Two images were compared. The goal is {goal}. This was said about Image 1, about Image 2 and about the "
+        "difference between them in terms of the goal:\n{answer}\n\n"
+        "In which image is the goal better achieved, according to this text? Reply with a single line: 0 for Image 1, "
+        "1 for Image 2, or -1 if there is no difference or the text is unsure."
+    )
+    decide: str = (
+        "\nThe goal is {goal}. In which image is the goal better achieved? Reply with a single line: 0 for Image 1, "
+        "1 for Image 2, or -1 if there is no difference or it cannot be told."
+    )
+    score_image: str = "Look at the following image:\n"
+    score_describe: str = (
+        "\n1. What is shown in the image?\n"
+        "2. The goal is {goal}. On a scale from 0 to 1, where 1 means that the goal is achieved, which score does the "
+        "image deserve?\nAnswer in two sentences."
+    )
+    score_summarise: str = (
+        "An image was scored from 0 to 1, where 1 means that the goal is achieved. The goal is {goal}. This was said:\n"
+        "{answer}\n\nReply with a single line: the score that the text gives, or -1 if it is unsure."
+    )
+    score_decide: str = (
+        "\nThe goal is {goal}. On a scale from 0 to 1, where 1 means that the goal is achieved, which score does the "
+        "image deserve? Reply with a single line: the score, or -1 if it cannot be told."
+    )
+
+    @model_validator(mode="after")
+    def _placeholders(self) -> Templates:
+        """Every template keeps the placeholders of its default."""
+        for name, field in type(self).model_fields.items():
+            wanted, given = (set(_PLACEHOLDER.findall(text)) for text in (str(field.default), getattr(self, name)))
+            if given != wanted:
+                shown = " and ".join(f"{{{part}}}" for part in sorted(wanted)) or "no placeholder"
+                raise ValueError(f"the template `{name}` must hold {shown}, and holds {sorted(given) or 'none'}")
+        return self
+
+
+class TaskPrompts(Section):
+    """One task: `goal` completes "The goal is ...", `description` says what the achieved goal looks like."""
+
+    name: str
+    goal: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    description: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
+    templates: Templates = Templates()
+
+    def fill(self, template: str, answer: str = "") -> str:
+        """The template with the goal and the answer of the first step filled in."""
+        parts = {"goal": self.goal, "answer": answer}
+        # Not str.format: answers may hold braces.
+        return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
+
+
+_REGISTRY: dict[str, TaskPrompts] = {}
+# RL-VLM-F's names of tasks, where they differ by more than prefix and version.
+_ALIASES = {
+    "continuouscartpole": "cartpole",
+    "ropeflatteneasy": "rope-flatten",
+    "ropeflatten": "rope-flatten",
+    "passwater": "pass-water",
+    "clothfolddiagonal": "cloth-fold",
+    "clothfold": "cloth-fold",
+    "drawer": "drawer-open",
+    "sweep": "sweep-into",
+}
+
+
+def register_prompts(prompts: TaskPrompts) -> None:
+    """Make a task known by name. Raises UserInputError if the name is taken."""
+    if prompts.name in _REGISTRY:
+        raise UserInputError(f"Prompts for {prompts.name!r} are registered already: choose another name.")
+    _REGISTRY[prompts.name] = prompts
+
+
+def known_tasks() -> list[str]:
+    """The names of all registered tasks."""
+    return sorted(_REGISTRY)
+
+
+class UnknownTaskError(UserInputError):
+    """There are no prompts for a task."""
+
+
+def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
+    """The prompts of a task, from the user's file first, then from the registry.
+
+    Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood, in the file too. Raises UnknownTaskError, and
+    UserInputError for a file that cannot be used.
+    """
+    own = load_prompts(file) if file is not None else {}
+    short = _short_name(task)
+    for named in (own, _REGISTRY):
+        known = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
+        if known is not None:
+            return known
+    names = [*own, *known_tasks()]
+    near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
+    raise UnknownTaskError(
+        f"There are no prompts for the task {task!r}. {hint} Another goal can be given in words, or in a YAML file."
+    )
+
+
+def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
+    """Read a user's prompts (see this module's docstring). Raises UserInputError on the first thing that is wrong."""
+    file = Path(path)
+    try:
+        data = load_yaml(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserInputError(f"Cannot read the prompts in {file}: {error}.") from error
+    except yaml.YAMLError as error:
+        raise UserInputError(f"The prompts in {file} are not valid YAML: {error}.") from error
+    if not isinstance(data, dict) or not data:
+        raise UserInputError(
+            f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`."
+        )
+    return {str(name): _task_of(file, str(name), value) for name, value in data.items()}
+
+
+def _task_of(file: Path, name: str, value: object) -> TaskPrompts:
+    keys = value if isinstance(value, dict) else {"goal": value}
+    try:
+        return TaskPrompts.model_validate({**keys, "name": name})
+    except ValidationError as error:
+        raise UserInputError(f"The prompts in {file}, task {name!r}: {explain(error, TaskPrompts)}") from error
+
+
+def _short_name(task: str) -> str:
+    short = re.sub(r"^(metaworld|softgym|meta-world)[_/]", "", task.strip(), flags=re.IGNORECASE)
+    short = re.sub(r"[-_]v\d+$", "", short).lower().replace("_", "-")
+    return _ALIASES.get(short, short)
+
+
+# Goal, and what the achieved goal looks like.
+_TASKS = {
+    "cartpole": (
+        "to balance the brown pole upright on the black cart",
+        "The brown pole stands vertically upright on the black cart.",
+    ),
+    "drawer-open": ("to open the drawer", "The drawer is open."),
+    "sweep-into": ("to bring the green cube as close as possible to the hole", "The green cube is in the hole."),
+    "soccer": ("to move the soccer ball into the goal", "The soccer ball is in the goal."),
+    "door-open": ("to open the door of the safe", "The door of the safe is open."),
+    "assembly": ("to pick up the nut and place it onto the peg", "The nut is on the peg."),
+    "box-close": ("to grasp the cover and close the box with it", "The box is closed by its cover."),
+    "coffee-push": ("to push the mug under the coffee machine", "The mug is under the coffee machine."),
+    "stick-pull": (
+        "to grasp the stick and pull the box with it",
+        "The box has been pulled to the goal with the stick.",
+    ),
+    "rope-flatten": ("to straighten the blue rope", "The blue rope is straight."),
+    "pass-water": (
+        "to move the container of water as close as possible to the red circle, without spilling much water",
+        "The container is at the red circle and holds its water.",
+    ),
+    "cloth-fold": (
+        "to fold the cloth along its diagonal, from the top left corner to the bottom right corner",
+        "The cloth is folded diagonally, its top left corner on its bottom right corner.",
+    ),
+}
+for _name, (_goal, _description) in _TASKS.items():
+    register_prompts(TaskPrompts(name=_name, goal=_goal, description=_description))
+register_prompts(
+    TaskPrompts(
+        name="cartpole-tiny",  # for `tiny-labeller`, whose every token costs
+        goal="an upright pole",
+        description="The pole is upright.",
+        templates=Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
+    )
+)
+
+
+# Reads the label or the score that a labeller was asked for, and nothing else.
+#
+# The whole answer, or its last line, must be the number: only quotes, brackets and marks of emphasis may surround it.
+# Any other text is not understood (None). A number in a sentence may count images or items of a list, and a label for
+# the wrong image teaches the reward model the opposite.
+
+_THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>", re.IGNORECASE)
+_THOUGHT_ENDS = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
+_BEFORE, _AFTER = r"[\s*_`'\"(\[{$]*", r"[\s*_`'\")\]}$]*\.?[\s*_`'\")\]}$]*"
+_LABEL = re.compile(rf"{_BEFORE}(-1|0|1){_AFTER}")
+_IMAGE = re.compile(r"\bimage\s*([12])\b", re.IGNORECASE)
+# "0.7", "70 %", "7/10", and -1 for an answer that is unsure.
+_SCORE = re.compile(
+    rf"{_BEFORE}(?P<number>-1|\d{{1,9}}(?:\.\d{{1,9}})?|\.\d{{1,9}})\s*"
+    rf"(?:(?P<percent>%)|/\s*(?P<scale>\d{{1,9}}(?:\.\d{{1,9}})?))?{_AFTER}"
+)
+
+
+def strip_thoughts(text: str) -> str:
+    """What follows the last thought; empty if a thought is open at the end.
+
+    A closing tag alone ends a thought that the chat template opened in the prompt.
+    """
+    return _THOUGHT_BEGINS.split(_THOUGHT_ENDS.split(text)[-1])[0].strip()
+
+
+def read_label(text: str) -> LabelValue | None:
+    """The label of an answer, None if it is not understood.
+
+    An answer contradicts itself, and is not understood, if its lines hold different labels or its text names the other
+    image alone ("Image 2 is better.", and then 0).
+    """
+    said = strip_thoughts(text)
+    lines = [_LABEL.fullmatch(line) for line in said.splitlines()]
+    labels = {line[1] for line in lines if line}
+    if len(labels) != 1 or lines[-1] is None:
+        return None
+    label = cast(LabelValue, int(labels.pop()))
+    named = set(_IMAGE.findall(said))
+    return None if label != -1 and named and str(label + 1) not in named else label
+
+
+def read_score(text: str) -> float | None:
+    """The score in [0, 1] of an answer, -1.0 if it is unsure, None if it is not understood."""
+    lines = strip_thoughts(text).splitlines()
+    match = _SCORE.fullmatch(lines[-1]) if lines else None
+    if match is None:
+        return None
+    if match["number"] == "-1":
+        return -1.0
+    scale = 100.0 if match["percent"] else float(match["scale"] or 1)
+    value = float(match["number"]) / scale if scale else -1.0
+    return value if 0 <= value <= 1 else None
+
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")

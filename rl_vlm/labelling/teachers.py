@@ -16,8 +16,7 @@ import numpy as np
 from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
-from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.prompts import TaskPrompts, UnknownTaskError, task_prompts
+from rl_vlm.labelling.labeller import TaskPrompts, UnknownTaskError, VLMLabeller, task_prompts
 from rl_vlm.labelling.types import (
     SKIPPED,
     InputKind,

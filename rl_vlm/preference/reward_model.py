@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config import PreferenceSection, RewardModelSection
 from rl_vlm.files import write_atomic
-from rl_vlm.labelling.session import is_answer
+from rl_vlm.labelling.store import is_answer
 from rl_vlm.labelling.types import InputKind, Label, RewardModel, Score, Segment, SegmentPair
 from rl_vlm.preference.replay import ReplayBuffer, StepBatch, pack, unpack
 from rl_vlm.types import UserInputError

@@ -17,7 +17,7 @@ from torch import zeros
 from rl_vlm import frames
 from rl_vlm.config.loading import load_yaml
 from rl_vlm.envs import images, isolation
-from rl_vlm.labelling.prompts import read_label, read_score, strip_thoughts
+from rl_vlm.labelling.labeller import read_label, read_score, strip_thoughts
 from rl_vlm.labelling.store import text_cell
 from rl_vlm.models.weights import check_adapter
 from rl_vlm.rewards.math import normalize_answer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
+from rl_vlm.control_envs.cartpole import draw_cartpole
 from rl_vlm.labelling.types import Segment, SegmentPair
 
 

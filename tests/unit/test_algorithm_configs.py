@@ -10,7 +10,7 @@ import pytest
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
 from rl_vlm.learning.learner import VLMLearner
-from rl_vlm.preference.sac_learner import SACLearner
+from rl_vlm.preference.sac import SACLearner
 
 
 @pytest.mark.parametrize(("config", "learner"), [(GRPOConfig, VLMLearner), (PreferenceSACConfig, SACLearner)])

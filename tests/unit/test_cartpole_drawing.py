@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rl_vlm.control_envs.cartpole_drawing import draw_cartpole
+from rl_vlm.control_envs.cartpole import draw_cartpole
 
 BROWN = np.array([202, 152, 101])
 

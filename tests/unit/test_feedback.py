@@ -16,8 +16,7 @@ import pytest
 from control_support import steps
 
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
-from rl_vlm.labelling.session import LabellerDownError
-from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.store import LabellerDownError, LabelStore
 from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
 from rl_vlm.labelling.types import Label, Labeller, Score, Segment, SegmentPair
 from rl_vlm.preference.feedback import PairFeedback, ScoreFeedback, label_accuracy

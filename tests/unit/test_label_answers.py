@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_vlm.labelling.prompts import read_label, read_score
+from rl_vlm.labelling.labeller import read_label, read_score
 
 TABLES = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "label_answers.yaml").read_text())
 

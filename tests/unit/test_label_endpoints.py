@@ -21,8 +21,7 @@ from rl_vlm.asking.endpoints import choice_probabilities
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.prompts import task_prompts
+from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
 from rl_vlm.labelling.types import Label
 from rl_vlm.types import UserInputError
 

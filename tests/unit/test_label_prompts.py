@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tables import table
 
-from rl_vlm.labelling.prompts import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
+from rl_vlm.labelling.labeller import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
 from rl_vlm.types import UserInputError
 
 TABLES = table("label_tasks")
@@ -39,7 +39,7 @@ def test_an_unknown_task_names_the_nearest_one() -> None:
 
 @pytest.mark.parametrize("name", ["push_button", "PushButton-v0"])
 def test_a_task_is_found_under_the_name_that_it_was_registered_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("rl_vlm.labelling.prompts._REGISTRY", {})
+    monkeypatch.setattr("rl_vlm.labelling.labeller._REGISTRY", {})
     register_prompts(TaskPrompts(name=name, goal="to press the red button"))
     assert task_prompts(name).name == name == task_prompts(f"metaworld_{name}").name
 

@@ -18,9 +18,8 @@ from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Qu
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.prompts import task_prompts
-from rl_vlm.labelling.session import LabellerDownError, label_session
+from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
+from rl_vlm.labelling.store import LabellerDownError, label_session
 from rl_vlm.labelling.types import Label, Labeller, SegmentPair, encode, picture_of
 from rl_vlm.models.images import patchify
 from rl_vlm.types import Message

@@ -13,8 +13,7 @@ from scipy.stats import entropy as scipy_entropy
 from rl_vlm.config import RewardModelSection
 from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.types import SegmentPair
-from rl_vlm.preference.reward_model import RewardEnsemble
-from rl_vlm.preference.selection import (
+from rl_vlm.preference.feedback import (
     disagreement,
     entropy,
     k_center,
@@ -22,6 +21,7 @@ from rl_vlm.preference.selection import (
     pair_features,
     select_pairs,
 )
+from rl_vlm.preference.reward_model import RewardEnsemble
 
 PREFERENCES = np.array([[0.1, 0.5, 0.9, 0.5, 1.0], [0.1, 0.5, 0.1, 0.6, 0.0], [0.2, 0.5, 0.5, 0.4, 1.0]], np.float32)
 
