@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from turns import serve
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 
 PROMPT = 16
 _FIRST_ID = 1000  # below are the tokens that stand for images
 
 
-def run_config(folder: Path, rows: int, length: int, threads: int, **learner: Any) -> RunConfig:
+def run_config(folder: Path, rows: int, length: int, threads: int, **learner: Any) -> PolicyConfig:
     """GRPO's loss without corrections, averaged over the tokens of a row and then over rows."""
     return parse_config(
         {

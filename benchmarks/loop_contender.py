@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 from turns import HERE, serve
 
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.models.loading import resolve_model
 
 
 class OneProcess:
     """The loop in one process, without Ray: `examples/one_process.py`."""
 
-    def __init__(self, run: RunConfig, threads: int) -> None:
+    def __init__(self, run: PolicyConfig, threads: int) -> None:
         sys.path.append(str(HERE.parent / "examples"))
         from one_process import OneProcess
 
@@ -46,7 +46,7 @@ class OneProcess:
 class Ours:
     """The system: Ray Serve, env runners, learner group."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: PolicyConfig) -> None:
         from rl_vlm.runs.ray_session import ray_cluster
         from rl_vlm.runs.train import kind_of
 
@@ -93,7 +93,7 @@ class Ours:
 class TRL:
     """TRL's GRPOTrainer, which has the configuration's number of prompts."""
 
-    def __init__(self, run: RunConfig, threads: int) -> None:
+    def __init__(self, run: PolicyConfig, threads: int) -> None:
         from trl_loop import TRLLoop
 
         self._loop = TRLLoop(resolve_model(run.model.path), run, threads)
@@ -103,7 +103,7 @@ class TRL:
         return self._loop.step()
 
 
-def _with_prompts(run: RunConfig, prompts: int) -> RunConfig:
+def _with_prompts(run: PolicyConfig, prompts: int) -> PolicyConfig:
     rollout = run.rollout.model_copy(update={"prompts_per_iteration": prompts})
     return run.model_copy(update={"rollout": rollout})
 
@@ -119,7 +119,7 @@ def main() -> None:
 
     def prepare() -> Callable[[str, str], list[dict[str, float]]]:
         run = load_config(args.config, args.overrides)
-        assert isinstance(run, RunConfig)
+        assert isinstance(run, PolicyConfig)
         loop = Ours(run) if args.kind == "ours" else {"one": OneProcess, "trl": TRL}[args.kind](run, args.threads)
         return lambda steps, prompts: [loop.step(int(prompts)) for _ in range(int(steps))]
 

@@ -18,7 +18,7 @@ from PIL import Image
 from turns import serve
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.models.loading import TextSide, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams
@@ -65,7 +65,7 @@ class Prompts:
 class Generate:
     """`transformers.generate`, all requests in one batch or one after the other; images go through the processor."""
 
-    def __init__(self, folder: Path, text: TextSide, run: RunConfig, batched: bool) -> None:
+    def __init__(self, folder: Path, text: TextSide, run: PolicyConfig, batched: bool) -> None:
         import torch
         from transformers import AutoProcessor
 
@@ -103,7 +103,7 @@ class Generate:
 class RawEngine:
     """An engine in this process, without Ray."""
 
-    def __init__(self, folder: Path, run: RunConfig) -> None:
+    def __init__(self, folder: Path, run: PolicyConfig) -> None:
         from rl_vlm.serving.replica import build_engine
 
         self._engine = build_engine(folder, run)
@@ -183,14 +183,14 @@ def options_of(engine: str, changes: Sequence[str]) -> list[str]:
     return [f"serving.engine={engine}", "serving.num_replicas=1", "serving.max_context=256", *changes]
 
 
-def configuration(folder: Path, options: Sequence[str]) -> RunConfig:
+def configuration(folder: Path, options: Sequence[str]) -> PolicyConfig:
     """One replica."""
     placed = ["serving.cpus_per_replica=1", "rollout.cpus_per_env_runner=0"]
     return load_config(None, [f"model.path={folder}", *placed, *options])
 
 
 @contextlib.contextmanager
-def served(folder: Path, run: RunConfig) -> Iterator[str]:
+def served(folder: Path, run: PolicyConfig) -> Iterator[str]:
     """A Serve application; gives its run id."""
     from rl_vlm.runs.ray_session import ray_cluster
     from rl_vlm.serving.service import PolicyService

@@ -35,7 +35,7 @@ from huggingface_hub import constants
 from transformers import AutoProcessor, TrainerCallback
 from trl import import_utils
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import make
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import lora_config
@@ -60,7 +60,7 @@ class TRLLoop:
     log-probabilities, optimiser steps, schedule and the trainer's own bookkeeping.
     """
 
-    def __init__(self, folder: Path, run: RunConfig, num_threads: int = 1) -> None:
+    def __init__(self, folder: Path, run: PolicyConfig, num_threads: int = 1) -> None:
         quiet_libraries()
         torch.set_num_threads(num_threads)
         self._num_threads = num_threads
@@ -134,7 +134,7 @@ class TRLLoop:
         ]
 
 
-def grpo_arguments(run: RunConfig, output: str, suppressed: list[int]) -> GRPOConfig:
+def grpo_arguments(run: PolicyConfig, output: str, suppressed: list[int]) -> GRPOConfig:
     """TRL's arguments for a run; see the module's docstring."""
     algorithm, rollout, learner = run.algorithm, run.rollout, run.learner
     rows = rollout.prompts_per_iteration * rollout.group_size
@@ -242,7 +242,7 @@ class _TimedTrainer(GRPOTrainer):
         return result
 
 
-def _shapes(run: RunConfig) -> ShapesEnv:
+def _shapes(run: PolicyConfig) -> ShapesEnv:
     env = make(run.env.id, **run.env.make_kwargs())
     if not isinstance(env, ShapesEnv) or env.turns != 1 or env.tool:
         raise UserInputError("The TRL loop plays Shapes-v0 with one turn and no tool.")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rl_vlm.asking.endpoints import EngineClient
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
 from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_experience, update_batches
@@ -32,7 +32,7 @@ from rl_vlm.types import Split, TrajectoryGroup
 class OneProcess:
     """An engine that samples, a policy that learns, and the environment between them."""
 
-    def __init__(self, run: RunConfig, num_threads: int = 1) -> None:
+    def __init__(self, run: PolicyConfig, num_threads: int = 1) -> None:
         torch.set_num_threads(num_threads)
         folder = resolve_model(run.model.path)
         # The model is loaded twice. The engine adds the adapter to its weights, which makes sampling fast. The policy

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import Estimate
@@ -66,7 +66,7 @@ def pictures(rng: np.random.Generator, count: int) -> list[EncodedImage]:
     return [picture(rng, *sizes[k % len(sizes)]) for k in range(count)]
 
 
-def run_config(folder: Path, **dotted: Any) -> RunConfig:
+def run_config(folder: Path, **dotted: Any) -> PolicyConfig:
     """A run on the tiny model; keyword `learner__lr` means `learner.lr`."""
     overrides = {key.replace("__", "."): value for key, value in dotted.items()}
     return parse_config(apply_overrides({"model": {"path": str(folder)}}, overrides))

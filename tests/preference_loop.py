@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 
 BASE: dict[str, Any] = {
     "name": "test",
@@ -41,12 +41,12 @@ BASE: dict[str, Any] = {
 }
 
 
-def run_config(**dotted: Any) -> RunConfig:
+def run_config(**dotted: Any) -> PolicyConfig:
     """The small run; keyword `preference__sac__lr` means `preference.sac.lr`."""
     return parse_config(apply_overrides(BASE, {key.replace("__", "."): value for key, value in dotted.items()}))
 
 
-def build(run: RunConfig, folder: Path) -> Any:
+def build(run: PolicyConfig, folder: Path) -> Any:
     """The algorithm of a run."""
     from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
 

@@ -13,7 +13,7 @@ import torch
 from core_support import run_config
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
@@ -29,7 +29,7 @@ RUN_ID = "test"
 class Adapters:
     """Random adapters of one model; a version has always the same weights."""
 
-    def __init__(self, run: RunConfig, folder: Path, scale: float = 0.2) -> None:
+    def __init__(self, run: PolicyConfig, folder: Path, scale: float = 0.2) -> None:
         self._policy, self._scale = PolicyModel(folder, run), scale
 
     def payload(self, version: int) -> AdapterPayload:
@@ -41,7 +41,7 @@ class Adapters:
 
 
 @contextmanager
-def served(folder: Path, **dotted: Any) -> Iterator[tuple[RunConfig, PolicyService]]:
+def served(folder: Path, **dotted: Any) -> Iterator[tuple[PolicyConfig, PolicyService]]:
     """A private Ray cluster that serves a model."""
     settings = {"serving__cpus_per_replica": 0.25, "resources__num_cpus": 2, "serving__max_context": 512, **dotted}
     run = run_config(folder, **settings)

@@ -12,7 +12,7 @@ import ray
 from core_support import run_config
 from serving_support import Adapters
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.ray_session import ray_cluster
@@ -24,7 +24,7 @@ NAME = "test"
 
 
 @contextmanager
-def sharing(folder: Path, **dotted: Any) -> Iterator[RunConfig]:
+def sharing(folder: Path, **dotted: Any) -> Iterator[PolicyConfig]:
     """A private Ray cluster, and a configuration that shares."""
     settings = {
         "serving__shared": NAME, "serving__num_replicas": 1, "serving__cpus_per_replica": 0.25, "resources__num_cpus": 2,
@@ -36,7 +36,7 @@ def sharing(folder: Path, **dotted: Any) -> Iterator[RunConfig]:
 
 
 @contextmanager
-def user(run: RunConfig, policy: str, folder: Path) -> Iterator[PolicyService]:
+def user(run: PolicyConfig, policy: str, folder: Path) -> Iterator[PolicyService]:
     """One run's part, ready to be asked."""
     service = PolicyService(run, policy, ModelReference.of(str(folder)))
     try:
@@ -67,7 +67,7 @@ def status() -> dict[str, Any]:
 class PolicyAdapters:
     """Random adapters, of which no two are alike: of a policy's number and a version."""
 
-    def __init__(self, run: RunConfig, folder: Path) -> None:
+    def __init__(self, run: PolicyConfig, folder: Path) -> None:
         self._adapters = Adapters(run, folder)
 
     def payload(self, policy: int, version: int) -> AdapterPayload:

@@ -27,7 +27,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
@@ -182,7 +182,7 @@ def random_weights(seed: int = 0) -> Iterator[None]:
         yield
 
 
-def run_config(folder: Path, dtype: str, **dotted: Any) -> RunConfig:
+def run_config(folder: Path, dtype: str, **dotted: Any) -> PolicyConfig:
     """A run on that folder; `learner__lr` means `learner.lr`."""
     changes = {
         "model.path": str(folder), "model.dtype": dtype, "model.lora.rank": 32, "model.lora.alpha": 64,
@@ -191,7 +191,7 @@ def run_config(folder: Path, dtype: str, **dotted: Any) -> RunConfig:
     return parse_config(apply_overrides({}, changes))
 
 
-def make_policy(folder: Path, run: RunConfig, device: str, scale: float = 0.01) -> PolicyModel:
+def make_policy(folder: Path, run: PolicyConfig, device: str, scale: float = 0.01) -> PolicyModel:
     """A policy whose adapter changes the model: both of its matrices are drawn, always the same."""
     policy = PolicyModel(folder, run, device, cache_bytes=run.model.image_cache_bytes)
     generator = torch.Generator().manual_seed(1)

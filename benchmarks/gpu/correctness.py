@@ -28,7 +28,7 @@ from common import (
     scratch,
 )  # fmt: skip
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy, gradient_vector
@@ -48,7 +48,7 @@ class Bench:
         self.sides = (64, 96) if self.small else (224, 448)
         self.words, self.reply = (6, 8) if self.small else (64, 128)
 
-    def policy(self, dtype: str, **dotted: Any) -> tuple[PolicyModel, RunConfig]:
+    def policy(self, dtype: str, **dotted: Any) -> tuple[PolicyModel, PolicyConfig]:
         run = run_config(self.folder, dtype, **dotted)
         return make_policy(self.folder, run, self.device), run
 

@@ -56,5 +56,3 @@ from rl_vlm.config.serving import (
     VLLMSection,
 )
 from rl_vlm.config.sft import SFTConfig, SFTSection
-
-RunConfig = PolicyConfig

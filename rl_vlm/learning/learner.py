@@ -12,7 +12,7 @@ from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, UpdateStats
 from rl_vlm.learning.strategies import make_strategy
 from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, scale_lr, sight_logprobs
@@ -35,7 +35,7 @@ class VLMModule(TorchRLModule):
         from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
-        run: RunConfig = settings["run_config"]
+        run: PolicyConfig = settings["run_config"]
         torch.set_num_threads(run.learner.num_threads)
         # Decided here, because the driver may sit on a machine without a GPU.
         device = learner_device(run)
@@ -76,7 +76,7 @@ class VLMLearner(TorchLearner):
         )
 
     @property
-    def _run(self) -> RunConfig:
+    def _run(self) -> PolicyConfig:
         return self.config.run_config  # type: ignore[no-any-return]
 
     @property

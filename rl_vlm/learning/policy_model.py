@@ -13,7 +13,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from rl_vlm.config import CriticSection, RunConfig, SFTConfig
+from rl_vlm.config import CriticSection, PolicyConfig, SFTConfig
 from rl_vlm.learning.estimators import Rescaling
 from rl_vlm.models.devices import choose_order, choose_precision, use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
@@ -266,7 +266,7 @@ class PolicyModel:
     def __init__(
         self,
         folder: Path,
-        run: RunConfig | SFTConfig,
+        run: PolicyConfig | SFTConfig,
         device: str = "cpu",
         *,
         suppress: bool = True,
@@ -275,10 +275,10 @@ class PolicyModel:
     ) -> None:
         quiet_libraries()
         choose_precision(run.model.dtype, device)
-        if isinstance(run, RunConfig) and run.deterministic:
+        if isinstance(run, PolicyConfig) and run.deterministic:
             choose_order(device)
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
-        shards_layers = isinstance(run, RunConfig) and run.learner.shards_layers
+        shards_layers = isinstance(run, PolicyConfig) and run.learner.shards_layers
         self.text = load_text_side(folder, run.model.pixels)
         self.model = load_model(folder, run.model.dtype, device, layers_on_host=shards_layers)
         self.trained = self._train(folder, run)
@@ -296,21 +296,21 @@ class PolicyModel:
         self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
         use_fast_products(self.model)
         self.backbone.choose_attention(run.learner.attention)
-        section = run.critic if isinstance(run, RunConfig) else None
+        section = run.critic if isinstance(run, PolicyConfig) else None
         self.critic = self._make_critic(section, run.seed) if section is not None else None
         if shards_layers:
             # What is trained was made where the layers are, and is whole in every learner.
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
 
-    def _train(self, folder: Path, run: RunConfig | SFTConfig) -> Trainable:
+    def _train(self, folder: Path, run: PolicyConfig | SFTConfig) -> Trainable:
         if run.model.train == "full":
             dtype, device = run.model.dtype, str(next(self.model.parameters()).device)
             return FullTraining(
                 self.model,
                 run.model.path,
                 lambda: {name: p.data for name, p in load_model(folder, dtype, device).named_parameters()},
-                keep_base=isinstance(run, RunConfig) and run.algorithm.has_reference,
+                keep_base=isinstance(run, PolicyConfig) and run.algorithm.has_reference,
             )
         lora = run.model.lora
         self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
@@ -318,7 +318,7 @@ class PolicyModel:
         torch.manual_seed(run.seed)  # so that A is drawn the same in every learner
         return LoraTraining(self.model, self.lora)
 
-    def _checkpointed(self, run: RunConfig | SFTConfig) -> list[Any]:
+    def _checkpointed(self, run: PolicyConfig | SFTConfig) -> list[Any]:
         """The parts whose layers the backward pass computes again."""
         if not run.learner.gradient_checkpointing:
             return []

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.config import OptimizerSection, RunConfig, SFTConfig
+from rl_vlm.config import OptimizerSection, PolicyConfig, SFTConfig
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
@@ -94,14 +94,14 @@ class WeightAverage:
             average.copy_(state[name])
 
 
-def make_optimizer(policy: PolicyModel, run: RunConfig | SFTConfig) -> torch.optim.Optimizer:
+def make_optimizer(policy: PolicyModel, run: PolicyConfig | SFTConfig) -> torch.optim.Optimizer:
     """AdamW (Adam when weight_decay is 0) or Adafactor on the trained weights, and in a second group on the critic.
 
     Each group keeps its own `base_lr`, which a schedule scales.
     """
     learner = run.learner
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "lr": learner.lr}]
-    if policy.critic is not None and isinstance(run, RunConfig) and run.critic is not None:
+    if policy.critic is not None and isinstance(run, PolicyConfig) and run.critic is not None:
         groups.append({"params": policy.critic.parameters, "lr": run.critic.lr or learner.lr})
     for group in groups:
         group["base_lr"] = group["lr"]
@@ -433,7 +433,7 @@ def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder
     )
 
 
-def make_updater(policy: PolicyModel, run: RunConfig) -> PolicyUpdater:
+def make_updater(policy: PolicyModel, run: PolicyConfig) -> PolicyUpdater:
     """The policy update that a run configuration describes."""
     return PolicyUpdater(
         policy.backbone,

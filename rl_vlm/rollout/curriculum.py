@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_vlm.config import CurriculumSection, EnvSection, RunConfig
+from rl_vlm.config import CurriculumSection, EnvSection, PolicyConfig
 from rl_vlm.rollout.tasks import Mixture, RolloutTask, TaskItem
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
@@ -133,7 +133,7 @@ class Curriculum(Mixture):
         sizes: size of each training split; None for items without end.
     """
 
-    def __init__(self, run: RunConfig, sizes: Mapping[str, int | None]) -> None:
+    def __init__(self, run: PolicyConfig, sizes: Mapping[str, int | None]) -> None:
         self._settings, self._stages = run.curriculum, Stages(run.curriculum, run.env)
         self.stage = 0
         super().__init__(self._stages.weights(0), sizes, run.seed, run.curriculum)
@@ -251,7 +251,7 @@ class Curriculum(Mixture):
         self.weights = self._stages.weights(self.stage, self._share())
 
 
-def make_task_source(run: RunConfig, sizes: Mapping[str, int | None]) -> Mixture:
+def make_task_source(run: PolicyConfig, sizes: Mapping[str, int | None]) -> Mixture:
     """The task source that the configuration asks for; `sizes` of the training splits by name of the environment."""
     if run.curriculum.stages:
         return Curriculum(run, sizes)

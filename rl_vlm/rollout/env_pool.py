@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
 from rl_vlm.envs.registry import make_part
@@ -311,7 +311,7 @@ _UNCHANGED = json.dumps({})
 class EnvPools:
     """The environments of a worker. A task's environment and its changed arguments name its pool."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: PolicyConfig) -> None:
         self._run = run
         self._pools: dict[tuple[str, str], EnvPool] = {}  # the least recently used first
         self._closed_busy_s = 0.0

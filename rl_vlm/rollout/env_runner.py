@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
@@ -43,7 +43,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        run: RunConfig,
+        run: PolicyConfig,
         run_id: str,
         model: Path,
         place: int = 0,
@@ -210,7 +210,7 @@ class VLMEnvRunner(RunEnvRunner):
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((ObservationSpace(), TextSpace()), config=config, **kwargs)
         quiet_libraries()
-        run: RunConfig = self.config.run_config
+        run: PolicyConfig = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
         run_id, model = self.config.run_id, self.config.model
         assert model is not None  # `PolicyAlgorithmConfig.serve_from` has set it

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.numerics import are_equal
 from rl_vlm.rollout.env_pool import FailureBudget
 from rl_vlm.rollout.sampler import (
@@ -129,7 +129,7 @@ class Rollouts(ABC):
         run: lag, budgets and iterations.
     """
 
-    def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig) -> None:
+    def __init__(self, sampler: Sampler, stream: TaskStream, run: PolicyConfig) -> None:
         self._sampler, self._stream, self._run = sampler, stream, run
         self._batch = run.rollout.prompts_per_iteration
         self.crosses_versions = run.rollout.crosses_versions
@@ -247,7 +247,7 @@ class Rollouts(ABC):
 class RoundRollouts(Rollouts):
     """Samples a round, which is then learned from. Lock-step in a deterministic run, refilled groups included."""
 
-    def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig) -> None:
+    def __init__(self, sampler: Sampler, stream: TaskStream, run: PolicyConfig) -> None:
         super().__init__(sampler, stream, run)
         self._opened: list[RolloutTask] | None = None  # tasks whose episodes are being opened
 
@@ -290,7 +290,7 @@ class ContinuousRollouts(Rollouts):
     late, or steps with the first B complete groups and drops late ones, is `rollout.late_groups`.
     """
 
-    def __init__(self, sampler: Sampler, stream: TaskStream, run: RunConfig, continuous: Sampler) -> None:
+    def __init__(self, sampler: Sampler, stream: TaskStream, run: PolicyConfig, continuous: Sampler) -> None:
         super().__init__(sampler, stream, run)
         self._continuous = continuous
         self._slots = run.rollout.num_env_runners * run.rollout.groups_at_once
@@ -361,7 +361,7 @@ class ContinuousRollouts(Rollouts):
         self._continuous.clear()
 
 
-def make_rollouts(runners: EnvRunners, stream: TaskStream, run: RunConfig) -> Rollouts:
+def make_rollouts(runners: EnvRunners, stream: TaskStream, run: PolicyConfig) -> Rollouts:
     """The rollouts that the lag asks for."""
     # All may have been on one preemptible node: the autoscaler starts another machine.
     grace_s = max(RESTART_GRACE_S, run.serving.startup_timeout_s if os.environ.get("RL_VLM_AUTOSCALING") else 0.0)

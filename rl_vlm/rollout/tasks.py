@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_vlm.config import CurriculumSection, RunConfig
+from rl_vlm.config import CurriculumSection, PolicyConfig
 from rl_vlm.numerics import derive_seed
 from rl_vlm.tracing import Span
 from rl_vlm.types import Split, TrajectoryGroup, UserInputError
@@ -395,7 +395,7 @@ class TaskStream:
         run: group size, temperature, seed and how often conversations are recorded.
     """
 
-    def __init__(self, source: Mixture, run: RunConfig) -> None:
+    def __init__(self, source: Mixture, run: PolicyConfig) -> None:
         self._source = source
         self._run = run
         self._next_round = self._next_place = 0

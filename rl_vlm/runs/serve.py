@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from rl_vlm.asking.http_endpoints import url_host
-from rl_vlm.config import LearnerSection, RunConfig, load_policy_config, load_served_config
+from rl_vlm.config import LearnerSection, PolicyConfig, load_policy_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
@@ -36,7 +36,7 @@ from rl_vlm.types import UserInputError
 class ServeTarget:
     """What is served, and how; everything in it has been checked."""
 
-    config: RunConfig
+    config: PolicyConfig
     model: Path
     adapter: WeightPayload | None
     adapter_folder: Path | None  # from which it was read
@@ -101,7 +101,7 @@ def _machine_defaults() -> list[str]:
     return ["serving.num_replicas=1", *on_gpu]
 
 
-def _for_serving(config: RunConfig) -> RunConfig:
+def _for_serving(config: PolicyConfig) -> PolicyConfig:
     """Without what only training needs, and with the engine by name."""
     engine: str = config.serving.engine
     has_vllm = importlib.util.find_spec("vllm") is not None
@@ -122,7 +122,7 @@ def _for_serving(config: RunConfig) -> RunConfig:
     )
 
 
-def keeps_base_model(config: RunConfig) -> bool:
+def keeps_base_model(config: PolicyConfig) -> bool:
     """Whether replicas answer for the model as it came, too, once they have a version: vLLM keeps no second copy of all
     weights."""
     return config.model.train != "full" or config.serving.expected_engine != "vllm"
@@ -166,7 +166,7 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
                 service.stop()
 
 
-def _wait_for_adapter(registry: Any, config: RunConfig) -> None:
+def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
     """Wait until all replicas have loaded the adapter. Raises ServingError: they would otherwise serve the base
     model."""
     seconds, replicas = config.serving.publish_timeout_s, initial_replicas(config.serving)

@@ -18,7 +18,7 @@ import ray
 from pydantic import Field
 from ray import serve
 
-from rl_vlm.config import RunConfig, Section
+from rl_vlm.config import PolicyConfig, Section
 from rl_vlm.config.loading import validated
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
@@ -109,7 +109,7 @@ class HTTPIngress:
     """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, policy: Any, registry: Any, config: RunConfig, model: Path, name: str, run_id: str
+        self, policy: Any, registry: Any, config: PolicyConfig, model: Path, name: str, run_id: str
     ) -> None:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 ITERATIONS_S = 0.5
@@ -21,7 +21,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     (folder / "ballast").write_bytes(b"x" * (1000 << 10))  # of a disk of 1 MiB
     ray.init(address="auto", namespace="rl_vlm", log_to_driver=False)
-    run = RunConfig.model_validate({"name": "goes-wrong", "rollout": {"max_policy_lag": 2}})
+    run = PolicyConfig.model_validate({"name": "goes-wrong", "rollout": {"max_policy_lag": 2}})
     figures = RayMetrics(run, folder, total=1000)
     for iteration in range(1, 61):
         late = max(iteration - 20, 0)

@@ -12,7 +12,7 @@ from preference_loop import build, content, train_to
 from runs import ServeProcess, TrainingProcess
 
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
-from rl_vlm.config import RunConfig, load_config, parse_config
+from rl_vlm.config import PolicyConfig, load_config, parse_config
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.types import Label
 from rl_vlm.runs.ray_session import ray_cluster
@@ -22,7 +22,7 @@ CARTPOLE = ROOT / "configs" / "rl_vlm_f" / "cartpole_tiny.yaml"
 SOLVED = -800.0  # true return of 100 steps; 0 is perfect, a fallen pole -2800
 
 
-def evaluate(run: RunConfig, folder: Path) -> float:
+def evaluate(run: PolicyConfig, folder: Path) -> float:
     """Train to the end; the mean true return of the evaluation episodes."""
     with ray_cluster(run):
         algorithm: Any = build(run, folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, environment
 
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, load_config
 
 SCRIPT = ROOT / "cluster" / "slurm" / "preference.sbatch"
 
@@ -76,7 +76,7 @@ def submit(tmp_path: Path, *arguments: str, **changes: str) -> tuple[subprocess.
     return done, noted.read_text().splitlines() if noted.is_file() else []
 
 
-def run_of(command: list[str]) -> RunConfig:
+def run_of(command: list[str]) -> PolicyConfig:
     """The configuration of a command that the script gave."""
     config = next(part for part in command if part.endswith(".yaml"))
     return load_config(ROOT / config, [part for part in command[command.index(config) :] if "=" in part][:-2])

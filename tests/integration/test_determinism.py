@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.train import kind_of
 
@@ -36,7 +36,7 @@ CURRICULUM = (
 )
 
 
-def run_config(folder: Path, *changes: str) -> RunConfig:
+def run_config(folder: Path, *changes: str) -> PolicyConfig:
     return load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -55,7 +55,7 @@ def run_config(folder: Path, *changes: str) -> RunConfig:
     )
 
 
-def build(run: RunConfig, folder: Path) -> Any:
+def build(run: PolicyConfig, folder: Path) -> Any:
     return kind_of(run).rllib_config(run).from_run_config(run, folder).build_algo()
 
 

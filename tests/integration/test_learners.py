@@ -13,7 +13,7 @@ from core_support import plan_update
 from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.algorithms.grpo import GRPOConfig
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.plan import UpdateResult
 from rl_vlm.models.loading import load_text_side
@@ -25,7 +25,7 @@ from rl_vlm.zoo.shapes.environment import shapes_item
 LR = 1e-3
 
 
-def run_config(folder: Path, learners: int) -> RunConfig:
+def run_config(folder: Path, learners: int) -> PolicyConfig:
     overrides = {
         "model.path": str(folder),
         "learner.num_learners": learners,

@@ -16,7 +16,7 @@ from preference_loop import build, content, run_config, saved, train_to
 from ray.exceptions import RayActorError
 
 from rl_vlm.algorithms.learners import LearnerDiedError
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.labelling.store import LabelStore
 from rl_vlm.preference.collector import evaluation_seeds
@@ -33,7 +33,7 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def two_runners(**dotted: Any) -> RunConfig:
+def two_runners(**dotted: Any) -> PolicyConfig:
     collection = {"num_env_runners": 2, "cpus_per_env_runner": 0.25, "steps": 5}
     return run_config(**{**{f"preference__collection__{key}": value for key, value in collection.items()}, **dotted})
 

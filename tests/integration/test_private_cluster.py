@@ -11,7 +11,7 @@ import pytest
 import ray
 from http_support import wait_until
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.ray_session import PrivateNode, ray_cluster
 
@@ -54,7 +54,7 @@ def test_what_a_start_that_failed_has_started_is_ended(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(PrivateNode, "start_raylet", fails_once)
     stores = [name for name, _ in listening()].count("gcs_server")
-    with ray_cluster(RunConfig.model_validate({"resources": {"num_cpus": 4}})):
+    with ray_cluster(PolicyConfig.model_validate({"resources": {"num_cpus": 4}})):
         assert len(starts) == 2
         names = [process.name() for process in psutil.Process().children(recursive=True)]
         assert names.count("gcs_server") == stores + 1
@@ -63,7 +63,7 @@ def test_what_a_start_that_failed_has_started_is_ended(monkeypatch: pytest.Monke
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dashboard", [False, True])
 def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
-    run = RunConfig.model_validate({"resources": {"dashboard": dashboard, "num_cpus": 4}})
+    run = PolicyConfig.model_validate({"resources": {"dashboard": dashboard, "num_cpus": 4}})
     before = set(psutil.Process().children(recursive=True))  # of other tests here, such as a resource tracker
     with ray_cluster(run):
         assert ray.get(ray.remote(lambda: 7).options(num_cpus=0).remote(), timeout=120) == 7

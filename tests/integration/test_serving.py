@@ -21,7 +21,7 @@ from core_support import picture, request, text_side
 from ray import serve
 from serving_support import RUN_ID, Adapters, ask, client, replicas, served, until
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import EngineError
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.addresses import is_loopback
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_folder: Path) -> Iterator[tuple[RunConfig, PolicyService]]:
+def policy(tiny_folder: Path) -> Iterator[tuple[PolicyConfig, PolicyService]]:
     probes = {"serving__probe_after_s": 2.0, "serving__probe_timeout_s": 1.5}
     with served(tiny_folder, **probes) as (run, service):
         yield run, service
 
 
 @pytest.fixture(scope="module")
-def adapters(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> Adapters:
+def adapters(policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path) -> Adapters:
     return Adapters(policy[0], tiny_folder)
 
 
@@ -65,7 +65,7 @@ def engine_counts(name: str) -> list[int]:
 
 
 def test_every_replica_acknowledges_a_version_and_serves_it(
-    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path
+    policy: tuple[PolicyConfig, PolicyService], adapters: Adapters, tiny_folder: Path
 ) -> None:
     _, service = policy
     for version in (1, 2):
@@ -94,7 +94,7 @@ def test_every_replica_acknowledges_a_version_and_serves_it(
 
 
 def test_replicas_listen_on_loopback_alone_and_answer_there(
-    policy: tuple[RunConfig, PolicyService], tiny_folder: Path
+    policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path
 ) -> None:
     ports = [port for one in replicas() for port in one.net_connections(kind="inet") if port.status == "LISTEN"]
     assert len(ports) >= 4  # Ray's own and Serve's, of two
@@ -105,7 +105,7 @@ def test_replicas_listen_on_loopback_alone_and_answer_there(
 
 
 def test_images_that_a_replica_was_sent_are_left_out_and_answers_stay_the_same(
-    policy: tuple[RunConfig, PolicyService], tiny_folder: Path
+    policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path
 ) -> None:
     text, images = text_side(tiny_folder), [picture(np.random.default_rng(k), 64, 64) for k in range(4)]
     turns = [request(text, [*images[:shown], "Which?"], temperature=0.0) for shown in range(1, 5)]
@@ -140,7 +140,7 @@ async def _replica_ids() -> list[str]:
 
 
 def test_a_request_waits_for_its_version(
-    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path
+    policy: tuple[PolicyConfig, PolicyService], adapters: Adapters, tiny_folder: Path
 ) -> None:
     _, service = policy
 
@@ -155,7 +155,7 @@ def test_a_request_waits_for_its_version(
 
 
 def test_a_version_that_nobody_can_load_does_not_end_the_following(
-    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path
+    policy: tuple[PolicyConfig, PolicyService], adapters: Adapters, tiny_folder: Path
 ) -> None:
     _, service = policy
     version = service.newest_version() + 1
@@ -180,7 +180,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def replica_here(run: RunConfig, folder: Path, **serving: Any) -> replica_module.VLMServer:
+def replica_here(run: PolicyConfig, folder: Path, **serving: Any) -> replica_module.VLMServer:
     changed = run.model_copy(update={"serving": run.serving.model_copy(update=serving)})
     return replica_module.VLMServer(
         ModelReference.of(str(folder)), changed, RUN_ID, ray.get_runtime_context().namespace
@@ -188,7 +188,7 @@ def replica_here(run: RunConfig, folder: Path, **serving: Any) -> replica_module
 
 
 def test_a_replica_that_cannot_load_fails_its_health_check(
-    policy: tuple[RunConfig, PolicyService], adapters: Adapters, tiny_folder: Path, exits: list[int]
+    policy: tuple[PolicyConfig, PolicyService], adapters: Adapters, tiny_folder: Path, exits: list[int]
 ) -> None:
     run, service = policy
     service.publish(adapters.payload(service.newest_version() + 1))
@@ -215,7 +215,7 @@ def test_a_replica_that_cannot_load_fails_its_health_check(
 
 
 def test_a_replica_that_is_busy_for_long_passes_its_health_checks(
-    policy: tuple[RunConfig, PolicyService], tiny_folder: Path, exits: list[int]
+    policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path, exits: list[int]
 ) -> None:
     """Every check probes, and every probe stands behind samples that end much later than its deadline."""
     run, _ = policy
@@ -245,7 +245,9 @@ def test_a_replica_that_is_busy_for_long_passes_its_health_checks(
     assert exits == [1]
 
 
-def test_a_stream_says_the_same_as_a_whole_answer(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
+def test_a_stream_says_the_same_as_a_whole_answer(
+    policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path
+) -> None:
     request = ask(tiny_folder, "tell me", n=3, temperature=1.0, seeds=(1, 2, 3), max_new_tokens=40)
     handle = serve.get_deployment_handle("policy", app_name(RUN_ID))
 
@@ -262,7 +264,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(policy: tuple[RunConfig, Polic
         assert [chunk.stop_reason for chunk in mine if chunk.stop_reason] == [sample.stop_reason]
 
 
-def test_a_caller_that_goes_away_frees_its_rows(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
+def test_a_caller_that_goes_away_frees_its_rows(policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path) -> None:
     # So hot that any token is as likely as the end of a turn: the samples are long, and all of them take 20 s or more.
     endless = [ask(tiny_folder, "count", str(k), n=64, max_new_tokens=400, temperature=9.0) for k in range(80)]
 
@@ -283,7 +285,7 @@ def test_a_caller_that_goes_away_frees_its_rows(policy: tuple[RunConfig, PolicyS
 
 
 @pytest.mark.acceptance
-def test_a_wedged_engine_is_found_and_replaced(policy: tuple[RunConfig, PolicyService], tiny_folder: Path) -> None:
+def test_a_wedged_engine_is_found_and_replaced(policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path) -> None:
     """A stopped process answers nothing, neither requests nor health checks; requests end on the other replica."""
     (victim, _), before = replicas(), {process.pid for process in replicas()}
     victim.send_signal(signal.SIGSTOP)

@@ -18,7 +18,7 @@ from ray import serve
 from serving_support import ask, until
 from shared_support import NAME, PolicyAdapters, client_of, registry, sharing, status, user
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import app_name, shared_id
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folder: Path) -> Iterator[RunConfig]:
+def run(tiny_folder: Path) -> Iterator[PolicyConfig]:
     with sharing(tiny_folder, serving__sharing__lease_s=6.0) as run, user(run, "keeps-it-up", tiny_folder):
         yield run
 
 
 @pytest.fixture(scope="module")
-def adapters(run: RunConfig, tiny_folder: Path) -> PolicyAdapters:
+def adapters(run: PolicyConfig, tiny_folder: Path) -> PolicyAdapters:
     return PolicyAdapters(run, tiny_folder)
 
 
@@ -47,7 +47,7 @@ def answers(service: PolicyService, *requests: Any) -> list[Completion]:
     return asyncio.run(gather())
 
 
-def test_policies_answer_with_their_own_weights(run: RunConfig, adapters: PolicyAdapters, tiny_folder: Path) -> None:
+def test_policies_answer_with_their_own_weights(run: PolicyConfig, adapters: PolicyAdapters, tiny_folder: Path) -> None:
     asked = [ask(tiny_folder, "hello", str(k), max_new_tokens=8) for k in range(2)]
     with user(run, "a", tiny_folder) as a, user(run, "b", tiny_folder) as b:
         said: dict[tuple[str, int], list[int]] = {}
@@ -70,7 +70,7 @@ def test_policies_answer_with_their_own_weights(run: RunConfig, adapters: Policy
     assert {"a", "b"}.isdisjoint(status()["policies"])
 
 
-def test_a_run_that_does_not_fit_is_refused_before_it_starts_anything(run: RunConfig, tiny_folder: Path) -> None:
+def test_a_run_that_does_not_fit_is_refused_before_it_starts_anything(run: PolicyConfig, tiny_folder: Path) -> None:
     other = run.model_copy(
         update={
             "model": run.model.model_copy(update={"dtype": "bfloat16"}),
@@ -83,7 +83,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts_anything(run: RunCo
 
 
 def test_a_registry_that_is_killed_comes_back_with_its_policies(
-    run: RunConfig, adapters: PolicyAdapters, tiny_folder: Path
+    run: PolicyConfig, adapters: PolicyAdapters, tiny_folder: Path
 ) -> None:
     with user(run, "survivor", tiny_folder) as service:
         service.publish(adapters.payload(0, 1))
@@ -107,19 +107,19 @@ def _version_of(policy: str) -> int:
 CRASHES = """
 import sys, time
 import ray
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.service import PolicyService
 
 ray.init(address=sys.argv[1], namespace="elsewhere", log_to_driver=False)
-run = RunConfig.model_validate_json(sys.argv[2])
+run = PolicyConfig.model_validate_json(sys.argv[2])
 service = PolicyService(run, "crashes", ModelReference.of(sys.argv[3]))
 print("joined", flush=True)
 time.sleep(600)
 """
 
 
-def test_the_policy_of_a_user_that_is_killed_is_collected(run: RunConfig, tiny_folder: Path) -> None:
+def test_the_policy_of_a_user_that_is_killed_is_collected(run: PolicyConfig, tiny_folder: Path) -> None:
     """The user is another job on the cluster, in another namespace."""
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", CRASHES, address, run.model_dump_json(), str(tiny_folder)]
@@ -136,7 +136,7 @@ def test_the_policy_of_a_user_that_is_killed_is_collected(run: RunConfig, tiny_f
 
 
 def test_the_last_user_out_ends_the_service_and_the_next_one_starts_it_anew(
-    tiny_folder: Path, run: RunConfig, adapters: PolicyAdapters
+    tiny_folder: Path, run: PolicyConfig, adapters: PolicyAdapters
 ) -> None:
     other = run.model_copy(update={"serving": run.serving.model_copy(update={"shared": "second"})})
     name = app_name(shared_id("second"))

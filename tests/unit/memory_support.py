@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.models.hub import FetchError
 from rl_vlm.runs import memory
 
@@ -32,7 +32,7 @@ def published_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "fetch_config", fetch)
 
 
-def gpus(replicas: int, share: float, learners: int, learner_share: float, **serving: Any) -> RunConfig:
+def gpus(replicas: int, share: float, learners: int, learner_share: float, **serving: Any) -> PolicyConfig:
     return parse_config(
         {
             **GPU,

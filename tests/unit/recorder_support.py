@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
 
-QUIET = RunConfig.model_validate({"logging": {"tensorboard": False, "trajectories_per_dump": 4}})
+QUIET = PolicyConfig.model_validate({"logging": {"tensorboard": False, "trajectories_per_dump": 4}})
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ import pytest
 from engine_support import until
 from test_open_ahead import Direct, in_loop
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.heldout import evaluation_tasks
 from rl_vlm.rollout.env_runner import RolloutWorker
@@ -49,7 +49,7 @@ def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
     asyncio.run(engine.close())
 
 
-def run_of(folder: Path, isolation: str, **evaluation: Any) -> RunConfig:
+def run_of(folder: Path, isolation: str, **evaluation: Any) -> PolicyConfig:
     folder.mkdir()
     env = {"id": f"{__file__}:Counted", "kwargs": {"folder": str(folder)}, "isolation": isolation}
     variants = {"default": {}, "rule": {"task": "rule"}}
@@ -63,7 +63,7 @@ def run_of(folder: Path, isolation: str, **evaluation: Any) -> RunConfig:
 
 
 def played(
-    run: RunConfig, engine: TransformersEngine, model: Path, folder: Path, left: int
+    run: PolicyConfig, engine: TransformersEngine, model: Path, folder: Path, left: int
 ) -> tuple[RolloutResult, list[int]]:
     """An evaluation after a round of training, and the numbers of environments when each was made; `left` live on."""
     worker = RolloutWorker(run, "run", model)

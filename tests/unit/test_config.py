@@ -12,7 +12,15 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rl_vlm.config import RunConfig, SFTConfig, apply_overrides, load_config, load_sft_config, parse_config, save_config
+from rl_vlm.config import (
+    PolicyConfig,
+    SFTConfig,
+    apply_overrides,
+    load_config,
+    load_sft_config,
+    parse_config,
+    save_config,
+)
 from rl_vlm.types import UserInputError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -131,7 +139,7 @@ def test_a_consistent_deterministic_run_is_accepted() -> None:
 
 
 def test_values_do_not_change_after_loading() -> None:
-    config = RunConfig()
+    config = PolicyConfig()
     with pytest.raises(ValidationError):
         config.seed = 3  # type: ignore[misc]
     with pytest.raises(ValidationError):
@@ -157,7 +165,7 @@ def test_ppo_alone_has_a_critic(tmp_path: Path) -> None:
         assert load_config(tmp_path / "config.yaml") == config
     changed = load_config(tmp_path / "config.yaml", ["critic.hidden=8"])
     assert changed.critic is not None and changed.critic.hidden == 8
-    save_config(RunConfig(), tmp_path / "config.yaml")
+    save_config(PolicyConfig(), tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml", ["algorithm.preset=ppo", "critic.hidden=8"]).critic.hidden == 8
 
 
@@ -165,16 +173,16 @@ def test_ppo_alone_has_a_critic(tmp_path: Path) -> None:
 
 
 def test_defaults_are_the_published_multi_turn_recipe() -> None:
-    algorithm = RunConfig().algorithm
+    algorithm = PolicyConfig().algorithm
     assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
     assert (algorithm.kl_coef, algorithm.entropy_coef, algorithm.advantage_normalization) == (0.0, 0.0, "std")
     assert algorithm.tis_cap == 2.0
-    assert RunConfig().rollout.max_policy_lag == 0
+    assert PolicyConfig().rollout.max_policy_lag == 0
 
 
 def test_no_file_gives_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("# nothing\n")
-    assert load_config(None) == load_config(tmp_path / "empty.yaml") == parse_config({}) == RunConfig()
+    assert load_config(None) == load_config(tmp_path / "empty.yaml") == parse_config({}) == PolicyConfig()
 
 
 # --- files
@@ -247,7 +255,7 @@ def test_a_saved_config_writes_paths_and_numpys_numbers_as_plain_values(tmp_path
 
 
 def test_saving_replaces_an_older_file(tmp_path: Path) -> None:
-    save_config(RunConfig(), tmp_path / "config.yaml")
+    save_config(PolicyConfig(), tmp_path / "config.yaml")
     save_config(parse_config({"seed": 5}), tmp_path / "config.yaml")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 5
 

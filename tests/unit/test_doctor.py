@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from rl_vlm.cli import doctor
 from rl_vlm.cli.doctor import GIB, Check, as_json, diagnose, worst
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 
 GPU = {"name": "NVIDIA H200", "total": 140 * GIB, "free": 139 * GIB}
 
@@ -40,7 +40,7 @@ def versions(monkeypatch, **installed: str | None) -> None:
 def here() -> dict[str, Check]:
     deadline, doctor._PROBE_TIMEOUT_S = doctor._PROBE_TIMEOUT_S, 900.0  # what is asserted is not the machine's speed
     try:
-        return found(diagnose(RunConfig()))
+        return found(diagnose(PolicyConfig()))
     finally:
         doctor._PROBE_TIMEOUT_S = deadline
 
@@ -130,8 +130,8 @@ def test_a_gpu_that_torch_does_not_see_fails(tmp_path, monkeypatch):
 
 
 def test_a_run_is_compared_with_the_machine():
-    small = RunConfig.model_validate({"serving": {"num_replicas": 2}})
-    large = RunConfig.model_validate(
+    small = PolicyConfig.model_validate({"serving": {"num_replicas": 2}})
+    large = PolicyConfig.model_validate(
         {
             "serving": {"num_replicas": 4, "gpus_per_replica": 1, "cpus_per_replica": 900},
             "model": {"gpu_memory_gib": 200},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.rollout.env_pool import EnvPool, EnvPools
@@ -19,7 +19,7 @@ MIXTURE = [
 ]
 
 
-def run_of(**changes: Any) -> RunConfig:
+def run_of(**changes: Any) -> PolicyConfig:
     variants = {"default": {}, "small": {"walk": {"size": 3}}}
     return parse_config({"env": {"mixture": MIXTURE, **changes}, "evaluation": {"variants": variants}})
 

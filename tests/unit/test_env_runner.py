@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_open_ahead import Direct, tasks
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import ObservationSpace, StepResult, TextSpace
 from rl_vlm.models.reference import ModelReference
@@ -49,7 +49,7 @@ class OneIsSlow(ShapesEnv):
         self.gate.with_name(f"spent-{uuid.uuid4().hex}").write_text(str(time.monotonic() - started))
 
 
-def run_of(lag: int, gate: Path = Path(), **rollout: Any) -> RunConfig:
+def run_of(lag: int, gate: Path = Path(), **rollout: Any) -> PolicyConfig:
     env = {"id": f"{__file__}:OneIsSlow", "kwargs": {"gate": str(gate)}}
     return parse_config(
         {"env": env, "rollout": {"group_size": 2, "max_policy_lag": lag, "require_end_of_turn": False, **rollout}}

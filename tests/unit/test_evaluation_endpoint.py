@@ -20,7 +20,7 @@ from PIL import Image
 
 from rl_vlm.asking.endpoints import Answer, Question
 from rl_vlm.asking.http_endpoints import without_tool_role
-from rl_vlm.config import ModelSection, RunConfig, parse_config
+from rl_vlm.config import ModelSection, PolicyConfig, parse_config
 from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks
 from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError
 from rl_vlm.models.loading import load_text_side
@@ -102,7 +102,7 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def run_of(**rollout: Any) -> RunConfig:
+def run_of(**rollout: Any) -> PolicyConfig:
     return parse_config(
         {
             "env": {"id": "Shapes-v0", "kwargs": KWARGS},
@@ -112,7 +112,7 @@ def run_of(**rollout: Any) -> RunConfig:
     )
 
 
-def measured(server: Server, run: RunConfig, out: Path | None = None, **options: Any) -> dict[str, Any]:
+def measured(server: Server, run: PolicyConfig, out: Path | None = None, **options: Any) -> dict[str, Any]:
     return evaluate_policy_run(run, out=out, options=EvaluationOptions(endpoint=server.url, **options))
 
 

@@ -15,7 +15,7 @@ from http_support import EngineBackend, serving
 from scipy import stats
 from test_open_ahead import Direct
 
-from rl_vlm.config import RunConfig, apply_overrides, parse_config
+from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.evaluation.players import EpisodesLostError
@@ -77,7 +77,7 @@ def asked(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Counti
     counting: list[Counting] = []
 
     @contextmanager
-    def served(run: RunConfig) -> Iterator[Any]:
+    def served(run: PolicyConfig) -> Iterator[Any]:
         worker = RolloutWorker(run, "run", Path(run.model.path))
         worker._client = Direct(engine)  # type: ignore[assignment]
         counting[0]._worker = worker
@@ -96,7 +96,7 @@ def asked(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Counti
     return counting[0]
 
 
-def run_of(folder: Path, **evaluation: Any) -> RunConfig:
+def run_of(folder: Path, **evaluation: Any) -> PolicyConfig:
     return parse_config(
         {
             "model": {"path": str(folder)},

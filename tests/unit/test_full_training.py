@@ -25,7 +25,7 @@ from full_support import FullWeightsOf, agreements, gap
 from policy_loop import MAX_CONTEXT, Loop
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
@@ -37,7 +37,7 @@ from rl_vlm.models.weights import FullPayload, find_trained, read_payload
 from rl_vlm.types import Trajectory, UserInputError
 
 
-def full_policy(folder: Path, **dotted: Any) -> tuple[PolicyModel, RunConfig]:
+def full_policy(folder: Path, **dotted: Any) -> tuple[PolicyModel, PolicyConfig]:
     run = run_config(folder, model__train="full", **dotted)
     return PolicyModel(folder, run), run
 

@@ -18,7 +18,7 @@ from torch._utils import _get_device_index
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
 from rl_vlm.cli import doctor
-from rl_vlm.config import RunConfig, load_config, parse_config
+from rl_vlm.config import PolicyConfig, load_config, parse_config
 from rl_vlm.engines import transformers_engine
 from rl_vlm.learning import policy_model
 from rl_vlm.models import devices
@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 1 << 30
 
 
-def run(serving: dict[str, Any] | None = None, learner: dict[str, Any] | None = None, **other: Any) -> RunConfig:
+def run(serving: dict[str, Any] | None = None, learner: dict[str, Any] | None = None, **other: Any) -> PolicyConfig:
     return parse_config({"serving": serving or {}, "learner": learner or {}, **other})
 
 

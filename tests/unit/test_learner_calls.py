@@ -30,7 +30,7 @@ from rl_vlm.algorithms.learners import (
     on_one_learner,
 )
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
-from rl_vlm.config import LearnerSection, RunConfig
+from rl_vlm.config import LearnerSection, PolicyConfig
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.update import UnfitImagesError
 from rl_vlm.models.weights import AdapterPayload
@@ -285,7 +285,7 @@ class Averaging:
     """The exchange of weights around an evaluation; `fails` is what giving the trained ones back raises."""
 
     def __init__(self, fails: Exception | None = None) -> None:
-        self.run_config = RunConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
+        self.run_config = PolicyConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
         self.version, self.published, self.fails = 4, [], fails  # type: ignore[var-annotated]
         self.learners = SimpleNamespace(call=self._call)
         self.recovery = SimpleNamespace(publish_restored=self.published.append)

@@ -13,7 +13,7 @@ from memory_support import PUBLISHED, gpus, published_configs, sizes
 from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3VLConfig
 
 from rl_vlm import cli
-from rl_vlm.config import ModelSection, RunConfig, load_config, parse_config
+from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
 from rl_vlm.learning import losses
 from rl_vlm.models import qwen_vl
 from rl_vlm.models.lora import inject_lora, lora_config
@@ -94,7 +94,7 @@ def test_a_layer_keeps_what_autograd_keeps(size: str, dtype: str, target: str) -
 def test_constants_are_those_of_the_code_that_allocates() -> None:
     assert qwen_vl._VISION_PATCHES == {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
     assert ModelSection().image_cache_bytes == qwen_vl.CACHE_BYTES
-    wide, narrow = RunConfig(), parse_config({"model": {"image_cache_mib": 16}})
+    wide, narrow = PolicyConfig(), parse_config({"model": {"image_cache_mib": 16}})
     shape = ModelShape.from_config(PUBLISHED["2b"])
     for images in (
         lambda run: needs._images(run, shape, 4).bytes,
@@ -104,7 +104,7 @@ def test_constants_are_those_of_the_code_that_allocates() -> None:
     assert losses._TILES == needs.HEAD_TILES
 
 
-def recipe(name: str, *overrides: str) -> RunConfig:
+def recipe(name: str, *overrides: str) -> PolicyConfig:
     return load_config(CONFIGS / f"{name}.yaml", overrides)
 
 
@@ -187,10 +187,10 @@ def test_checkpointing_saves_all_layers_but_one() -> None:
         (gpus(3, 1, 2, 1), [["replica"], ["replica"], ["replica"], ["learner"], ["learner"]]),
         (gpus(2, 0.7, 1, 0.3), [["replica", "learner"], ["replica"]]),
         (gpus(1, 2, 1, 1, vllm={"tensor_parallel_size": 2}), [["replica"], ["replica"], ["learner"]]),
-        (RunConfig(), []),
+        (PolicyConfig(), []),
     ],
 )
-def test_actors_are_placed_as_ray_places_them(run: RunConfig, placed: list[list[str]]) -> None:
+def test_actors_are_placed_as_ray_places_them(run: PolicyConfig, placed: list[list[str]]) -> None:
     assert place(run) == placed
     assert shares_gpu(run) == any(len(set(kinds)) == 2 for kinds in placed)
     assert driver_gpu(run) == next((k for k, kinds in enumerate(placed) if "learner" in kinds), 0)
@@ -244,7 +244,7 @@ def test_the_object_store_holds_the_versions_of_an_adapter() -> None:
     assert object_store_mib(run) == 999 + 128
     with pytest.raises(UserInputError, match="999 MiB"):
         object_store_mib(recipe("geo3k_qwen3vl_8b", "resources.object_store_mib=256"))
-    assert object_store_mib(RunConfig()) == 256
+    assert object_store_mib(PolicyConfig()) == 256
     assert adapters_mib(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml")) == 0
 
 

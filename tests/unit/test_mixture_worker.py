@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_open_ahead import Direct, in_loop
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import RolloutWorker
@@ -31,12 +31,12 @@ def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
     asyncio.run(engine.close())
 
 
-def run_of(mixture: list[dict[str, Any]] = MIXTURE) -> RunConfig:
+def run_of(mixture: list[dict[str, Any]] = MIXTURE) -> PolicyConfig:
     rollout = {"group_size": 2, "prompts_per_iteration": 4, "group_retries": 0, "require_end_of_turn": False}
     return parse_config({"env": {"mixture": mixture}, "curriculum": {"stages": STAGES}, "rollout": rollout})
 
 
-def play(run: RunConfig, stream: TaskStream, engine: TransformersEngine, folder: Path) -> RolloutResult:
+def play(run: PolicyConfig, stream: TaskStream, engine: TransformersEngine, folder: Path) -> RolloutResult:
     worker = RolloutWorker(run, "run", folder)
     worker._client = Direct(engine)  # type: ignore[assignment]
 

@@ -14,7 +14,7 @@ from core_support import picture, request, text_side
 from engine_support import until
 from test_client import Handle, client_of
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.rollout.env_runner import RolloutWorker
@@ -61,7 +61,7 @@ def resets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def worker_of(engine: TransformersEngine, folder: Path) -> tuple[RolloutWorker, Direct]:
-    run = RunConfig.model_validate({"env": {"id": "Shapes-v0"}, "rollout": {"group_size": 2, "group_retries": 0}})
+    run = PolicyConfig.model_validate({"env": {"id": "Shapes-v0"}, "rollout": {"group_size": 2, "group_retries": 0}})
     worker, client = RolloutWorker(run, "run", folder), Direct(engine)
     worker._client = client  # type: ignore[assignment]
     return worker, client

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.algorithms.grpo import GRPOConfig
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs import ray_session
 from rl_vlm.serving.deploy import build_app
@@ -17,11 +17,11 @@ from rl_vlm.types import UserInputError
 PLACEMENT = {"replicas_on": "gpu_serving", "learners_on": "gpu_learner", "env_runners_on": "cpu_env_runner"}
 
 
-def run(**placement: str) -> RunConfig:
+def run(**placement: str) -> PolicyConfig:
     return parse_config({"resources": placement})
 
 
-def replica_options(config: RunConfig) -> dict[str, Any]:
+def replica_options(config: PolicyConfig) -> dict[str, Any]:
     app = build_app(ModelReference("tiny", Path("model"), "digest"), config, "run", "namespace")
     return app._bound_deployment.ray_actor_options  # type: ignore[no-any-return]
 

@@ -14,7 +14,7 @@ from core_support import conversation, picture, plan_update, randomize, run_conf
 from tables import table
 
 from rl_vlm.algorithms.ppo import PPO
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.learner import VLMLearner
 from rl_vlm.learning.plan import (
@@ -35,7 +35,7 @@ from rl_vlm.types import TrajectoryGroup
 KINDS = ["head", "adapter"]
 
 
-def ppo_run(folder: Path, **dotted: Any) -> RunConfig:
+def ppo_run(folder: Path, **dotted: Any) -> PolicyConfig:
     return run_config(folder, algorithm__name="ppo", learner__micro_batch_tokens=300, **dotted)
 
 
@@ -62,7 +62,7 @@ def make_groups(folder: Path, count: int = 4, seed: int = 0) -> list[TrajectoryG
 class Half:
     """One learner's two-step update without RLlib."""
 
-    def __init__(self, run: RunConfig, folder: Path) -> None:
+    def __init__(self, run: PolicyConfig, folder: Path) -> None:
         self.run, self.policy = run, PolicyModel(folder, run)
         self.updater: PolicyUpdater = make_updater(self.policy, run)
         self.optimizer = make_optimizer(self.policy, run)

@@ -16,7 +16,7 @@ from full_support import FullWeightsOf
 from label_support import random_pairs
 from pretended_gpu import GPU, PretendedTensor, pretended_gpu
 
-from rl_vlm.config import RewardModelSection, RunConfig, SACSection, SFTConfig
+from rl_vlm.config import PolicyConfig, RewardModelSection, SACSection, SFTConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.types import Label
@@ -84,7 +84,7 @@ def groups(folder: Path) -> list[TrajectoryGroup]:
 class Learned:
     """A policy, one scored update with every part that the configuration asks for, and what comes out."""
 
-    def __init__(self, folder: Path, run: RunConfig, device: str) -> None:
+    def __init__(self, folder: Path, run: PolicyConfig, device: str) -> None:
         self.policy = PolicyModel(folder, run, device)
         generator = torch.Generator().manual_seed(1)
         if run.model.train == "lora":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.config import RunConfig, load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.control_envs.metaworld_cameras import ORIGINAL_VIEWS, choose_view
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -64,7 +64,7 @@ PUBLISHED = {
 }
 
 
-def figures(run: RunConfig, horizon: bool) -> dict[str, Any]:
+def figures(run: PolicyConfig, horizon: bool) -> dict[str, Any]:
     settings = run.preference
     sac, model = settings.sac, settings.reward_model
     found = {name: getattr(settings, name) for name in CARTPOLE if name not in ("sac", "reward_model")}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring import ray_metrics
 from rl_vlm.monitoring.ray_metrics import RayMetrics
 
@@ -44,7 +44,7 @@ def test_a_clock_that_is_set_does_not_change_what_an_iteration_took(
     clock = Clock()
     time = SimpleNamespace(time=lambda: clock.wall, monotonic=lambda: clock.forward)
     monkeypatch.setattr(ray_metrics, "time", time)
-    figures = RayMetrics(RunConfig(), tmp_path, 10)
+    figures = RayMetrics(PolicyConfig(), tmp_path, 10)
     for iteration, jump in ((1, 0.0), (2, 3600.0), (3, -7200.0)):
         clock.advance(2.0)
         clock.wall += jump

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recorder_support import QUIET, evaluations, group, leftovers, rows, scalars, words
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
 
@@ -77,7 +77,7 @@ def test_a_new_run_begins_with_empty_files(tmp_path):
 
 
 def test_tensorboard_reads_metrics_and_evaluations(tmp_path):
-    recorder = RunRecorder(tmp_path, RunConfig())
+    recorder = RunRecorder(tmp_path, PolicyConfig())
     recorder.log_iteration(1, {"reward/mean": 0.5, "policy/kl": 1e-3})
     recorder.log_evaluation(1, {"accuracy/default": 0.75, "seconds": 2, "name": "text", "flag": True})
     recorder.log_iteration(2, {"reward/mean": 0.6})
@@ -90,10 +90,10 @@ def test_tensorboard_reads_metrics_and_evaluations(tmp_path):
 
 
 def test_tensorboard_shows_no_duplicates_after_resuming(tmp_path):
-    first = RunRecorder(tmp_path, RunConfig())
+    first = RunRecorder(tmp_path, PolicyConfig())
     for iteration in range(1, 5):
         first.log_iteration(iteration, {"a": iteration})
-    second = RunRecorder(tmp_path, RunConfig(), resumed_iteration=2)
+    second = RunRecorder(tmp_path, PolicyConfig(), resumed_iteration=2)
     second.log_iteration(3, {"a": 30})
     assert scalars(tmp_path) == {"a": [(1, 1.0), (2, 2.0), (3, 30.0)]}
 

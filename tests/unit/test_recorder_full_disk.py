@@ -12,7 +12,7 @@ import pytest
 from recorder_support import evaluations, group, picture, rows, scalars, words
 
 from rl_vlm import files
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring.recorder import RunRecorder
 
 
@@ -35,7 +35,7 @@ def test_a_full_disk_is_counted_warned_of_once_and_made_up_for(tmp_path, monkeyp
             real = getattr(files, name)
             monkeypatch.setattr(target, lambda *a, real=real: write(real, *a), raising=False)
     caplog.set_level(logging.WARNING)
-    recorder = RunRecorder(tmp_path, RunConfig())
+    recorder = RunRecorder(tmp_path, PolicyConfig())
     for iteration in (1, 2):
         recorder.log_iteration(iteration, {"reward/mean": 0.1 * iteration})
         recorder.log_evaluation(iteration, {"accuracy/default": 0.5})
@@ -61,7 +61,7 @@ from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[3])
 from recorder_support import group, leftovers, picture, read_trajectories, rows, scalars, words, evaluations
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
 
@@ -84,7 +84,7 @@ def free():
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     ballast.unlink(missing_ok=True)
 
-recorder = RunRecorder(folder, RunConfig(), draw=draw_curve)
+recorder = RunRecorder(folder, PolicyConfig(), draw=draw_curve)
 image = picture("red")
 recorder.log_iteration(1, {"reward/mean": 0.5})
 recorder.log_evaluation(1, {"accuracy/default": 0.5})

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.config import RunConfig, parse_config
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.rollout.env_pool import TooManyFailuresError
 from rl_vlm.rollout.rollouts import ContinuousRollouts, GroupBuffer, Refill, RoundRollouts
 from rl_vlm.rollout.sampler import RoundAbandonedError
@@ -33,7 +33,7 @@ def group(name: str, version: int = 0, rewards: Sequence[float] = (1.0,)) -> Tra
     return TrajectoryGroup(name, 0, trajectories)
 
 
-def run_of(lag: int = 0, prompts: int = 3, refill: float = 0.0, late: str = "wait", **logging: Any) -> RunConfig:
+def run_of(lag: int = 0, prompts: int = 3, refill: float = 0.0, late: str = "wait", **logging: Any) -> PolicyConfig:
     rollout = {"prompts_per_iteration": prompts, "max_policy_lag": lag, "late_groups": late}
     return parse_config({"rollout": rollout, "algorithm": {"max_refill": refill}, "logging": logging})
 
@@ -108,11 +108,11 @@ class RandomOrder:
         self.running = []
 
 
-def source_of(run: RunConfig, items: int | None = 1000, kind: type[Mixture] = Mixture) -> Mixture:
+def source_of(run: PolicyConfig, items: int | None = 1000, kind: type[Mixture] = Mixture) -> Mixture:
     return kind({"": 1.0}, {"": items}, run.seed, run.curriculum)
 
 
-def rollouts_of(run: RunConfig, items: int | None = 100) -> tuple[RoundRollouts, InstantSampler]:
+def rollouts_of(run: PolicyConfig, items: int | None = 100) -> tuple[RoundRollouts, InstantSampler]:
     sampler = InstantSampler()
     return RoundRollouts(sampler, TaskStream(source_of(run, items), run), run), sampler  # type: ignore[arg-type]
 
@@ -125,7 +125,7 @@ def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: st
     assert sampler.at_once == [at_once]
 
 
-def continuous_of(run: RunConfig, played: RandomOrder) -> ContinuousRollouts:
+def continuous_of(run: PolicyConfig, played: RandomOrder) -> ContinuousRollouts:
     stream = TaskStream(source_of(run), run)
     return ContinuousRollouts(InstantSampler(), stream, run, played)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.runs import run_folder
 from rl_vlm.runs.lifecycle import BaseRun
@@ -55,7 +55,7 @@ def test_a_refused_resume_leaves_the_configuration(resume: bool, kept: bool, tmp
     for name in ("config.yaml", "result.json"):
         (tmp_path / name).write_text("as it was")
     with pytest.raises(UserInputError):
-        Refused(RunConfig(), tmp_path, resume).execute()
+        Refused(PolicyConfig(), tmp_path, resume).execute()
     assert {(tmp_path / name).read_text() == "as it was" for name in ("config.yaml", "result.json")} == {kept}
 
 
@@ -72,7 +72,7 @@ def test_a_refused_resume_leaves_the_configuration(resume: bool, kept: bool, tmp
 def test_rewards_before_and_after_are_of_different_rows(
     rewards: list[float], before: float | None, after: float | None, tmp_path: Path
 ) -> None:
-    run = Refused(RunConfig(), tmp_path, False)
+    run = Refused(PolicyConfig(), tmp_path, False)
     run.rewards = rewards
     result = run._result("done")
     approximate = [value if value is None else pytest.approx(value) for value in (before, after)]

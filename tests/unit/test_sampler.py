@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.rollout import sampler as module
 from rl_vlm.rollout import sampler as runners_module
 from rl_vlm.rollout.rollouts import make_rollouts
@@ -244,7 +244,7 @@ def test_an_autoscaler_has_the_time_that_a_machine_takes_to_start(
     if autoscaling:
         monkeypatch.setenv("RL_VLM_AUTOSCALING", "1")
     for lag in (0, 2):
-        run = RunConfig.model_validate({"rollout": {"max_policy_lag": lag}, "serving": {"startup_timeout_s": 900.0}})
+        run = PolicyConfig.model_validate({"rollout": {"max_policy_lag": lag}, "serving": {"startup_timeout_s": 900.0}})
         rollouts = make_rollouts(runners_of(manager), SimpleNamespace(), run)  # type: ignore[arg-type]
         waits = [rollouts._sampler._grace_s, *([rollouts._continuous._grace_s] if lag else [])]
         assert set(waits) == {900.0 if autoscaling else 120.0}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.runs.serve_app import HTTPIngress, build
 from rl_vlm.types import UserInputError
 
@@ -42,4 +42,4 @@ def test_without_a_token_nobody_is_answered(token: str | None, monkeypatch: pyte
         monkeypatch.setenv("RL_VLM_API_TOKEN", token)
     ingress = HTTPIngress.__new__(HTTPIngress)
     with pytest.raises(UserInputError, match="RL_VLM_API_TOKEN"):
-        asyncio.run(ingress.__init__(None, None, RunConfig(), Path("model"), "name", "id"))  # type: ignore[misc]
+        asyncio.run(ingress.__init__(None, None, PolicyConfig(), Path("model"), "name", "id"))  # type: ignore[misc]

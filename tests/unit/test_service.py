@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ObjectStoreFullError
 from ray.serve.schema import ApplicationStatus
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving import deploy
 from rl_vlm.serving import service as module
@@ -25,7 +25,7 @@ def made(registry_calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **sett
     service = PolicyService.__new__(PolicyService)
     service.run_id, service.key = "run", module.OWN
     service._shared, service._newest, service._stopped = None, None, threading.Event()
-    service._serving = RunConfig().serving.model_copy(update=settings)
+    service._serving = PolicyConfig().serving.model_copy(update=settings)
     calls = {name: SimpleNamespace(remote=call) for name, call in registry_calls.items()}
     service._registry = SimpleNamespace(**calls)
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
@@ -98,5 +98,5 @@ def test_what_becomes_of_an_application_that_is_there(
     monkeypatch.setattr(deploy, "start_serve", lambda timeout_s: None)
     monkeypatch.setattr(deploy, "build_app", lambda *_, **__: None)
     monkeypatch.setattr(deploy, "_resize", lambda app, replicas: seen.append(f"resized to {replicas}"))
-    deploy_shared(None, RunConfig(), "s", 2, if_found)  # type: ignore[arg-type]
+    deploy_shared(None, PolicyConfig(), "s", 2, if_found)  # type: ignore[arg-type]
     assert seen == done

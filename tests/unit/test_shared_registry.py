@@ -20,7 +20,7 @@ from core_support import run_config
 from registry_support import Direct, arrived
 from safetensors.numpy import save
 
-from rl_vlm.config import RunConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload
@@ -77,7 +77,7 @@ class Replica:
 class World:
     """A registry, replicas that follow it, and tenants."""
 
-    def __init__(self, run: RunConfig, model: Path) -> None:
+    def __init__(self, run: PolicyConfig, model: Path) -> None:
         self.run, self.model = run, ModelReference.of(str(model))
         self.requirements = Requirements.of(run, self.model.digest)
         self.skipped_s = 0.0  # by which the registry's clock is ahead
