@@ -1,8 +1,10 @@
-"""A child process that can be killed, under budgets of time and memory: for code and input that may hang, crash or exhaust memory.
+"""A child process that can be killed, under budgets of time and memory: for code and input that may hang, crash or
+exhaust memory.
 
-The child is this module run as a program. It calls one function, `package.module:name`, which prepares the work and returns another
-function; that one answers requests. Requests and replies are frames (see `frames`) over the child's stdin and stdout.
-Python-level limits do not suffice: nothing but a kill interrupts one long call of native code, in any thread.
+The child is this module run as a program. It calls one function, `package.module:name`, which prepares the work and
+returns another function; that one answers requests. Requests and replies are frames (see `frames`) over the child's
+stdin and stdout. Python-level limits do not suffice: nothing but a kill interrupts one long call of native code, in any
+thread.
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ class Child:
     """A child process. Requests come one at a time; whoever shares a child among threads holds a lock.
 
     Args:
-        function: "package.module:name", called once in the child with `arguments`; it returns the function that answers requests.
+        function: "package.module:name", called once in the child with `arguments`; it returns the function that answers
+            requests.
         memory: bytes of address space that the child may map beyond what its imports take.
         cpu_s: seconds on the CPU, in all, after which the child ends.
-        whole: everything that the child starts ends with it and with this process, also in sessions of its own. The requests'
-            time is then limited by this process alone.
+        whole: everything that the child starts ends with it and with this process, also in sessions of its own. The
+            requests' time is then limited by this process alone.
         variables: further environment variables of the child. It sees none that hold secrets, except those in `keep`.
         quiet: its standard error is dropped.
     """
@@ -80,7 +83,8 @@ class Child:
                 stdin=child_reads,
                 stdout=child_writes,
                 stderr=subprocess.DEVNULL if quiet else None,
-                start_new_session=True,  # a process group of its own, which can be killed whole and does not get the terminal's Ctrl-C
+                # a process group of its own, which can be killed whole and does not get the terminal's Ctrl-C
+                start_new_session=True,
                 env=environment,
             )
         except BaseException:
@@ -125,9 +129,9 @@ class Child:
     def ask(self, content: dict[str, Any], blobs: Sequence[bytes] = (), *, timeout_s: float) -> Frame:
         """The reply to one request.
 
-        Raises TimeoutError when it takes longer than `timeout_s` or exhausts the child's time on the CPU, PeerGoneError when the
-        child died otherwise, FrameError when it sent no frame. Whatever is raised, the child was killed: a late reply must not
-        answer the next request.
+        Raises TimeoutError when it takes longer than `timeout_s` or exhausts the child's time on the CPU, PeerGoneError
+        when the child died otherwise, FrameError when it sent no frame. Whatever is raised, the child was killed: a
+        late reply must not answer the next request.
         """
         self.wait_ready()
         limit_s = timeout_s + _GRACE_S if self._limits_itself else None
@@ -153,7 +157,8 @@ class Child:
             raise
 
     def kill(self, grace_s: float = 0.0) -> str:
-        """Kill it, and with `whole` all that it started, if it has not ended after `grace_s`; how it ended, in words."""
+        """Kill it, and with `whole` all that it started, if it has not ended after `grace_s`; how it ended, in
+        words."""
         deadline = time.monotonic() + grace_s
         while self._end.alive and _is_running(self.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -163,7 +168,8 @@ class Child:
 
 
 class Queue:
-    """Lets one caller in at a time. At most `most` wait, each at most `timeout_s`; waiting does not count as time spent."""
+    """Lets one caller in at a time. At most `most` wait, each at most `timeout_s`; waiting does not count as time
+    spent."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._places = threading.BoundedSemaphore(most)
@@ -210,7 +216,8 @@ def _is_running(pid: int) -> bool:
 
 
 def marked(mark: str) -> set[int]:
-    """The running processes of this user whose environment has the variable, without this one; none where /proc is missing."""
+    """The running processes of this user whose environment has the variable, without this one; none where /proc is
+    missing."""
     found, own = set(), os.getpid()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
@@ -258,8 +265,8 @@ def _serve(settings: dict[str, Any]) -> None:
             content, blobs = channel.receive()
         except PeerGoneError:
             return
-        # The parent kills a child that takes too long. If the parent is gone as well, the kernel does it: the default action of
-        # SIGALRM ends the process even inside one long call of native code.
+        # The parent kills a child that takes too long. If the parent is gone as well, the kernel does it: the default
+        # action of SIGALRM ends the process even inside one long call of native code.
         if content["limit_s"]:
             signal.setitimer(signal.ITIMER_REAL, content["limit_s"])
         reply = answer(content["request"], blobs)
@@ -285,9 +292,9 @@ def _limit(memory: int | None, cpu_s: int | None) -> None:
 def _watch(lifeline: int, worker: int, mark: str) -> None:
     """Kill a child's processes when its parent or the child itself is gone.
 
-    `lifeline` is the read end of a pipe that only the parent holds open for writing. A child that hangs in native code cannot
-    watch its parent itself. A process in a session of its own is in no group of the child, and one that was orphaned is no
-    descendant of it; both still have the variable `mark` in their environment.
+    `lifeline` is the read end of a pipe that only the parent holds open for writing. A child that hangs in native code
+    cannot watch its parent itself. A process in a session of its own is in no group of the child, and one that was
+    orphaned is no descendant of it; both still have the variable `mark` in their environment.
     """
     poll = select.poll()
     poll.register(lifeline, 0)  # no data events: only that the last writer has gone

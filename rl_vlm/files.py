@@ -1,4 +1,5 @@
-"""Atomic writing of files and folders, the cache folder, locks between processes, and conversion of values to plain JSON types."""
+"""Atomic writing of files and folders, the cache folder, locks between processes, and conversion of values to plain
+JSON types."""
 
 from __future__ import annotations
 
@@ -45,11 +46,12 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def replace_folder(target: Path, kept: Callable[[Path], Iterable[str]] = lambda old: ()) -> Iterator[Path]:
-    """A draft folder, which takes the place of `target` at the end of the context: a reader sees the old folder or the new one.
+    """A draft folder, which takes the place of `target` at the end of the context: a reader sees the old folder or the
+    new one.
 
-    On an error the old folder stays. `kept` names the entries of the old folder that the new one has too; it raises an error to
-    prevent the replacement. A process that is killed between the two renames leaves the old folder as `.replaced-*`: see
-    `clean_leftovers`.
+    On an error the old folder stays. `kept` names the entries of the old folder that the new one has too; it raises an
+    error to prevent the replacement. A process that is killed between the two renames leaves the old folder as
+    `.replaced-*`: see `clean_leftovers`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{_ASIDE}{target.name}")
@@ -77,7 +79,8 @@ def clean_leftovers(parent: Path) -> None:
 
 
 def _put_back(aside: Path) -> None:
-    """End the replacement of a folder that was moved aside: it goes back where nothing has taken its place, and else for good."""
+    """End the replacement of a folder that was moved aside: it goes back where nothing has taken its place, and else
+    for good."""
     target = aside.with_name(aside.name.removeprefix(_ASIDE))
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -86,7 +89,8 @@ def _put_back(aside: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """The file or folder `source` as `target`, as hard links where that is possible; files that are there already stay."""
+    """The file or folder `source` as `target`, as hard links where that is possible; files that are there already
+    stay."""
     if source.is_dir():
         shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
     elif os.path.lexists(source):
@@ -107,8 +111,9 @@ def _link(source: str, target: str) -> None:
 
 
 def open_own(path: str | Path) -> BinaryIO:
-    """Open a file for appending, unbuffered, unless it is a symbolic link: who may write into a folder could otherwise make
-    us write to any file of ours. Raises UserInputError for a link."""
+    """Open a file for appending, unbuffered, unless it is a symbolic link: who may write into a folder could otherwise
+    make us write to any file of ours. Raises UserInputError for a link.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return cast(BinaryIO, open(os.open(path, flags, 0o666), "ab", buffering=0))
@@ -157,7 +162,8 @@ def cache_place() -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of what is built once and used by every run: `~/.cache/rl_vlm`, or what RL_VLM_CACHE names. It is made."""
+    """The folder of what is built once and used by every run: `~/.cache/rl_vlm`, or what RL_VLM_CACHE names. It is
+    made."""
     folder = cache_place()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,8 @@ _threads: list[threading.Thread] = []  # of import_meanwhile, in the order of th
 def import_meanwhile(*modules: str) -> None:
     """Import modules in a thread, after those of earlier calls; see `imports_done`.
 
-    What cannot be imported is left to that `import` to report. Not for modules that start processes: Linux ends those with
-    the thread that started them.
+    What cannot be imported is left to that `import` to report. Not for modules that start processes: Linux ends those
+    with the thread that started them.
     """
 
     earlier = list(_threads)
@@ -39,8 +39,8 @@ def import_meanwhile(*modules: str) -> None:
 def imports_done() -> None:
     """Wait for what `import_meanwhile` imports. To be called before the first `import` of the same packages.
 
-    Two threads that import one package wait for each other module by module; where its modules import each other, as peft's do,
-    Python breaks the circle by giving one of them a module that is not complete, and it fails.
+    Two threads that import one package wait for each other module by module; where its modules import each other, as
+    peft's do, Python breaks the circle by giving one of them a module that is not complete, and it fails.
     """
     while _threads:
         _threads.pop().join()

@@ -1,4 +1,5 @@
-"""Random numbers and seeds as hashes of integers such as (run, iteration, group, sample, turn), and small statistics."""
+"""Random numbers and seeds as hashes of integers such as (run, iteration, group, sample, turn), and small
+statistics."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ _ROUNDING = 1e-12  # of sums of some hundred float64
 
 
 def are_equal(values: np.ndarray) -> bool:
-    """Whether numbers [N] are the same but for rounding, as 0.1 + 0.2 and 0.3 are: relative to the largest, or to 1 below that."""
+    """Whether numbers [N] are the same but for rounding, as 0.1 + 0.2 and 0.3 are: relative to the largest, or to 1
+    below that."""
     if not len(values):
         return True
     return bool(np.ptp(values) <= _ROUNDING * max(1.0, float(np.abs(values).max())))
@@ -77,7 +79,8 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> float:
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """The 95 % percentile bootstrap interval of a mean [N] (Efron, 1979; SciPy's); unbounded with fewer than two values.
+    """The 95 % percentile bootstrap interval of a mean [N] (Efron, 1979; SciPy's); unbounded with fewer than two
+    values.
 
     For paired samples, give their differences: resampling pairs and resampling differences are the same.
     """
@@ -92,7 +95,8 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]
 
 
 def mcnemar_p_value(first_only: int, second_only: int) -> float:
-    """The exact two-sided p-value of McNemar's test (1947): pairs that only one of two got right are a fair coin's tosses."""
+    """The exact two-sided p-value of McNemar's test (1947): pairs that only one of two got right are a fair coin's
+    tosses."""
     from scipy.stats import binomtest
 
     total = first_only + second_only
@@ -100,13 +104,15 @@ def mcnemar_p_value(first_only: int, second_only: int) -> float:
 
 
 def mean_kl(log_ratio: np.ndarray) -> float:
-    """KL(p || q) from log q - log p of what was sampled from p, by the estimator k3, which is never negative (Schulman, 2020)."""
+    """KL(p || q) from log q - log p of what was sampled from p, by the estimator k3, which is never negative
+    (Schulman, 2020)."""
     values = log_ratio.astype(np.float64)
     return float(np.mean(np.expm1(values) - values))
 
 
 def student_half_width(values: np.ndarray) -> np.ndarray:
-    """float64 [...]: half the 95 % interval of the mean over the first axis [N, ...], N >= 2: t(0.975, N - 1) · s / √N."""
+    """float64 [...]: half the 95 % interval of the mean over the first axis [N, ...], N >= 2: t(0.975, N - 1) · s /
+    √N."""
     from scipy.stats import t as student_t
 
     runs = len(values)

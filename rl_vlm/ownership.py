@@ -1,6 +1,7 @@
 """Which files of a folder are ours: what `--overwrite` may delete in the folder of a run or of an exported model.
 
-Both carry a marker file. In the folder of a run, ours are the names that a run writes; a model's marker lists its files.
+Both carry a marker file. In the folder of a run, ours are the names that a run writes; a model's marker lists its
+files.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _RUN_FILE = re.compile(
     )
 )
 _RUN_FOLDERS = (
-    "adapter", "adapter-ema", "checkpoints", "labels", "serving", "traces", "trajectories", "videos", "weights", "weights-ema",
+    "adapter", "adapter-ema", "checkpoints", "labels", "serving", "traces", "trajectories", "videos", "weights", "weights-ema",  # noqa: E501
 )  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def mark_run(folder: Path) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Delete the files that a run wrote but its marker; all else stays. Raises UserInputError, with nothing deleted, if it is no run."""
+    """Delete the files that a run wrote but its marker; all else stays. Raises UserInputError, with nothing deleted,
+    if it is no run."""
     if not (folder / RUN_MARKER).is_file():
         raise UserInputError(
             f"{folder} has no {RUN_MARKER}, so it is not known to be a run, and --overwrite deletes nothing in it: "

@@ -29,7 +29,8 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Make an entry known under a name. A second entry of that name replaces the first, as when a plugin is reloaded."""
+        """Make an entry known under a name. A second entry of that name replaces the first, as when a plugin is
+        reloaded."""
 
         def remember(entry: T) -> T:
             self._entries[name] = entry

@@ -1,8 +1,9 @@
 """Traces: what happened when in one iteration, across all processes, as OpenTelemetry spans.
 
-`with span("environment"):` opens a child of the current span. Another process continues the trace with `continued(traceparent)` and
-returns its spans with its result; the caller takes them with `adopt`. So only the driver needs a disk or a collector. Without a trace
-a span costs one look at a context variable, and OpenTelemetry, whose import takes 50 ms, is not imported.
+`with span("environment"):` opens a child of the current span. Another process continues the trace with
+`continued(traceparent)` and returns its spans with its result; the caller takes them with `adopt`. So only the driver
+needs a disk or a collector. Without a trace a span costs one look at a context variable, and OpenTelemetry, whose
+import takes 50 ms, is not imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _OFF = nullcontext()
 
 @cache
 def _tracer(service: str) -> Tracer:
-    """The tracer of a process, which is called `service`. Its spans are appended to the list in `_scope`, and can be pickled."""
+    """The tracer of a process, which is called `service`. Its spans are appended to the list in `_scope`, and can be
+    pickled."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -88,7 +90,8 @@ def _inside(service: str, context: Context) -> Iterator[list[Span]]:
 
 @contextmanager
 def trace(service: str, name: str, **attributes: Value) -> Iterator[list[Span]]:
-    """Begin a trace; yields the list that its spans are appended to, the root last. Ray's own spans become children of these."""
+    """Begin a trace; yields the list that its spans are appended to, the root last. Ray's own spans become children
+    of these."""
     from opentelemetry.context import Context
 
     with _inside(service, Context()) as spans, span(name, **attributes):
@@ -97,7 +100,8 @@ def trace(service: str, name: str, **attributes: Value) -> Iterator[list[Span]]:
 
 @contextmanager
 def continued(parent: str, service: str) -> Iterator[list[Span]]:
-    """Go on under another process's span, given its `traceparent` (empty: nothing is traced); yields the spans to be sent back."""
+    """Go on under another process's span, given its `traceparent` (empty: nothing is traced); yields the spans to be
+    sent back."""
     if not parent:
         yield []
         return
@@ -118,7 +122,8 @@ def span(name: str, **attributes: Value) -> AbstractContextManager[object]:
 def finished(
     parent: str, service: str, name: str, start_ns: int, seconds: float, parts: Mapping[str, float], **attributes: Value
 ) -> tuple[Span, ...]:
-    """The span `name` below `parent` (a `traceparent`), whose times are known, and its parts in seconds, one after the other.
+    """The span `name` below `parent` (a `traceparent`), whose times are known, and its parts in seconds, one after the
+    other.
 
     Parts end with the span at the latest: a call of several requests lasts as long as the slowest of them.
     """
@@ -166,7 +171,8 @@ def collector() -> BatchSpanProcessor:
 
 
 def document(spans: Sequence[Span]) -> dict[str, Any]:
-    """The spans in the JSON form of the OpenTelemetry protocol, one resource per process, as collectors read it from files."""
+    """The spans in the JSON form of the OpenTelemetry protocol, one resource per process, as collectors read it from
+    files."""
     ordered = sorted(spans, key=lambda one: (str(one.resource.attributes["service.name"]), one.start_time))
     processes = [
         {

@@ -81,7 +81,8 @@ class EncodedImage:
         return cls(hashlib.sha256(png).hexdigest(), png, rgb.width, rgb.height)
 
     def to_pil(self, name: str = "") -> Image.Image:
-        """Decode to an RGB PIL image. Raises UserInputError where the bytes are no PNG, or not one of the announced size.
+        """Decode to an RGB PIL image. Raises UserInputError where the bytes are no PNG, or not one of the announced
+        size.
 
         The size decides how many tokens the image takes, and may come from a client or a process apart from the bytes.
         `name` is what the message calls the image.
@@ -100,7 +101,8 @@ class EncodedImage:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Any PIL image in RGB: transparency is laid on white, 16 bits become 8. Raises UserInputError for pixels of 32 bits."""
+    """Any PIL image in RGB: transparency is laid on white, 16 bits become 8. Raises UserInputError for pixels of 32
+    bits."""
     if image.mode in ("I", "F"):
         raise UserInputError("The image has pixels of 32 bits, whose range nobody knows: convert it to 8 or 16 bits.")
     if image.mode.startswith("I;16"):
@@ -171,8 +173,8 @@ class SamplingParams:
     `choices` restricts a sample to one of these texts, followed by end-of-turn (guided choice). `top_logprobs` asks for
     the most likely tokens at every position beside the sampled one.
 
-    `min_p` leaves out tokens that are less likely than this share of the most likely one. Before `min_tokens` no
-    end of turn is sampled and no stop string counts; with `ignore_eos` a sample does not end at an end of turn. Penalties: see
+    `min_p` leaves out tokens that are less likely than this share of the most likely one. Before `min_tokens` no end of
+    turn is sampled and no stop string counts; with `ignore_eos` a sample does not end at an end of turn. Penalties: see
     `engines/penalties.py`.
     """
 
@@ -219,7 +221,8 @@ class SamplingParams:
             raise UserInputError(f"min_p ({self.min_p}) must be from 0 to 1.")
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise UserInputError(
-                f"min_tokens ({self.min_tokens}) must be from 0 to {self.max_new_tokens}, the most new tokens of this request."
+                f"min_tokens ({self.min_tokens}) must be from 0 to {self.max_new_tokens}, the most new tokens of this "
+                "request."
             )
         if self.choices and (self.min_tokens or self.ignore_eos):
             raise UserInputError("Choices end where their text does: leave min_tokens and ignore_eos out.")
@@ -230,7 +233,8 @@ class SamplingParams:
         ):
             raise UserInputError(
                 f"Penalties: repetition ({self.repetition_penalty}) from {MIN_REPETITION_PENALTY} to "
-                f"{MAX_REPETITION_PENALTY}, frequency ({self.frequency_penalty}) and presence ({self.presence_penalty}) "
+                f"{MAX_REPETITION_PENALTY}, frequency ({self.frequency_penalty}) and presence "
+                f"({self.presence_penalty}) "
                 "from -2 to 2."
             )
 
@@ -239,10 +243,10 @@ class SamplingParams:
 class GenerationRequest:
     """Ask for `sampling.n` continuations of a prompt.
 
-    `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them.
-    `min_version` is the oldest version of `policy` that may answer; -1 asks for the base model without an adapter.
-    `preferred_replica` is the id of the replica that should answer, usually because it answered the earlier turns of the
-    conversation; empty for any. `trace` is the span that the request belongs to (see tracing.py); empty where nothing is traced.
+    `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them. `min_version` is
+    the oldest version of `policy` that may answer; -1 asks for the base model without an adapter. `preferred_replica`
+    is the id of the replica that should answer, usually because it answered the earlier turns of the conversation;
+    empty for any. `trace` is the span that the request belongs to (see tracing.py); empty where nothing is traced.
     """
 
     request_id: str
@@ -261,8 +265,8 @@ class Sample:
     that they were sampled from (token mask, choices and temperature applied).
 
     `top_logprobs` holds, per position, (token id, log-probability) of the most likely tokens, best first; empty unless
-    the request asked for them. `pieces` holds (number of tokens, policy version) in order where the version changed under the
-    sample (in-flight updates); empty where all tokens are of the completion's version.
+    the request asked for them. `pieces` holds (number of tokens, policy version) in order where the version changed
+    under the sample (in-flight updates); empty where all tokens are of the completion's version.
     """
 
     token_ids: np.ndarray
@@ -292,8 +296,8 @@ class SampleChunk:
 class Completion:
     """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
 
-    `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. `spans` are the replica's
-    of a request that is traced. It is pickled with one array for all samples (see `_PickledRecords`).
+    `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. `spans` are the
+    replica's of a request that is traced. It is pickled with one array for all samples (see `_PickledRecords`).
     """
 
     request_id: str
@@ -319,14 +323,14 @@ def _unpack_completion(packed: _PickledRecords, prompt_ids: np.ndarray, request_
 class Turn:
     """One sampled turn of a trajectory: tokens [start, stop) of `Trajectory.token_ids`.
 
-    `policy_version` is the oldest version that sampled a token of it. Where several did (partial rollouts, in-flight updates),
-    `pieces` holds the (number of tokens, version) of each in order; it is empty otherwise.
+    `policy_version` is the oldest version that sampled a token of it. Where several did (partial rollouts, in-flight
+    updates), `pieces` holds the (number of tokens, version) of each in order; it is empty otherwise.
 
-    `state_id` is a hash of what the environment showed before the turn: turns that were shown the same texts and images have
-    the same one; empty where it is unknown.
+    `state_id` is a hash of what the environment showed before the turn: turns that were shown the same texts and images
+    have the same one; empty where it is unknown.
 
-    `parts` holds (name, value) of each part of the reward, before weights. `well_formed` is False where the environment said so
-    and where the turn was cut off.
+    `parts` holds (name, value) of each part of the reward, before weights. `well_formed` is False where the environment
+    said so and where the turn was cut off.
     """
 
     start: int

@@ -5,7 +5,7 @@
 
 Beside it one run trains on the last stage alone with as many samples as the whole tournament. The table compares both on
 the same held-out items of the last stage.
-"""
+"""  # noqa: E501
 
 from pathlib import Path
 

@@ -4,7 +4,7 @@
     ray job submit --working-dir . -- python tune/grpo_pbt.py --out /shared/pbt
 
 Synchronous: nobody is replaced before everybody has come to the end of the interval.
-"""
+"""  # noqa: E501
 
 from pathlib import Path
 

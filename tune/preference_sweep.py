@@ -5,7 +5,7 @@
     ray job submit --working-dir . -- python tune/preference_sweep.py --out /shared/preferences
 
 Every setting gets the same number of labels in all. The agent's return on held-out starts decides.
-"""
+"""  # noqa: E501
 
 from pathlib import Path
 

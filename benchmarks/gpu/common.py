@@ -133,7 +133,8 @@ def write_folder(folder: Path, size: str) -> Path:
     if size != "tiny":
         data = json.loads(_PUBLISHED.read_text())[size]
         for section in ("text_config", "vision_config"):
-            # As published: weights drawn as widely as the tiny model's would make bfloat16's rounding grow from layer to layer.
+            # As published: weights drawn as widely as the tiny model's would make bfloat16's rounding grow from layer
+            # to layer.
             data[section] = {**like.to_dict()[section], "initializer_range": 0.02, **data[section]}
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             data["text_config"][name] = getattr(like.text_config, name)

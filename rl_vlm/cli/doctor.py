@@ -231,8 +231,7 @@ def _ray_ports(found: dict[str, set[int]]) -> Check:
     ports = "; ".join(f"{name} {', '.join(map(str, sorted(ports)))}" for name, ports in sorted(found.items()))
     remedy = (
         "Let only the cluster's nodes reach them (a firewall, or a network policy: docs/cluster.md), and start every "
-        "node with "
-        "RAY_AUTH_MODE=token; ports of metrics ask for no token."
+        "node with RAY_AUTH_MODE=token; ports of metrics ask for no token."
     )
     return Check("ray ports", "warn", f"open to other machines: {ports}", remedy)
 

@@ -206,7 +206,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # REINFORCE++, arXiv 2501.03262: no baseline of the group, advantages normalised over the whole batch.
     "reinforce_pp": {
-        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "reinforce_pp", "advantage_normalization": "std",
+        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "reinforce_pp", "advantage_normalization": "std",  # noqa: E501
         "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
     },
     # Dr. GRPO, arXiv 2503.20783: no division by the standard deviation or by the length.

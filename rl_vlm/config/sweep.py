@@ -18,7 +18,7 @@ from rl_vlm.types import UserInputError
 
 # Keys that change the shapes of what is trained, or of the optimiser's state.
 _SHAPES = (
-    "model.path", "model.train", "model.lora", "critic.kind", "critic.hidden", "learner.optimizer", "preference.sac.hidden",
+    "model.path", "model.train", "model.lora", "critic.kind", "critic.hidden", "learner.optimizer", "preference.sac.hidden",  # noqa: E501
     "preference.sac.depth", "preference.reward_model",
 )  # fmt: skip
 HELD_OUT = ("held_out/accuracy", "held_out/reward")

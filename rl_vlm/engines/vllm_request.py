@@ -222,7 +222,8 @@ class VLLMSampler:
         if not np.array_equal(np.asarray(result.prompt_token_ids), plan.expanded):
             raise EngineError(
                 f"Request {plan.request.request_id}: vLLM expanded the prompt to {len(result.prompt_token_ids)} "
-                f"tokens, the image processor's grids to {len(plan.expanded)}: is the model folder's processor config its own?"
+                f"tokens, the image processor's grids to {len(plan.expanded)}: is the model folder's processor config "
+                "its own?"
             )
         self.counts.prefix_queries += len(plan.expanded)
         self.counts.prefix_hits += result.num_cached_tokens or 0

@@ -1,1 +1,2 @@
-"""Vision environments: the interface, their registry, data sets, images, and environments from elsewhere (`foreign/`)."""
+"""Vision environments: the interface, their registry, data sets, images, and environments from elsewhere
+(`foreign/`)."""

@@ -55,7 +55,8 @@ def token_header(variable: str) -> dict[str, str]:
 
 
 def retried(call: Callable[[], T], errors: tuple[type[Exception], ...], seconds: float) -> T:
-    """The result of `call`, which is tried again after `errors` for about `seconds`; then the last of them is raised."""
+    """The result of `call`, which is tried again after `errors` for about `seconds`; then the last of them is
+    raised."""
     started, pause = time.monotonic(), _FIRST_PAUSE_S
     while True:
         try:

@@ -60,12 +60,13 @@ class TextSpace(_Space):
 class VisionEnv(gymnasium.Env[Observation, str]):
     """One conversation about images.
 
-    `reset(seed=..., options={"index": i, "split": "train"})` opens task instance `i`; `step(text)` answers one turn
-    of the policy. `terminated` is the task's own end, `truncated` a limit's. An environment that draws from a
-    finite set returns its size from `num_items(split)`; the driver then chooses indices, and train and test are disjoint.
+    `reset(seed=..., options={"index": i, "split": "train"})` opens task instance `i`; `step(text)` answers one turn of
+    the policy. `terminated` is the task's own end, `truncated` a limit's. An environment that draws from a finite set
+    returns its size from `num_items(split)`; the driver then chooses indices, and train and test are disjoint.
 
-    `metrics` names the numbers and flags of `info` that a run logs as `env/<name>`, their mean over the episodes; each with
-    the quantiles that are logged too, so `{"distance_km": (0.5, 0.9)}` gives `env/distance_km`, `..._p50` and `..._p90`.
+    `metrics` names the numbers and flags of `info` that a run logs as `env/<name>`, their mean over the episodes; each
+    with the quantiles that are logged too, so `{"distance_km": (0.5, 0.9)}` gives `env/distance_km`, `..._p50` and
+    `..._p90`.
     """
 
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {}
@@ -116,8 +117,8 @@ class Item:
 class Reply:
     """What an environment makes of one answer of the policy.
 
-    reward: of this turn. message: what the policy is shown next; None ends the episode. info: metrics and facts of the turn.
-    truncated: a limit ended the episode, not the task itself.
+    reward: of this turn. message: what the policy is shown next; None ends the episode. info: metrics and facts of the
+    turn. truncated: a limit ended the episode, not the task itself.
     """
 
     reward: float
@@ -129,8 +130,9 @@ class Reply:
 class EpisodeEnv(VisionEnv):
     """The base of environments: a subclass writes `open` and `reply`, and the base keeps the episode.
 
-    The base chooses split and index, counts turns, truncates after `max_turns`, and rejects an answer to an episode that is
-    not open. A subclass whose constructor has annotations (`Annotated[int, Field(ge=1)]`) gets arguments of these types.
+    The base chooses split and index, counts turns, truncates after `max_turns`, and rejects an answer to an episode
+    that is not open. A subclass whose constructor has annotations (`Annotated[int, Field(ge=1)]`) gets arguments of
+    these types.
 
     Args:
         num_train, num_test: how many items the splits hold; None, for both, draws them without end.
@@ -180,7 +182,8 @@ class EpisodeEnv(VisionEnv):
         return item.index if item.split == "train" else (self._sizes["train"] or 0) + item.index
 
     def row(self, item: Item) -> Any:
-        """The row of the data set that an item names; None without a data set. Raises BadRowError if it cannot be used."""
+        """The row of the data set that an item names; None without a data set. Raises BadRowError if it cannot be
+        used."""
         return None if self._rows is None else self._rows.split(item.split)[item.index]
 
     def validate(self, split: Split, limit: int | None = None) -> int:

@@ -1,4 +1,5 @@
-"""Checks an environment before anybody trains on it: it is made, played and compared from outside, and what is wrong is named."""
+"""Checks an environment before anybody trains on it: it is made, played and compared from outside, and what is wrong
+is named."""
 
 from __future__ import annotations
 
@@ -79,9 +80,9 @@ def check_environment(
 ) -> Report:
     """Make the environment and try it. What it raises becomes a finding.
 
-    episodes: how many are played and compared. seed: of the answers, words of the prompt. budget_s: about how long each check
-    that repeats something may take; it then stops and says how often it did. call_s: how long one reset or step may take; one that
-    takes longer is interrupted (in the main thread, where it can be).
+    episodes: how many are played and compared. seed: of the answers, words of the prompt. budget_s: about how long each
+    check that repeats something may take; it then stops and says how often it did. call_s: how long one reset or step
+    may take; one that takes longer is interrupted (in the main thread, where it can be).
     """
     report = Report(env_id)
     envs: list[VisionEnv] = []
@@ -115,7 +116,8 @@ class DeadlineError(BaseException):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise DeadlineError inside the block once `seconds` have passed; in another thread than the main one there is no deadline."""
+    """Raise DeadlineError inside the block once `seconds` have passed; in another thread than the main one there is
+    no deadline."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -303,7 +305,8 @@ class _Checks:
     def _episode(self, index: int, env: VisionEnv | None = None) -> tuple[list[Any], list[float]]:
         """What an episode shows and rewards, and the seconds of its steps.
 
-        The answers are random words of what the policy was last told, often one of the choices, and the same every time.
+        The answers are random words of what the policy was last told, often one of the choices, and the same every
+        time.
         """
         observation = self._reset("train", index, env)
         generator, words = random.Random(f"{self.seed}-{index}"), [""]

@@ -1,10 +1,12 @@
-"""Data sets with images: rows of parquet and CSV files or of the hub, read when they are asked for, checked, and turned into items.
+"""Data sets with images: rows of parquet and CSV files or of the hub, read when they are asked for, checked, and turned
+into items.
 
-`open_table(QuestionTable, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file, `"owner/name"` a data set of
-the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first hundred rows of any of them.
+`open_table(QuestionTable, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file, `"owner/name"` a
+data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first hundred rows of any of them.
 
-A file from elsewhere cannot make us take memory without bound: every read has a budget. pyarrow reads the files; the library
-`datasets` takes two seconds to import, copies each file into a cache first and knows no budget, so it serves the hub only.
+A file from elsewhere cannot make us take memory without bound: every read has a budget. pyarrow reads the files; the
+library `datasets` takes two seconds to import, copies each file into a cache first and knows no budget, so it serves
+the hub only.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ def read_parquet(
 ) -> pa.Table:
     """A row group, or the whole file, as a table. Raises TooLargeError, and pyarrow's errors for damaged files.
 
-    The budget is `free_bytes` (FREE_BYTES by default), or more where the file is larger. What the file says of its size is compared
-    with it first. The rows are then read piece by piece, because a file may lie: one value of a dictionary may stand in millions of
-    rows.
+    The budget is `free_bytes` (FREE_BYTES by default), or more where the file is larger. What the file says of its size
+    is compared with it first. The rows are then read piece by piece, because a file may lie: one value of a dictionary
+    may stand in millions of rows.
     """
     groups = range(reader.num_row_groups) if group is None else [group]
     schema = reader.schema_arrow
@@ -168,7 +170,8 @@ class Rows:
 
 
 def file_rows(files: Sequence[Path], columns: Sequence[str], optional: Sequence[str] = ()) -> Rows:
-    """The rows of parquet or CSV files. All have the columns, and the optional ones where the first has them. Raises UserInputError."""
+    """The rows of parquet or CSV files. All have the columns, and the optional ones where the first has them. Raises
+    UserInputError."""
     opened = [_open(file, [*columns, *optional]) for file in files]
     names = [one.column_names if isinstance(one, pa.Table) else one.schema_arrow.names for one in opened]
     columns = [*columns, *(name for name in optional if opened and name in names[0])]
@@ -178,7 +181,8 @@ def file_rows(files: Sequence[Path], columns: Sequence[str], optional: Sequence[
 
 
 def _open(file: Path, columns: Sequence[str]) -> pq.ParquetFile | pa.Table:
-    """A parquet file, of which nothing but the end is read yet, or the table of a CSV file, whose `columns` are texts."""
+    """A parquet file, of which nothing but the end is read yet, or the table of a CSV file, whose `columns` are
+    texts."""
     csv = file.suffix == ".csv"
     try:
         if not csv:
@@ -217,12 +221,13 @@ def hub_rows(name: str, split: str, columns: Sequence[str], optional: Sequence[s
         dataset = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserInputError(
-            f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a data "
-            f"set of the hub, fetch it once with `rl-vlm fetch` while online."
+            f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a "
+            "data set of the hub, fetch it once with `rl-vlm fetch` while online."
         ) from error
     check_columns(dataset.column_names, name, columns)
     chosen = [*columns, *(column for column in optional if column in dataset.column_names)]
-    # The arrow format returns images as they are stored, from files that are mapped into memory; the default one decodes them.
+    # The arrow format returns images as they are stored, from files that are mapped into memory; the default one
+    # decodes them.
     stored = dataset.select_columns(chosen).with_format("arrow")
     return Rows([_Block(name, 0, len(stored), "the cached copy", lambda: stored[:], None)])
 
@@ -241,7 +246,8 @@ def check_columns(found: Sequence[str], where: object, columns: Sequence[str]) -
 
 
 def local_files(path: Path, split: str, kinds: Sequence[str] = ("parquet",)) -> list[Path]:
-    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or in its `data`."""
+    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or in its
+    `data`."""
     if path.is_file():
         return [path]
     for kind in kinds:
@@ -301,7 +307,8 @@ def _split_hint(source: object, split: str) -> str:
 
 
 def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key: str = "env.data") -> None:
-    """Raise UserInputError where train and test are slices of one file that share rows; `selected` gives a split's rows.
+    """Raise UserInputError where train and test are slices of one file that share rows; `selected` gives a split's
+    rows.
 
     The splits of a folder or of the hub have files of their own, and a single file is one split.
     """
@@ -321,7 +328,8 @@ def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key
 class RowTable(Generic[Item]):
     """A sequence of items, one per row. A row is read, checked and decoded when it is asked for.
 
-    A subclass names its columns and writes `read` and `make`. KINDS: the endings of files in a folder, the preferred one first.
+    A subclass names its columns and writes `read` and `make`. KINDS: the endings of files in a folder, the preferred
+    one first.
     """
 
     COLUMNS: ClassVar[Sequence[str]]
@@ -337,7 +345,8 @@ class RowTable(Generic[Item]):
 
     @abstractmethod
     def read(self, row: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """The checked fields and the undecoded images of a row. Raises BadRowError, whose message says what is wrong."""
+        """The checked fields and the undecoded images of a row. Raises BadRowError, whose message says what is
+        wrong."""
 
     @abstractmethod
     def make(self, fields: Any, images: tuple[EncodedImage, ...], where: str) -> Item:
@@ -361,8 +370,8 @@ class RowTable(Generic[Item]):
     def validate(self, limit: int | None = None) -> int:
         """Check `limit` rows spread over the table, or all, without decoding pixels; return how many.
 
-        Finds damaged files and row groups, rows whose fields are missing or wrong, and images that are missing, not images
-        or too large. Raises BadRowError with the first few findings. Damaged pixels show when the row is used.
+        Finds damaged files and row groups, rows whose fields are missing or wrong, and images that are missing, not
+        images or too large. Raises BadRowError with the first few findings. Damaged pixels show when the row is used.
         """
         findings: list[str] = []
         rows = self.spread(limit)
@@ -431,7 +440,8 @@ def open_table(table: type[Table], source: str, split: str) -> Table:
 
 
 class TableSet(Generic[Table]):
-    """The data set of an environment: its splits as tables, each opened on first use. `data` names both, or each (env.data)."""
+    """The data set of an environment: its splits as tables, each opened on first use. `data` names both, or each
+    (env.data)."""
 
     def __init__(self, table: type[Table], data: DataSource) -> None:
         self._table, self._data = table, data

@@ -92,7 +92,8 @@ def reward_parts(info: Info) -> tuple[tuple[str, float], ...]:
 
 
 def check_metrics(declared: object) -> dict[str, tuple[float, ...]]:
-    """`VisionEnv.metrics` of an environment that another process or machine has; raise EnvError if it is not such a declaration."""
+    """`VisionEnv.metrics` of an environment that another process or machine has; raise EnvError if it is not such a
+    declaration."""
     if not isinstance(declared, Mapping) or len(declared) > _MOST_METRICS:
         raise EnvError(f"metrics must be a dict of up to {_MOST_METRICS} names, not {_shape(declared)}.")
     for name, given in declared.items():
@@ -108,8 +109,9 @@ def check_metrics(declared: object) -> dict[str, tuple[float, ...]]:
 
 
 def plain_values(info: Info) -> Info:
-    """What of an environment's info is sent to the driver: numbers, texts, and small lists and mappings of these, such as GeoSpot's
-    `parsed`; numpy's scalars are converted."""
+    """What of an environment's info is sent to the driver: numbers, texts, and small lists and mappings of these, such
+    as GeoSpot's `parsed`; numpy's scalars are converted.
+    """
     kept: Info = {}
     for key, value in info.items():
         if value is not None:

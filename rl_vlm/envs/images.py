@@ -122,8 +122,8 @@ def open_image(data: bytes, formats: Iterable[str] = FORMATS) -> Image.Image:
 def upright(image: Image.Image, data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The pixels of an image that `open_image` opened from `data`, turned as its EXIF says; every path decodes here.
 
-    A costly image is decoded in a process that can be killed. Raises ImageError where that fails, and what Pillow raises
-    for damaged images.
+    A costly image is decoded in a process that can be killed. Raises ImageError where that fails, and what Pillow
+    raises for damaged images.
     """
     if image.info.get(_COSTLY):
         return decode_in_process(data, ["JPEG" if image.format == "MPO" else str(image.format)], max_pixels)
@@ -186,7 +186,8 @@ def blanked(images: Iterable[EncodedImage]) -> tuple[EncodedImage, ...]:
 
 
 def replaced(images: Iterable[EncodedImage], others: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
-    """One of `others` in the size of each image: in order, again from the first where they are fewer, blank where there are none."""
+    """One of `others` in the size of each image: in order, again from the first where they are fewer, blank where
+    there are none."""
     if not others:
         return blanked(images)
     return tuple(resized(there, own.width, own.height) for there, own in zip(cycle(others), images, strict=False))

@@ -1,8 +1,9 @@
 """Run an environment in a child process that can be killed: `ProcessEnv("my/env.py", {"turns": 3})`.
 
-An environment is foreign code: it may hang, leak, or take its process down. Every call has a deadline, after which the child and all
-that it started are killed. It protects against accidents, not against malice: the child runs with the user's own rights. Variables
-that hold tokens and keys are not handed on, except those that the arguments or RL_VLM_ENV_PASS ("HF_TOKEN,OPENAI_API_KEY") name.
+An environment is foreign code: it may hang, leak, or take its process down. Every call has a deadline, after which the
+child and all that it started are killed. It protects against accidents, not against malice: the child runs with the
+user's own rights. Variables that hold tokens and keys are not handed on, except those that the arguments or
+RL_VLM_ENV_PASS ("HF_TOKEN,OPENAI_API_KEY") name.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ MAX_SIDE = 2**16  # pixels
 
 
 def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError for an argument that is no JSON, so that the process of an environment could not be told it."""
+    """Raise UserInputError for an argument that is no JSON, so that the process of an environment could not be told
+    it."""
     for name, value in arguments.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UserInputError(
-                f"{env_id}: env.kwargs.{name} must be plain values to reach another process ({error}): quote dates, and write sets as "
-                "lists."
+                f"{env_id}: env.kwargs.{name} must be plain values to reach another process ({error}): quote dates, "
+                "and write sets as lists."
             ) from error
 
 

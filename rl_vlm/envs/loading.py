@@ -37,7 +37,8 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def load_object(spec: str) -> Any:
-    """The attribute that a spec names, or its module when it names none. Raises UserInputError if it cannot be loaded."""
+    """The attribute that a spec names, or its module when it names none. Raises UserInputError if it cannot be
+    loaded."""
     target, attribute = split_spec(spec)
     try:
         module = _load(target)
@@ -76,7 +77,7 @@ def _missing_module(name: str, target: str) -> str:
     elif importlib.util.find_spec(top) is None:
         how = f"install {top}, or run again with PYTHONPATH=FOLDER, where FOLDER holds {top}"
     else:
-        how = f"the {top} that is on the path lacks it, so install another version or put another folder first in PYTHONPATH"
+        how = f"the {top} that is on the path lacks it, so install another version or put another folder first in PYTHONPATH"  # noqa: E501
     return f"there is no module {name} on the path; {how}."
 
 

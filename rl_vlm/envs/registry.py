@@ -1,7 +1,7 @@
 """Environments by id, module or file: `register("Shapes-v0", ...)`, `make("Shapes-v0", turns=2)`, `make("my/env.py")`.
 
-Packages, this one included, register ids through the entry-point group `rl_vlm.envs`; what speaks another framework's interface is run by
-its adapter (see `envs/foreign`), and so is an id such as `openenv:http://localhost:8000`.
+Packages, this one included, register ids through the entry-point group `rl_vlm.envs`; what speaks another framework's
+interface is run by its adapter (see `envs/foreign`), and so is an id such as `openenv:http://localhost:8000`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _REGISTRY: dict[str, EnvFactory | str] = {}
 def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
     """Make `factory` known as `env_id`; without a factory, a decorator for one: `@register("Mine-v0")`.
 
-    It is a VisionEnv class, a function that makes one, a class or function of a foreign interface, or a string that names
-    one of these as `make` would. Other processes know an id if they register it too (see `plugins` of the configuration), or
-    if the factory is a string.
+    It is a VisionEnv class, a function that makes one, a class or function of a foreign interface, or a string that
+    names one of these as `make` would. Other processes know an id if they register it too (see `plugins` of the
+    configuration), or if the factory is a string.
     """
     if factory is None:
         return functools.partial(register, env_id)
@@ -53,9 +53,9 @@ def registered() -> tuple[str, ...]:
 def make(env_id: str, **kwargs: Any) -> VisionEnv:
     """Make an environment by registry id, by "package.module[:Class]", or from a file "path/to/env.py[:Class]".
 
-    Further names: the id of an installed package's entry point, "verifiers:NAME", "openenv:URL", "remote:URL" and a plain
-    "http://host:port", which is a `RemoteEnv`. A module or file without a name after the colon holds one VisionEnv
-    subclass, or one environment of a foreign interface. Naming a file runs it: it is the user's own code.
+    Further names: the id of an installed package's entry point, "verifiers:NAME", "openenv:URL", "remote:URL" and a
+    plain "http://host:port", which is a `RemoteEnv`. A module or file without a name after the colon holds one
+    VisionEnv subclass, or one environment of a foreign interface. Naming a file runs it: it is the user's own code.
     """
     factory = resolve(env_id)
     try:
@@ -130,7 +130,8 @@ def portable_id(env_id: str) -> str:
 
 
 def pick(module: ModuleType) -> Any:
-    """The environment of a module: its only VisionEnv subclass, a function of a foreign interface, or its only class of one."""
+    """The environment of a module: its only VisionEnv subclass, a function of a foreign interface, or its only class
+    of one."""
     classes = [
         value
         for value in vars(module).values()
@@ -150,8 +151,8 @@ def pick(module: ModuleType) -> Any:
     if names:
         raise UserInputError(f"{where} holds several environments: name one of {names} after a colon.")
     raise UserInputError(
-        f"{where} holds neither a VisionEnv subclass nor a build_env(sample, args), nor an environment of another interface "
-        f"({', '.join(one.name for one in INTERFACES[1:])})."
+        f"{where} holds neither a VisionEnv subclass nor a build_env(sample, args), nor an environment of another "
+        f"interface ({', '.join(one.name for one in INTERFACES[1:])})."
     )
 
 
@@ -169,7 +170,8 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError, a sentence for each argument that is not of the type that `factory` names for it, or outside its bounds.
+    """Raise UserInputError, a sentence for each argument that is not of the type that `factory` names for it, or
+    outside its bounds.
 
     YAML gives any type, and a late TypeError names no key.
     """
@@ -212,7 +214,8 @@ def _model_of(cls: type, names: tuple[str, ...]) -> type[BaseModel]:
 
 
 def list_environments() -> list[dict[str, Any]]:
-    """Per id: `id`, the first line of the description, `num_items` by split where no data set is needed, and `max_turns`."""
+    """Per id: `id`, the first line of the description, `num_items` by split where no data set is needed, and
+    `max_turns`."""
     return [_describe(env_id) for env_id in registered()]
 
 
@@ -269,7 +272,8 @@ def survey(env: EnvSection, *splits: Split) -> Survey:
 
 
 def part_size(part: EnvPart, env: VisionEnv, split: Split) -> int | None:
-    """The number of items in a split; of the training split at most `num_items`, which may also bound an endless one."""
+    """The number of items in a split; of the training split at most `num_items`, which may also bound an endless
+    one."""
     size = env.num_items(split)
     return train_size(part, size) if split == "train" else size
 

@@ -1,8 +1,8 @@
 """An environment on another machine, or in another process, over HTTP: `RemoteEnv("http://host:port")`.
 
-The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `frames`), never
-pickle. Every request has a number, and one that arrives again is answered as before: a connection that breaks may be
-opened again without a step being made twice.
+The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `frames`),
+never pickle. Every request has a number, and one that arrives again is answered as before: a connection that breaks may
+be opened again without a step being made twice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _BUSY = (408, 429, 502, 503)  # the server, or a proxy before it, will answer la
 class RemoteEnv(EnvClient):
     """A VisionEnv behind an HTTP address. Each instance has a session, an environment of its own on the server.
 
-    address: "http://host:port" or "host:port". timeout_s: deadline of one call of the environment.
-    retry_s: how long a server that cannot be reached, or has no session free, is tried again. token_variable: the environment variable with the token.
+    address: "http://host:port" or "host:port". timeout_s: deadline of one call of the environment. retry_s: how long a
+    server that cannot be reached, or has no session free, is tried again. token_variable: the environment variable with
+    the token.
 
-    Raises EnvTimeoutError after `timeout_s`, EnvCrashError where the server, or the session on it, is gone (`reset` then
-    opens another one), EnvError for the environment's own failures, UserInputError for a wrong address or token.
+    Raises EnvTimeoutError after `timeout_s`, EnvCrashError where the server, or the session on it, is gone (`reset`
+    then opens another one), EnvError for the environment's own failures, UserInputError for a wrong address or token.
     """
 
     max_sessions: int | None = None  # of the server, all its clients together; None where it does not say
@@ -165,8 +166,8 @@ def _refusal(url: str, status: int, reason: str) -> Exception:
 def _unanswered(url: str, why: _UnansweredError, seconds: float) -> EnvCrashError:
     if why.status == 429:
         return EnvCrashError(
-            f"{url} is full, for {seconds:.1f} s by now ({why}): its clients need more environments at once than it has; start "
-            "`rl-vlm envs serve` with a larger --max-sessions."
+            f"{url} is full, for {seconds:.1f} s by now ({why}): its clients need more environments at once than it "
+            "has; start `rl-vlm envs serve` with a larger --max-sessions."
         )
     return EnvCrashError(
         f"{url} could not be reached for {seconds:.1f} s ({why}): is `rl-vlm envs serve` running there?"

@@ -201,8 +201,7 @@ class OutcomeLog:
         if len(lines) > 1 and not finished:
             raise UserInputError(
                 f"{path} holds {len(lines) - 1} outcomes of an evaluation that did not end: add --resume to go on "
-                "with it, "
-                "or remove the file to begin again."
+                "with it, or remove the file to begin again."
             )
         file.truncate(0)
         append_whole(path, json.dumps({"format": _FORMAT, "identity": identity}).encode() + b"\n")

@@ -70,8 +70,7 @@ def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Faul
         return Fault(
             "disagreement",
             f"Engine and learner give the same tokens log-probabilities that differ by {true:.3g} nats: they see "
-            "different "
-            "images or have different weights.",
+            "different images or have different weights.",
         )
     return None
 

@@ -62,8 +62,7 @@ def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
     if targets and len(missing) == len(targets):
         raise MetricsUnavailableError(
             f"The dashboard {dashboard} names {len(targets)} metrics endpoints ({targets[0]}, ...) and none answers "
-            "here: run "
-            "`rl-vlm top` on a machine of the cluster, or read a Prometheus with --prometheus."
+            "here: run `rl-vlm top` on a machine of the cluster, or read a Prometheus with --prometheus."
         )
     return [sample for page in pages if page is not None for sample in parse(page)], missing
 
@@ -99,8 +98,7 @@ def _get(url: str, named: str, headers: Mapping[str, str] | None = None, **query
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise MetricsUnavailableError(
             f"Nothing answers at {named} ({error}): give the head's dashboard with --address, or a Prometheus with "
-            "--prometheus. A "
-            "private cluster has metrics with resources.dashboard=true and logging.ray_metrics=true."
+            "--prometheus. A private cluster has metrics with resources.dashboard=true and logging.ray_metrics=true."
         ) from error
     if answer.status_code in (401, 403):
         raise MetricsUnavailableError(

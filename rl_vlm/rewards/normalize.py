@@ -74,7 +74,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\lbrace{_END}", r"\\{"),
         (rf"\\rbrace{_END}", r"\\}"),
         (
-            rf"\^? ?\\(?:text)?degrees?{_END}|{_TEXT} ?\{{ ?\^ ?\\circ ?\}}|(?<=[0-9])\^ ?(?:\{{ ?o ?\}}|o{_END})|\^ ?\{{ ?\\circ ?\}}|\^ ?\\circ{_END}",
+            rf"\^? ?\\(?:text)?degrees?{_END}|{_TEXT} ?\{{ ?\^ ?\\circ ?\}}|(?<=[0-9])\^ ?(?:\{{ ?o ?\}}|o{_END})|\^ "
+            rf"?\{{ ?\\circ ?\}}|\^ ?\\circ{_END}",
             r"^\\circ ",
         ),
         (rf"{_TEXT} ?\{{ ?(?:and|or) ?\}}|,? (?:and|or) ", ","),

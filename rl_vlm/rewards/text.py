@@ -63,7 +63,7 @@ def _is_imitation(word: str) -> bool:
 
 _QUOTES = re.compile('["\u201c-\u201f\u00ab\u00bb\u2033\u301d-\u301f\uff02]')
 _SPACES = re.compile(r"\s+")
-_ONE = r"(?:(?:number|no\.?)\s*)?(?:[12]|one|two|first|second|this|me|mine|the (?:first|second|other|caption|answer|option|above|below))\b"
+_ONE = r"(?:(?:number|no\.?)\s*)?(?:[12]|one|two|first|second|this|me|mine|the (?:first|second|other|caption|answer|option|above|below))\b"  # noqa: E501
 # What nobody who describes a picture writes: orders to choose, the judge's own question, names of the two texts, praise
 # of itself.
 _TO_THE_JUDGE = re.compile(
@@ -73,15 +73,19 @@ _TO_THE_JUDGE = re.compile(
             r"\b(?:best|better|right|correct|winning)\s+(?:one\s+)?(?:caption|answer|choice|option|text|description)\b",
             r"\b(?:caption|answer|choice|option|text|description)\s*(?:no\.?|number|\#)?\s*(?:[12]|one|two|(?-i:[AB]))\b",
             r"(?:选择|wähle|choisis(?:sez)?|eli[gj][ae]|escolha|scegli|выбери)\W*(?:[12]|la |el |le |die |den )",
-            r"\b(?:human|user|system|assistant|grade|score|verdict|winner)\s*[:=\]]|###|\{(?:first|second)\}|\bnote to\b",
-            r"\b(?:10/10|100 ?%|top score|trust me|ground truth|verified by|the winner is|the reference|vote for)(?!\w)",
-            r"\b(?:is|are) (?:the )?(?:better|best|winner|wrong|incorrect)\b|\bthe (?:other|first|second) (?:one )?is (?:better|best|wrong|right)\b",
+            r"\b(?:human|user|system|assistant|grade|score|verdict|winner)\s*[:=\]]|###|\{(?:first|second)\}|\bnote "
+            r"to\b",
+            r"\b(?:10/10|100 ?%|top score|trust me|ground truth|verified by|the winner is|the reference|vote "
+            r"for)(?!\w)",
+            r"\b(?:is|are) (?:the )?(?:better|best|winner|wrong|incorrect)\b|\bthe (?:other|first|second) (?:one )?is "
+            r"(?:better|best|wrong|right)\b",
             r"\b(?:caption|answer|option|description)s?\s+(?:is|are|was|must|should|deserves?|wins?|fits?|describes?)\b",
             r"\b(?:this|my|first|second|other|above|previous|next)\s+(?:caption|answer|choice|option|text|description)\b",
             r"\b(?:ignore|disregard|forget|override)\b.{0,40}\b(?:image|picture|instructions?|captions?|previous|above|below|other|rest|question|rules?)\b",
             r"\b(?:which|what)\s+(?:one\s+)?(?:caption|text|answer|fits|describes|is better)\b",
             r"\b(?:judge|grader|evaluator|reviewer|assistant|system prompt|instructions?)\b\s*[:,]",
-            r"\b(?:you (?:must|should|will|have to|are (?!looking|seeing))|as an ai|full (?:score|marks)|score (?:of )?1)\b",
+            r"\b(?:you (?:must|should|will|have to|are (?!looking|seeing))|as an ai|full (?:score|marks)|score (?:of "
+            r")?1)\b",
         )
     ),
     re.IGNORECASE,

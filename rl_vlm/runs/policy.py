@@ -71,8 +71,8 @@ class EqualRewards:
             return ""
         return (
             f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
-            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers "
-            "and their rewards."
+            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
+            "answers and their rewards."
         )
 
 

@@ -1,4 +1,5 @@
-"""Environments written to other frameworks' interfaces, unchanged: how each interface is recognised, and which adapter runs it."""
+"""Environments written to other frameworks' interfaces, unchanged: how each interface is recognised, and which
+adapter runs it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 class Interface:
     """One foreign interface.
 
-    `name`: for error messages. `function`: the function of a module that makes environments, by name; "" if there is none.
-    `fits`: whether a class or function speaks it. `adapter`: "module:Class" of the VisionEnv that wraps it.
+    `name`: for error messages. `function`: the function of a module that makes environments, by name; "" if there is
+    none. `fits`: whether a class or function speaks it. `adapter`: "module:Class" of the VisionEnv that wraps it.
     """
 
     name: str
@@ -29,7 +30,8 @@ def is_build_env(found: Any) -> bool:
 
 
 def is_vlm_gym(found: Any) -> bool:
-    """Whether `found` is a `create_env(name, tokenizer, ...)`, or a class with `reset(idx)` and `step(state, action_tokens)`."""
+    """Whether `found` is a `create_env(name, tokenizer, ...)`, or a class with `reset(idx)` and `step(state,
+    action_tokens)`."""
     if not isinstance(found, type):
         return _is_function(found, "create_env")
     step, reset = getattr(found, "step", None), getattr(found, "reset", None)
@@ -39,7 +41,8 @@ def is_vlm_gym(found: Any) -> bool:
 
 
 def is_gym_image_env(found: Any) -> bool:
-    """Whether `found` is a class like VAGEN's GymImageEnv: coroutines `system_prompt()`, `reset(seed)` and `step(text)`."""
+    """Whether `found` is a class like VAGEN's GymImageEnv: coroutines `system_prompt()`, `reset(seed)` and
+    `step(text)`."""
     names = ("system_prompt", "reset", "step")
     return isinstance(found, type) and all(inspect.iscoroutinefunction(getattr(found, name, None)) for name in names)
 

@@ -25,7 +25,8 @@ _JOIN_S = 2.0  # how long closing waits for what still runs
 class HeldOutEnv(EpisodeEnv):
     """The base of adapters for environments that may know one set of tasks only, which is then divided into two splits.
 
-    test_share: the last of the tasks are for testing, or every second one where there is no end; None: each split has its own.
+    test_share: the last of the tasks are for testing, or every second one where there is no end; None: each split has
+    its own.
     """
 
     def __init__(self, test_share: float | None, *, max_turns: int | None = None) -> None:
@@ -55,7 +56,8 @@ class HeldOutEnv(EpisodeEnv):
 
 
 class BackgroundLoop:
-    """An event loop in a thread of its own. It runs coroutines for synchronous code, also where the caller's thread runs a loop."""
+    """An event loop in a thread of its own. It runs coroutines for synchronous code, also where the caller's thread
+    runs a loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -64,7 +66,8 @@ class BackgroundLoop:
         self._end = weakref.finalize(self, _stop, self.loop, self._thread)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """The coroutine's result. EnvTimeoutError, which names `what`, after `timeout_s`; the coroutine is cancelled then."""
+        """The coroutine's result. EnvTimeoutError, which names `what`, after `timeout_s`; the coroutine is cancelled
+        then."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)

@@ -32,7 +32,8 @@ MAX_SHOWN = 20_000  # characters of an observation
 MAX_IMAGES = 16
 _MAGIC = ("iVBORw0KGgo", "/9j/", "UklGR")  # PNG, JPEG and WebP in base64
 MAX_CHARS = 65_536  # characters of an action
-# Words of other scripts stand without spaces between them; an underscore is part of a word where letters go on behind it.
+# Words of other scripts stand without spaces between them; an underscore is part of a word where letters go on behind
+# it.
 _BEFORE_WORD, _AFTER_WORD = r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]_)", r"(?![A-Za-z0-9]|_[A-Za-z0-9]|\.\d)"
 _BEFORE_NUMBER = r"(?<!^-)(?<![^A-Za-z]-)(?<!\d\.)"  # a sign, but not the hyphen of "action-2"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -46,11 +47,11 @@ T = TypeVar("T")
 class OpenEnv(EpisodeEnv):
     """A VisionEnv behind an OpenEnv server.
 
-    address: "http://host:port" or "host:port". prompt: what stands before the first observation; by default how to answer.
-    action_field: the field of the action that the policy writes, where the action has several. reset: further arguments
-    of the server's `reset`. max_turns: turns after which an episode is truncated. num_train, num_test: how many seeds each
-    split has. timeout_s: deadline of a call; retry_s: how long a server that cannot be reached, or is full, is tried again.
-    token_variable: the environment variable with the token that is sent.
+    address: "http://host:port" or "host:port". prompt: what stands before the first observation; by default how to
+    answer. action_field: the field of the action that the policy writes, where the action has several. reset: further
+    arguments of the server's `reset`. max_turns: turns after which an episode is truncated. num_train, num_test: how
+    many seeds each split has. timeout_s: deadline of a call; retry_s: how long a server that cannot be reached, or is
+    full, is tried again. token_variable: the environment variable with the token that is sent.
 
     A text that is no action, or one that the server's schema refuses, is answered with the reason and costs a turn.
     `info` holds `invalid_actions`, their count.
@@ -229,8 +230,8 @@ def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
     """The images of an observation in the order of its fields, and its other fields as text.
 
     An image is a data URI, base64 of a PNG, JPEG or WebP file, a nested list [H][W][3], or a flat list beside a field
-    `<name>_shape`. A single text stays as it is; several fields are lines "name: value", and so is a number that stands alone
-    because the other fields are empty.
+    `<name>_shape`. A single text stays as it is; several fields are lines "name: value", and so is a number that stands
+    alone because the other fields are empty.
     """
     fields = observation if isinstance(observation, dict) else {"observation": observation}
     images: list[EncodedImage] = []
@@ -298,7 +299,8 @@ class ActionError(RLVLMError):
 class ActionForm:
     """How an action is written: `field` is the only one to fill, or "" where a JSON object is expected.
 
-    `kind` is the field's JSON type, `choices` its allowed values as the server writes them, `properties` the schema of all fields.
+    `kind` is the field's JSON type, `choices` its allowed values as the server writes them, `properties` the schema of
+    all fields.
     """
 
     field: str

@@ -1,8 +1,8 @@
 """Run environments written to slime's interactive interface, unchanged.
 
-Such an environment is a module with `build_env(sample, args)`. What it builds has `reset() -> (obs, info)`,
-`step(text) -> (obs, done, info)`, `format_observation(obs) -> message` and `close()`; an `obs` is a dict with `obs_str`,
-`role` and, for images, `multi_modal_data`. One such environment is built per episode.
+Such an environment is a module with `build_env(sample, args)`. What it builds has `reset() -> (obs, info)`, `step(text)
+-> (obs, done, info)`, `format_observation(obs) -> message` and `close()`; an `obs` is a dict with `obs_str`, `role`
+and, for images, `multi_modal_data`. One such environment is built per episode.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class SlimeEnv(EpisodeEnv):
     """A VisionEnv around one interactive environment per episode.
 
     `env` is a `build_env` function, or names one as `rl_vlm.make` would. With `data` the samples are its questions: the
-    prompt with its images opens the conversation, the answer is `sample.label`. Without, the sample is empty but for its
-    metadata (split, index, seed) and `reset()` must bring the first message. All further arguments become attributes of
-    `args`, next to `max_turns`; one that the environment does not read is a UserInputError of the first `reset`.
+    prompt with its images opens the conversation, the answer is `sample.label`. Without, the sample is empty but for
+    its metadata (split, index, seed) and `reset()` must bring the first message. All further arguments become
+    attributes of `args`, next to `max_turns`; one that the environment does not read is a UserInputError of the first
+    `reset`.
 
     The reward, by `reward`: "grade" grades the last boxed answer that the policy itself wrote against `sample.label`
     at the end, as slime does; "env" takes `reward` from the info or observation of every step or, if there is none, the
@@ -169,8 +170,9 @@ class SlimeEnv(EpisodeEnv):
     def _check_all_used(self) -> None:
         """Raise UserInputError for an argument that `build_env` and the environment that it built do not know.
 
-        Known is what has been read from `args` so far, and every name in the source of the modules that define `build_env` and
-        the environment's classes: those may read an argument later. Without that source nothing is refused.
+        Known is what has been read from `args` so far, and every name in the source of the modules that define
+        `build_env` and the environment's classes: those may read an argument later. Without that source nothing is
+        refused.
         """
         modules = {getattr(self._build, "__module__", ""), *(cls.__module__ for cls in type(self._inner).__mro__)}
         sources = [_names_in(module) for module in modules - {"builtins"}]
@@ -180,8 +182,8 @@ class SlimeEnv(EpisodeEnv):
                 near = {"data", "max_turns", "reward", *self._args._reads}
                 nearest = difflib.get_close_matches(name, near, n=1, cutoff=0.7)
                 raise UserInputError(
-                    f"The environment {type(self._inner).__name__} reads no argument {name!r}, so it would change nothing: "
-                    + (f"did you mean {nearest[0]}?" if nearest else "remove it from the arguments.")
+                    f"The environment {type(self._inner).__name__} reads no argument {name!r}, so it would change "
+                    "nothing: " + (f"did you mean {nearest[0]}?" if nearest else "remove it from the arguments.")
                 )
         self._unchecked = ()
 

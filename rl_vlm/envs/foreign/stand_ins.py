@@ -1,4 +1,5 @@
-"""The few lines of other frameworks that environment files import, for machines where those frameworks are not installed.
+"""The few lines of other frameworks that environment files import, for machines where those frameworks are not
+installed.
 
 `vlmrl` (vlm-gym) needs JAX, `vagen` needs verl and a GPU. Their environments derive from the classes below.
 """
@@ -45,7 +46,8 @@ def decode_tokens(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 class GymBaseEnv:
-    """Made with one dict. A subclass has the coroutines `system_prompt()`, `reset(seed)`, `step(action_str)` and `close()`."""
+    """Made with one dict. A subclass has the coroutines `system_prompt()`, `reset(seed)`, `step(action_str)` and
+    `close()`."""
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.config = env_config
@@ -55,7 +57,8 @@ class GymBaseEnv:
 
 
 class GymImageEnv(GymBaseEnv):
-    """An observation is {"obs_str": text, "multi_modal_input": {"<image>": [PIL images]}}, the second where it has images."""
+    """An observation is {"obs_str": text, "multi_modal_input": {"<image>": [PIL images]}}, the second where it has
+    images."""
 
 
 # What stands in for which module; those without a name of their own are packages.
@@ -77,9 +80,11 @@ class _StandIn(ModuleType):
 
 
 def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
-    """What `call` returns; once more with the stand-ins, where it imports a framework that has one and is not installed.
+    """What `call` returns; once more with the stand-ins, where it imports a framework that has one and is not
+    installed.
 
-    `file` is the user's, where there is one: in a checkout of the framework its own modules are found beside the stand-ins.
+    `file` is the user's, where there is one: in a checkout of the framework its own modules are found beside the
+    stand-ins.
     """
     try:
         return call()

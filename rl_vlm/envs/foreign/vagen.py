@@ -1,7 +1,8 @@
 """Run environments written to VAGEN's interface (`GymImageEnv`), unchanged.
 
-Coroutines `system_prompt() -> obs`, `reset(seed) -> (obs, info)`, `step(text) -> (obs, reward, done, info)` and `close()`; an
-`obs` is {"obs_str": text with placeholders, "multi_modal_input": {placeholder: [PIL images]}}. The class takes one dict.
+Coroutines `system_prompt() -> obs`, `reset(seed) -> (obs, info)`, `step(text) -> (obs, reward, done, info)` and
+`close()`; an `obs` is {"obs_str": text with placeholders, "multi_modal_input": {placeholder: [PIL images]}}. The class
+takes one dict.
 """
 
 from __future__ import annotations

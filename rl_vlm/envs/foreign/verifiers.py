@@ -42,12 +42,12 @@ For each call, return a JSON object with its name and arguments within <tool_cal
 class VerifiersEnv(HeldOutEnv):
     """A VisionEnv around an environment of verifiers.
 
-    env: the name of an installed environment, a `load_environment` function, a class or an instance.
-    max_turns: replaces the environment's own limit. timeout_s: deadline of one turn, tools and rubric included.
-    test_share: with one data set only, this share of it is held out for testing. Further arguments: the environment's own.
+    env: the name of an installed environment, a `load_environment` function, a class or an instance. max_turns:
+    replaces the environment's own limit. timeout_s: deadline of one turn, tools and rubric included. test_share: with
+    one data set only, this share of it is held out for testing. Further arguments: the environment's own.
 
-    The reward is the rubric's, at the end; `info` holds every one of its metrics by name, and `stop`, the condition that
-    ended the episode.
+    The reward is the rubric's, at the end; `info` holds every one of its metrics by name, and `stop`, the condition
+    that ended the episode.
     """
 
     def __init__(
@@ -196,7 +196,8 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
             env = env(**kwargs)
     except Exception as error:  # whatever the user's code raises, or the import of a package that is not there
         raise UserInputError(
-            f"The environment cannot be loaded ({type(error).__name__}: {one_line(error)}): install it, or correct env.kwargs."
+            f"The environment cannot be loaded ({type(error).__name__}: {one_line(error)}): install it, or correct "
+            "env.kwargs."
         ) from error
     if not isinstance(env, verifiers.Environment):
         raise UserInputError(f"It made a {type(env).__name__}, which is no environment of verifiers.")
@@ -240,7 +241,8 @@ def _to_message(message: Any) -> Message:
     if not calls:
         return to_message(message)
     blocks = [
-        f'{OPEN}\n{{"name": {json.dumps(call["function"]["name"])}, "arguments": {call["function"]["arguments"]}}}\n{CLOSE}'
+        f'{OPEN}\n{{"name": {json.dumps(call["function"]["name"])}, "arguments": '
+        f"{call['function']['arguments']}}}\n{CLOSE}"
         for call in calls
     ]
     return Message.of("assistant", "\n".join(filter(None, (message.get("content"), *blocks))))

@@ -1,7 +1,8 @@
-"""Run environments written to vlm-gym's interface, unchanged: a `BaseEnv` class, or its `create_env(name, tokenizer, ...)`.
+"""Run environments written to vlm-gym's interface, unchanged: a `BaseEnv` class, or its `create_env(name, tokenizer,
+...)`.
 
-`reset(idx) -> (state, observation)`, `step(state, action_tokens) -> (state, out_tokens, reward, done, info)`. An observation
-has `image` (or `image_path`) and `question`, or `image_left`, `image_right` and `statement`.
+`reset(idx) -> (state, observation)`, `step(state, action_tokens) -> (state, out_tokens, reward, done, info)`. An
+observation has `image` (or `image_path`) and `question`, or `image_left`, `image_right` and `statement`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,13 @@ TWO_IMAGES = "Look at the two images. {statement} True or False?"
 class VlmGymEnv(HeldOutEnv):
     """A VisionEnv around an environment of vlm-gym's interface.
 
-    env: a class, or a `create_env` function, or the name of one as `rl_vlm.make` takes it.
-    name: the environment's name for `create_env`, such as nlvr2.
-    tokenizer: a model folder or hub name whose tokenizer the environment gets; without one it gets bytes as tokens.
-    max_turns: turns after which an episode that is not done is truncated.
-    test: arguments for the test split in which it differs, such as {split: test}. Without it, `test_share` of the tasks are
-    held out for it, the last ones; where tasks are drawn without end, every second number is for testing.
-    shared: one environment, with its data, serves all episodes of a process, as in vlm-gym: see `SharedEnv`. Without it
-    each episode that runs at the same time has one of its own.
-    All further arguments are the environment's own.
+    env: a class, or a `create_env` function, or the name of one as `rl_vlm.make` takes it. name: the environment's name
+    for `create_env`, such as nlvr2. tokenizer: a model folder or hub name whose tokenizer the environment gets; without
+    one it gets bytes as tokens. max_turns: turns after which an episode that is not done is truncated. test: arguments
+    for the test split in which it differs, such as {split: test}. Without it, `test_share` of the tasks are held out
+    for it, the last ones; where tasks are drawn without end, every second number is for testing. shared: one
+    environment, with its data, serves all episodes of a process, as in vlm-gym: see `SharedEnv`. Without it each
+    episode that runs at the same time has one of its own. All further arguments are the environment's own.
 
     `done` is honoured: an episode that is not done goes on, and `out_tokens` are decoded and shown as the next message.
     """
@@ -226,6 +225,6 @@ def load_tokenizer(name: str | None) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserInputError(
-            f"env.kwargs.tokenizer {name!r} cannot be loaded ({str(error).splitlines()[0][:200]}): name a model folder or a "
-            "model of the hub, or leave it out."
+            f"env.kwargs.tokenizer {name!r} cannot be loaded ({str(error).splitlines()[0][:200]}): name a model "
+            "folder or a model of the hub, or leave it out."
         ) from error

@@ -55,8 +55,8 @@ SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("0", "zero"), ("1", "one"), ("2", "two"), ("3", "three"), ("4", "four"), ("5", "five"), ("6", "six"),
     ("circle", "disc", "disk", "dot", "round"), ("top", "upper"), ("bottom", "lower"), ("left", "lefthand"),
     ("right", "righthand"), ("gray", "grey"), ("man", "men", "guy", "gentleman"), ("woman", "women", "lady"),
-    ("child", "children", "kid"), ("bicycle", "bike"), ("sofa", "couch"), ("television", "tv"), ("airplane", "aeroplane", "plane"),
-    ("big", "large"), ("little", "small"), ("street", "road"), ("phone", "cellphone", "telephone"), ("person", "people"),
+    ("child", "children", "kid"), ("bicycle", "bike"), ("sofa", "couch"), ("television", "tv"), ("airplane", "aeroplane", "plane"),  # noqa: E501
+    ("big", "large"), ("little", "small"), ("street", "road"), ("phone", "cellphone", "telephone"), ("person", "people"),  # noqa: E501
 )  # fmt: skip
 _STEMMER = snowballstemmer.stemmer("english")
 _STEMMER_LOCK = threading.Lock()  # it keeps the word that it works on in itself

@@ -32,11 +32,12 @@ _FULL = (
     "the bare value, such as 42, 4\\sqrt{2} or \\frac{3}{5}."
 )
 _FULL_TOOL = (
-    "\n\nYou have one tool. calc_score compares a value with the reference and tells you whether it is right. Call it at "
+    "\n\nYou have one tool. calc_score compares a value with the reference and tells you whether it is right. Call it "
+    "at "
     "least once before you finish, with the bare value as digits or LaTeX:\n"
     '<tool_call>\n{"name": "calc_score", "arguments": {"answer": "42"}}\n</tool_call>\n'
-    "The message with the call also holds the line Answer: \\boxed{42}. If the value was wrong, find the mistake and try "
-    "again. If it was right, repeat the Answer line without a call. You have %d messages in all."
+    "The message with the call also holds the line Answer: \\boxed{42}. If the value was wrong, find the mistake and "
+    "try again. If it was right, repeat the Answer line without a call. You have %d messages in all."
 )
 _BRIEF = r"Answer: \boxed{x}"
 _BRIEF_TOOL = r'<tool_call>{"name": "calc_score", "arguments": {"answer": "x"}}</tool_call> or '

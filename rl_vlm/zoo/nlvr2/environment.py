@@ -28,7 +28,7 @@ _VERDICT = re.compile(r"(?<![^\W_])(true|false)(?![^\W_])", re.IGNORECASE)
 # anywhere behind it, and in its own sentence the words that leave it open. "nottrue" and "untrue" hold no verdict at
 # all.
 _NEGATED = re.compile(
-    r"\b(?:not|never|neither|nor|hardly|[a-z]+n['’]t|isnt|wasnt|cant|aint|cannot|or|wrong|incorrect|opposite|contrary|doubt|deny|lie|unlikely|no way|far from|un|non|half)\b"
+    r"\b(?:not|never|neither|nor|hardly|[a-z]+n['’]t|isnt|wasnt|cant|aint|cannot|or|wrong|incorrect|opposite|contrary|doubt|deny|lie|unlikely|no way|far from|un|non|half)\b"  # noqa: E501
     r"|¬|\\l?n(?:ot|eg)\b|~~|(?<![^\s`*(])!\s*$",
     re.IGNORECASE,
 )

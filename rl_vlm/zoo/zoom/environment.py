@@ -28,7 +28,8 @@ MAX_CHARS = 8000
 # `Answer: x` to the end of its line or on the line below, `<answer>x</answer>`, `\boxed{x}`, and a heading `# Answer`
 # above x.
 _MARKED = re.compile(
-    r"(?:(?<![^\W_])answer[\"'*_`]{0,3}\s*[:：]|答案\s*[:：]|^#{1,6}[ *_]*(?:final )?answer[ *_]*$)[*_`\s]*(?P<line>[^\n]*)|<answer>(?P<tag>[^<>]*)</answer>|\\(?:boxed|fbox)\s?\{(?P<box>[^{}]*)\}",
+    r"(?:(?<![^\W_])answer[\"'*_`]{0,3}\s*[:：]|答案\s*[:：]|^#{1,6}[ *_]*(?:final )?answer[ "
+    r"*_]*$)[*_`\s]*(?P<line>[^\n]*)|<answer>(?P<tag>[^<>]*)</answer>|\\(?:boxed|fbox)\s?\{(?P<box>[^{}]*)\}",
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCE = re.compile(
@@ -294,10 +295,12 @@ BRIEF = "Which pattern?"  # in place of the question of drawn pictures
 # After the question. "brief" is for the tiny model, whose every token costs.
 PROMPTS = {
     "full": (
-        "\nYou see the picture reduced, so that small things may be lost. To look closer, call {tool} with the left and top edge, width and "
+        "\nYou see the picture reduced, so that small things may be lost. To look closer, call {tool} with the left "
+        "and top edge, width and "
         "height of a part, in thousandths of the picture:\n<tool_call>\n"
         '{{"name": "{tool}", "arguments": {{"x": 250, "y": 0, "w": 500, "h": 500}}}}\n</tool_call>\n'
-        "and end your turn; you then get that part enlarged. A call costs {cost:g} of the reward of 1 for the right answer, so call only where "
+        "and end your turn; you then get that part enlarged. A call costs {cost:g} of the reward of 1 for the right "
+        "answer, so call only where "
         "you must. You have {turns} turns. When you know, end with a line such as\nAnswer: word"
     ),
     "brief": "",
