@@ -29,9 +29,9 @@ _COUNTRY_ALIASES = {
     "USA": "US", "United States of America": "US", "America": "US", "UK": "GB", "Great Britain": "GB", "Britain": "GB",
     "England": "GB", "Scotland": "GB", "Wales": "GB", "Northern Ireland": "GB", "Holland": "NL", "Netherlands": "NL",
     "Czech Republic": "CZ", "Czechia": "CZ", "South Korea": "KR", "Korea": "KR", "North Korea": "KP",
-    "Ivory Coast": "CI", "Burma": "MM", "Myanmar": "MM", "Swaziland": "SZ", "Macedonia": "MK", "Cape Verde": "CV", "East Timor": "TL",
-    "Turkey": "TR", "Turkiye": "TR", "UAE": "AE", "DRC": "CD", "DR Congo": "CD", "Russian Federation": "RU",
-    "Vatican City": "VA", "Palestine": "PS", "Hong Kong": "HK", "Macau": "MO", "Taiwan": "TW", "Syria": "SY",
+    "Ivory Coast": "CI", "Burma": "MM", "Myanmar": "MM", "Swaziland": "SZ", "Macedonia": "MK", "Cape Verde": "CV",
+    "East Timor": "TL", "Turkey": "TR", "Turkiye": "TR", "UAE": "AE", "DRC": "CD", "DR Congo": "CD",
+    "Russian Federation": "RU", "Vatican City": "VA", "Palestine": "PS", "Hong Kong": "HK", "Macau": "MO", "Taiwan": "TW", "Syria": "SY",
     "Laos": "LA",
 }  # fmt: skip
 
