@@ -152,13 +152,14 @@ class Learners:
     ) -> None:
         self.group = group
         self._settings, self._rebuild, self._restore, self._restarts = settings, rebuild, restore, restarts
+        self._in_step = settings.in_step
         self._deadline = UpdateDeadline(settings.update_timeout_s)
         self._replacements = 0  # by this process: a run that is resumed has all of `max_restarts` again
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """`function(learner)` of one learner; all are called where they compute in step. Raises LearnerLostError, and
         what the function raises of RLVLMError."""
-        return on_all_learners(self.group, function) if self._settings.in_step else on_one_learner(self.group, function)
+        return on_all_learners(self.group, function) if self._in_step else on_one_learner(self.group, function)
 
     def call_each(self, function: Callable[[Any], Any]) -> None:
         """`function(learner)` of each learner. Raises as `call` does."""

@@ -139,6 +139,8 @@ class PreferenceSAC(RunAlgorithm):
         # The matrices are small: more threads gain little, and cost much where other processes use the same cores.
         torch.set_num_threads(self.run_config.learner.num_threads)
         settings = self.settings = self.run_config.preference
+        # The reward changes after the first phase: then the critics must be reset.
+        self._starts_anew = settings.learns_reward or settings.exploration_steps > 0
         observations, actions = (self.config.observation_space.shape[0], self.config.action_space.shape[0])
         capacity = settings.replay_capacity
         frame_capacity = settings.frame_capacity if settings.draws_frames else 0
@@ -282,11 +284,6 @@ class PreferenceSAC(RunAlgorithm):
         if not session_size(self.settings, self.env_steps, self.feedback.asked):
             return None
         return self.last_session + self.settings.num_interact
-
-    @property
-    def _starts_anew(self) -> bool:
-        """Whether the reward changes after the first phase, so that the critics must be reset."""
-        return self.settings.learns_reward or self.settings.exploration_steps > 0
 
     def _session_is_due(self) -> bool:
         due = self._next_session()

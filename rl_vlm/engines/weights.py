@@ -134,7 +134,7 @@ class AdapterWeights:
 
     def changes_tower(self, formed: Formed | None) -> bool:
         """See Weights."""
-        return changes_tower(formed or ())
+        return bool(formed) and changes_tower(formed)
 
     @staticmethod
     def _hook(factors: LoraFactors) -> Any:

@@ -382,7 +382,7 @@ class RewardTrainer:
 
     def __init__(self, ensemble: RewardEnsemble, seed: int = 0) -> None:
         self.ensemble = ensemble
-        self._settings = ensemble.settings
+        self._settings, self._batch_size = ensemble.settings, ensemble.settings.batch_size
         self._rng = np.random.default_rng(seed)
         self._optimizer = torch.optim.Adam(ensemble.members.parameters(), lr=self._settings.lr)
 
@@ -425,7 +425,7 @@ class RewardTrainer:
     def _batch_starts(self, examples: Examples) -> list[int]:
         """Where batches begin. Batch normalisation needs two pictures: a last one that is alone joins the batch
         before."""
-        starts = list(range(0, len(examples), self._settings.batch_size))
+        starts = list(range(0, len(examples), self._batch_size))
         normalises, scores = self._settings.architecture == "resnet18", examples.parts == 1
         alone = normalises and scores and bool(starts) and len(examples) - starts[-1] == 1
         return starts[:-1] if alone else starts

@@ -31,8 +31,8 @@ _COUNTRY_ALIASES = {
     "Czech Republic": "CZ", "Czechia": "CZ", "South Korea": "KR", "Korea": "KR", "North Korea": "KP",
     "Ivory Coast": "CI", "Burma": "MM", "Myanmar": "MM", "Swaziland": "SZ", "Macedonia": "MK", "Cape Verde": "CV",
     "East Timor": "TL", "Turkey": "TR", "Turkiye": "TR", "UAE": "AE", "DRC": "CD", "DR Congo": "CD",
-    "Russian Federation": "RU", "Vatican City": "VA", "Palestine": "PS", "Hong Kong": "HK", "Macau": "MO", "Taiwan": "TW",
-    "Syria": "SY", "Laos": "LA",
+    "Russian Federation": "RU", "Vatican City": "VA", "Palestine": "PS", "Hong Kong": "HK", "Macau": "MO",
+    "Taiwan": "TW", "Syria": "SY", "Laos": "LA",
 }  # fmt: skip
 
 logger = logging.getLogger(__name__)
