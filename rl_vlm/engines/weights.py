@@ -134,7 +134,7 @@ class AdapterWeights:
 
     def changes_tower(self, formed: Formed | None) -> bool:
         """See Weights."""
-        return bool(formed) and changes_tower(formed)
+        return formed is not None and changes_tower(formed)
 
     @staticmethod
     def _hook(factors: LoraFactors) -> Any:
