@@ -272,7 +272,12 @@ class ServingSection(Section):
         description="Of the linear weights: nf4 (engine transformers, needs bitsandbytes) or fp8 (vllm on a GPU).",
     )
     request_timeout_s: float = Field(300.0, gt=0)
-    publish_timeout_s: float = Field(60.0, gt=0, description="How long a replica may take to load a new adapter.")
+    publish_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="How long one attempt to load new weights may take, attempts may keep failing before the replica "
+        "is replaced, and a request waits for its version.",
+    )
     startup_timeout_s: float = Field(600.0, gt=0)
     probe_after_s: float = Field(
         15.0,

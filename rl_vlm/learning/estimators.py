@@ -1,8 +1,8 @@
 """Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
 
 Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. Per-token arrays of all trajectories
-are
-lists: `values[group][trajectory]`."""
+are lists: `values[group][trajectory]`.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Lifecycle:
 
     Args:
         probe_after_s: an engine without progress for this long is probed.
-        load_patience_s: for how long loading versions may fail again and again before the replica is dead.
+        load_patience_s: seconds of repeated failures to load a version after which the replica is dead.
         max_failed_probes: failures in a row after which the replica is dead.
     """
 
@@ -344,7 +344,7 @@ class Follower:
         life: is told when the replica starts, sleeps, or fails to load a version.
         tally: its report goes to the registry; the seconds of the last publication come back into it.
         find_registry: returns the registry's actor handle; raises ValueError when there is none of its name.
-        abandoned: called when there has been none for a minute: the service has ended without stopping its replicas.
+        abandoned: called when no registry has been found for a minute: the service ended without its replicas.
         load_timeout_s: how long fetching, and then loading, one version may take.
         changed: is notified after each change that requests may wait for.
         eager: load every version as soon as it is published.
