@@ -458,6 +458,12 @@ def test_unfit_adapters_are_refused_and_the_engine_keeps_its_version(
     assert completion.policy_version == 3
 
 
+def test_folders_of_old_versions_are_deleted(engine: VLLMEngine, adapters: dict[int, AdapterPayload]) -> None:
+    for version in (4, 5, 6):
+        asyncio.run(engine.load_adapter(adapters[version]))
+    assert len(list(engine._folders._root.iterdir())) == 2
+
+
 def test_the_engine_core_and_the_files_are_gone_after_close(engine: VLLMEngine, text: TextSide) -> None:
     # The last test of the module's engine.
     core = _engine_core(psutil.Process())
@@ -518,9 +524,3 @@ def _engine_core(process: psutil.Process) -> psutil.Process:
     # vLLM sets the title of its process.
     (core,) = [child for child in process.children() if child.name().startswith("VLLM")]
     return core
-
-
-def test_folders_of_old_versions_are_deleted(engine: VLLMEngine, adapters: dict[int, AdapterPayload]) -> None:
-    for version in (4, 5, 6):
-        asyncio.run(engine.load_adapter(adapters[version]))
-    assert len(list(engine._folders._root.iterdir())) == 2
