@@ -92,11 +92,11 @@ class Labeller:
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order; all pairs are in flight at once."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: a labeller answers pairs, scores, or both
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
         """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: see `label`
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
         """The recent mean return of episodes, and how long segments and episodes are; thresholds may follow them."""
