@@ -125,9 +125,8 @@ class TransformersEngine:
         self._batches: list[RunningBatch] = []  # in the order of their turns, the current one first
         self._steps_left = _STEPS_PER_TURN  # of the current one's turn
         self._in_place = self._base  # the version whose weights are
-        self._tower: Version | None = (
-            None  # the version whose vision tower cached features are of; None: the base model's
-        )
+        # The version whose vision tower cached features are of; None: the base model's
+        self._tower: Version | None = None
         self._short_of_memory: str | None = None  # the policy whose next request found none
         self._loading = False
         self._open: set[EngineCall] = set()  # calls that are not answered yet

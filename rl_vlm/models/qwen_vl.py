@@ -343,9 +343,8 @@ class Backbone:
         self.trains_tower = any(
             parameter.requires_grad for name, parameter in model.named_parameters() if ".visual." in name
         )
-        self.checkpoints_tower = (
-            False  # its layers are computed again in the backward pass, where fast_vision has ended
-        )
+        # Its layers are computed again in the backward pass, where fast_vision has ended
+        self.checkpoints_tower = False
         self._read_ahead = ReadAhead(images)
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes

@@ -122,9 +122,8 @@ class DataCursor:
 # Older episodes count less: half after `half_life` further episodes of the same task. A task whose last group was lost
 # has the weight `floor`: nothing can be learned from an item that cannot be played.
 
-MAX_KNOWN = (
-    65_536  # tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten
-)
+# Tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten
+MAX_KNOWN = 65_536
 
 
 class SolveRates:

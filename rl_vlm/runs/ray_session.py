@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -45,16 +45,14 @@ class PrivateNode(node.Node):
         if settings.get("head"):
             ray_params.node_ip_address = LOOPBACK
             ray_params.no_monitor = True  # the autoscaler's process: this cluster has one node
-            ray_params.include_log_monitor = (
-                False  # it sends workers' logs to the driver, which `log_to_driver` declines
-            )
+            # It sends workers' logs to the driver, which `log_to_driver` declines.
+            ray_params.include_log_monitor = False
         self.all_processes: dict[str, list[Any]] = {}  # Ray's own comes after checks that may raise
-        try:
-            super().__init__(ray_params, **settings)
-        except Exception:
+        with ExitStack() as on_failure:
             # Nobody has this object yet, so nobody else could end what it has started.
-            self.kill_all_processes(check_alive=False, wait=True)
-            raise
+            on_failure.callback(self.kill_all_processes, check_alive=False, wait=True)
+            super().__init__(ray_params, **settings)
+            on_failure.pop_all()
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Ray's own starts one without a dashboard as well, for its usage statistics."""

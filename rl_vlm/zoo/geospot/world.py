@@ -83,9 +83,8 @@ def _rings() -> list[tuple[Ring, tuple[float, float], tuple[float, float]]]:
     return [(ring, low, high) for ring, (low, high) in zip(rings, corners, strict=True)]
 
 
-MOST_COUNTRIES = (
-    141  # of mapped_countries(); written down, so that an environment is made without the gazetteer's index
-)
+# Of mapped_countries(); written down, so that an environment is made without the gazetteer's index
+MOST_COUNTRIES = 141
 
 
 @cache
