@@ -44,9 +44,8 @@ class OneProcess:
         self.strategy = Strategy()
         self.strategy.prepare(self.policy, self.optimizer)
         self.pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
-        self.num_items = (
-            make(run.env.id, **run.env.make_kwargs()).num_items("train") or 4096
-        )  # 4096 where it has no end
+        num_items = make(run.env.id, **run.env.make_kwargs()).num_items("train")
+        self.num_items = num_items or 4096  # where it has no end
         self.run, self.version, self.rng = run, 0, np.random.default_rng(run.seed)
         self.event_loop = asyncio.Runner()
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
-
-
 _BUCKET = 50_000_000  # elements that are added at once
 
 

@@ -10,24 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import expand, picture, plain_model, processor, reference_logits, text_side
+from core_support import expand, picture, processor, reference_logits, text_side
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.types import EncodedImage, Message, UserInputError
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return plain_model(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
 
 IMAGE = picture(np.random.default_rng(0))
 SPECIAL = [

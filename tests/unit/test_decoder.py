@@ -29,17 +29,6 @@ from rl_vlm.models.loading import TextSide
 from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, StopReason
 
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return plain_model(tiny_folder)
-
-
 Parts = list[str | EncodedImage]
 
 

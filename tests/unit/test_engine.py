@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, picture, request, text_side
+from core_support import adapted_policy, picture, request
 from engine_support import endless, until
 from safetensors.torch import load, save
 
@@ -24,12 +24,6 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, UserInputError
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
 
 CONTEXT = 1024
 

@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import picture, plain_model, reference_logits, request, text_side
+from core_support import picture, plain_model, reference_logits, request
 from engine_support import endless, until
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import GenerationRequest, SampleChunk
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from core_support import adapted_policy, picture, text_side
+from core_support import adapted_policy, picture
 from engine_support import endless
 from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
 from openai.types.chat import ChatCompletion
@@ -21,12 +21,6 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return text_side(tiny_folder)
-
 
 IMAGE = picture(np.random.default_rng(3), 96, 64)
 HI = [{"role": "user", "content": "How many shapes are there?"}]
