@@ -64,7 +64,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try an environment and say what is wrong: determinism, spaces, splits, cost, memory.
+    """Try an environment and say what is wrong: splits, ends, cost, determinism, hostile answers.
 
     Exit code 1 if anything is.
     """
