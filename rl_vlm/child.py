@@ -31,7 +31,6 @@ from rl_vlm.safe_text import child_environment
 STARTUP_S = 120.0  # imports take seconds, much longer from a slow network disk
 _GRACE_S = 1.0  # after its time for a request a child whose parent is gone ends itself
 _KILL_ROUNDS = 8  # a process may fork while the others are being found
-_OWN_BUDGETS = (-signal.SIGALRM, -signal.SIGXCPU)  # exit codes of a child that has ended itself
 
 Answer = Callable[[dict[str, Any], list[bytes]], Frame]
 
@@ -51,7 +50,6 @@ class Child:
         function: "package.module:name", called once in the child with `arguments`; it returns the function that answers
             requests.
         memory: bytes of address space that the child may map beyond what its imports take.
-        cpu_s: seconds on the CPU, in all, after which the child ends.
         whole: everything that the child starts ends with it and with this process, also in sessions of its own. The
             requests' time is then limited by this process alone.
         variables: further environment variables of the child. It sees none that hold secrets, except those in `keep`.
@@ -64,14 +62,13 @@ class Child:
         arguments: Sequence[Any] = (),
         *,
         memory: int | None = None,
-        cpu_s: int | None = None,
         whole: bool = False,
         keep: Iterable[str] = (),
         variables: Mapping[str, str] | None = None,
         quiet: bool = True,
     ) -> None:
         mark = f"RL_VLM_CHILD_{secrets.token_hex(8)}" if whole else ""  # tells its processes from all others
-        settings = {"function": function, "arguments": list(arguments), "memory": memory, "cpu_s": cpu_s, "mark": mark}
+        settings = {"function": function, "arguments": list(arguments), "memory": memory, "mark": mark}
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.command = [sys.executable, "-P", "-m", "rl_vlm.child", json.dumps(settings)]
         environment = child_environment(keep, PYTHONPATH=path, **(variables or {}), **({mark: "1"} if mark else {}))
@@ -129,9 +126,8 @@ class Child:
     def ask(self, content: dict[str, Any], blobs: Sequence[bytes] = (), *, timeout_s: float) -> Frame:
         """The reply to one request.
 
-        Raises TimeoutError when it takes longer than `timeout_s` or exhausts the child's time on the CPU, PeerGoneError
-        when the child died otherwise, FrameError when it sent no frame. Whatever is raised, the child was killed: a
-        late reply must not answer the next request.
+        Raises TimeoutError when it takes longer than `timeout_s`, PeerGoneError when the child died, FrameError when it
+        sent no frame. Whatever is raised, the child was killed: a late reply must not answer the next request.
         """
         self.wait_ready()
         limit_s = timeout_s + _GRACE_S if self._limits_itself else None
@@ -147,10 +143,8 @@ class Child:
             return self._channel.receive(deadline - time.monotonic())
         except PeerGoneError:
             self.kill(grace_s=1.0)
-            if (
-                self._limits_itself and self._process.returncode in _OWN_BUDGETS
-            ):  # this process may have been stopped meanwhile
-                raise TimeoutError from None
+            if self._limits_itself and self._process.returncode == -signal.SIGALRM:
+                raise TimeoutError from None  # this process may have been stopped meanwhile
             raise
         except BaseException:  # also KeyboardInterrupt
             self.kill()
@@ -258,7 +252,7 @@ def _serve(settings: dict[str, Any]) -> None:
     channel = Channel(read_fd, write_fd)
     module, _, name = settings["function"].partition(":")
     answer: Answer = getattr(importlib.import_module(module), name)(*settings["arguments"])
-    _limit(settings["memory"], settings["cpu_s"])
+    _limit(settings["memory"])
     channel.send({"ready": True})
     while True:
         try:
@@ -278,15 +272,13 @@ def _serve(settings: dict[str, Any]) -> None:
             channel.send({"kind": "env", "error": f"the reply cannot be sent ({' '.join(str(error).split())[:500]})"})
 
 
-def _limit(memory: int | None, cpu_s: int | None) -> None:
-    """Limit the address space to what is mapped now and `memory` bytes more, and the time on the CPU."""
-    with contextlib.suppress(OSError, ValueError):  # not every system has these; the parent's deadline still holds
+def _limit(memory: int | None) -> None:
+    """Limit the address space to what is mapped now and `memory` bytes more."""
+    with contextlib.suppress(OSError, ValueError):  # not every system has this; the parent's deadline still holds
         if memory is not None:
             with open("/proc/self/statm") as file:
                 memory += int(file.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        if cpu_s is not None:
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
 
 
 def _watch(lifeline: int, worker: int, mark: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import io
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -17,24 +15,19 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from rl_vlm.child import Answer, BusyError, Child, ChildStartError, Queue
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.frames import Frame, FrameError, PeerGoneError
 from rl_vlm.types import EncodedImage, UserInputError
 
 # Formats that PIL decodes itself; PostScript, for example, it passes to an interpreter.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 64_000_000
 MAX_BYTES = 64 * 2**20
-_COSTLY = "rl_vlm.costly"  # key of an opened image's info: whether it is decoded in a process of its own
 GREY = (127, 127, 127)
 
 # Ordinary progressive files have 10 scans, thoroughly optimised ones 20.
 MAX_SCANS = 100
-# Pixels times the components of every scan: a worst-case scan takes 3 ns for each, so that this is some 5 s of CPU.
-MAX_WORK = 64_000_000 * 24
-# Above this a file is decoded in a process that can be killed.
-MAX_WORK_HERE = 200_000_000
+# Pixels times the components of every scan: a worst-case scan takes 3 ns for each, so that this is some 3 s of CPU.
+MAX_WORK = 10**9
 MAX_PARTS = 20_000  # chunks of a PNG, segments of a JPEG
 MAX_FILL = 4096  # bytes without meaning between the segments of a JPEG
 
@@ -44,14 +37,6 @@ _RESTARTS = range(0xD0, 0xD8)
 _END_OF_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _PNG = b"\x89PNG\r\n\x1a\n"
-
-TIMEOUT_S = 120.0  # of one image, on a machine that is busy with other things
-CPU_SECONDS = 20  # four times what the costliest file takes that is let through
-MEMORY = 3 << 30  # bytes: 64 million pixels take 1.5 GiB
-_MODES = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "LAB")
-
-# One at a time, so that many costly images take one core and the memory of one.
-_queue = Queue(most=256, timeout_s=300.0)
 
 T = TypeVar("T")
 
@@ -98,7 +83,7 @@ def pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 def _decoded(data: bytes, max_pixels: int, convert: Callable[[Image.Image], T]) -> T:
     image = _open(data, max_pixels)
     try:
-        return convert(upright(image, data, max_pixels))
+        return convert(ImageOps.exif_transpose(image))
     except ImageError:
         raise
     except Exception as error:  # decoders raise nearly anything on corrupt bytes
@@ -112,22 +97,14 @@ def open_image(data: bytes, formats: Iterable[str] = FORMATS) -> Image.Image:
     """
     scans = check_parts(data)
     image = Image.open(io.BytesIO(data), formats=list(formats))
-    image.info[_COSTLY] = is_costly(scans, image.width, image.height) or (
-        # A TIFF may hold JPEGs, in a way that lets each of its strips be decoded from the whole file.
-        image.format == "TIFF" and image.info.get("compression") in ("jpeg", "tiff_jpeg")
-    )
+    if len(scans) > 1 and image.width * image.height * sum(scans) > MAX_WORK:
+        raise ImageError(
+            f"is a JPEG of {len(scans)} scans of {image.width}x{image.height} pixels, which takes too long to decode: "
+            "save it without progressive scans"
+        )
+    if image.format == "TIFF" and image.info.get("compression") in ("jpeg", "tiff_jpeg"):
+        raise ImageError("is a TIFF that holds JPEGs, each strip of which may cost as much as the file: save it as PNG")
     return image
-
-
-def upright(image: Image.Image, data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The pixels of an image that `open_image` opened from `data`, turned as its EXIF says; every path decodes here.
-
-    A costly image is decoded in a process that can be killed. Raises ImageError where that fails, and what Pillow
-    raises for damaged images.
-    """
-    if image.info.get(_COSTLY):
-        return decode_in_process(data, ["JPEG" if image.format == "MPO" else str(image.format)], max_pixels)
-    return ImageOps.exif_transpose(image)
 
 
 def as_image(image: Any) -> Image.Image | EncodedImage:
@@ -260,19 +237,6 @@ def check_parts(data: bytes) -> list[int]:
     return []
 
 
-def is_costly(scans: list[int], width: int, height: int) -> bool:
-    """Whether a JPEG of these scans should be decoded in a process that can be killed. ImageError if not even there."""
-    work = width * height * sum(scans)
-    if len(scans) < 2:
-        return False
-    if work > MAX_WORK:
-        raise ImageError(
-            f"is a JPEG of {len(scans)} scans of {width}x{height} pixels, which takes too long to decode: save it "
-            "without progressive scans"
-        )
-    return work > MAX_WORK_HERE
-
-
 def _check_chunks(data: bytes) -> None:
     place, chunks = len(_PNG), 0
     while place + 12 <= len(data):
@@ -288,7 +252,8 @@ def _scans(data: bytes) -> list[int]:
     place, segments, fill = 2, 0, 0
     while place + 1 < len(data):
         if data[place] != 0xFF or data[place + 1] in (0x00, 0xFF):
-            after = _next_marker(data, place)
+            found = _MARKER.search(data, place)
+            after = found.start() if found else len(data)
             fill += after - place
             if fill > MAX_FILL and not scans:
                 raise ImageError(f"is a JPEG with more than {MAX_FILL} bytes between its segments: save it again")
@@ -316,55 +281,3 @@ def _scans(data: bytes) -> list[int]:
         else:
             place += length
     return scans
-
-
-def _next_marker(data: bytes, place: int) -> int:
-    """Where the next 0xFF is that a marker follows."""
-    found = _MARKER.search(data, place)
-    return found.start() if found else len(data)
-
-
-def decode_in_process(
-    data: bytes, formats: Sequence[str], max_pixels: int, timeout_s: float = TIMEOUT_S
-) -> Image.Image:
-    """The first frame, upright. Raises ImageError for a damaged image, and where the limits do not suffice."""
-    child: Child | None = None
-    try:
-        with _queue.turn(), contextlib.ExitStack() as ending:
-            child = Child("rl_vlm.envs.images:prepare", memory=MEMORY, cpu_s=CPU_SECONDS)
-            ending.callback(child.kill)
-            request = {"formats": list(formats), "max_pixels": max_pixels}
-            reply, blobs = child.ask(request, [data], timeout_s=timeout_s)
-    except BusyError as error:
-        raise ImageError(f"was not decoded, because other images are: {error}") from error
-    except TimeoutError as error:
-        raise ImageError("takes too long to decode: save it as a plain JPEG or PNG") from error
-    except ChildStartError as error:
-        raise ImageError(f"cannot be decoded: {error}") from error
-    except (PeerGoneError, FrameError) as error:
-        raise ImageError(f"broke the process that decoded it ({child.kill() if child else error})") from error
-    except OSError as error:
-        raise ImageError(f"cannot be decoded, because no process could be started for it ({error})") from error
-    if "error" in reply:
-        raise ImageError(f"cannot be decoded ({reply['error']})")
-    return Image.frombytes(reply["mode"], (reply["width"], reply["height"]), blobs[0])
-
-
-def prepare() -> Answer:
-    """In the child: what answers requests."""
-    with contextlib.suppress(OSError):
-        os.nice(10)  # an attack on the decoder must not slow down what runs beside it
-    return _answer
-
-
-def _answer(request: dict[str, Any], blobs: list[bytes]) -> Frame:
-    """The first frame of a file, upright: its mode and size, and its raw pixels."""
-    try:
-        image = Image.open(io.BytesIO(blobs[0]), formats=request["formats"])
-        if image.width * image.height > request["max_pixels"]:
-            raise ValueError(f"{image.width}x{image.height} pixels are too many")
-        shown: Image.Image = ImageOps.exif_transpose(image)
-        shown = shown if shown.mode in _MODES else shown.convert("RGB")
-        return {"mode": shown.mode, "width": shown.width, "height": shown.height}, [shown.tobytes()]
-    except Exception as error:  # decoders raise nearly anything on corrupt bytes
-        return {"error": f"{type(error).__name__}: {error}"[:300]}, []

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from jinja2 import TemplateError
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from rl_vlm.chat import EncodedSpan
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import choice_tokens
-from rl_vlm.envs.images import ImageError, open_image, upright
+from rl_vlm.envs.images import ImageError, open_image
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, ImagePart, ImageURLPart, TextPart
 from rl_vlm.models.images import ImageProcessorSpec, shrunk
@@ -66,7 +66,7 @@ class ImageReader:
     def decode(self, image: Image.Image, name: str) -> EncodedImage:
         """Decode an opened image: the first frame, upright as its EXIF says, RGB."""
         with _explained(name, "is damaged and cannot be decoded"):
-            turned = upright(image, image.info[_FILE], self._limits.max_image_pixels)
+            turned = ImageOps.exif_transpose(image)
             width, height = self._spec.resized(turned.width, turned.height, name)
             if width * height < turned.width * turned.height:
                 # The model sees a photo smaller: as PNG in full size it would take ten times its file.

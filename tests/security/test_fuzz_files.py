@@ -13,10 +13,9 @@ import pytest
 from fuzz_targets import CONFIG, FRAME, IMAGES, TARGETS, WORDS, YAML, check_label
 from fuzzing import SECONDS, damaged, fuzz
 from hypothesis import strategies as st
-from image_corpus import jpeg_in_tiff
 
 from rl_vlm import frames
-from rl_vlm.envs import images, isolation
+from rl_vlm.envs import isolation
 from rl_vlm.envs.data import QuestionTable, file_rows
 from rl_vlm.types import UserInputError
 
@@ -86,7 +85,3 @@ def test_adapters():
 
 def test_yaml():
     assert fuzz(damaged(YAML), TARGETS["yaml"].check) > 10
-
-
-def test_costly_images_in_a_process():
-    assert images.decode(jpeg_in_tiff(24)).width == 24
