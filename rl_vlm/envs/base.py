@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -13,6 +13,9 @@ from pydantic import Field
 
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
+
+if TYPE_CHECKING:  # a file of one environment needs no pyarrow
+    from rl_vlm.envs.data import TableSet
 
 Info = dict[str, Any]
 # For arguments of environments.
@@ -148,7 +151,7 @@ class EpisodeEnv(VisionEnv):
         num_train: int | None = None,
         num_test: int | None = None,
         max_turns: int | None = None,
-        rows: ItemTables | None = None,
+        rows: TableSet[Any] | None = None,
     ) -> None:
         super().__init__()
         self.name = self.name or type(self).__name__
@@ -216,23 +219,3 @@ class EpisodeEnv(VisionEnv):
         truncated = reply.truncated or cut
         shown = reply.message if self._open and reply.message is not None else Observation()
         return shown, reply.reward, not self._open and not truncated, truncated, reply.info
-
-
-class ItemTable(Protocol):
-    """The items of one split of a data set."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-    def validate(self, limit: int | None = None) -> int:
-        """Check rows; return how many were checked. Raises UserInputError."""
-        ...
-
-
-class ItemTables(Protocol):
-    """The splits of a data set."""
-
-    def split(self, split: Split) -> ItemTable:
-        """The items of a split. Raises UserInputError where there are none."""
-        ...

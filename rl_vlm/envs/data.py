@@ -1,7 +1,7 @@
-"""Data sets with images: rows of parquet and CSV files or of the hub, read when they are asked for, checked, and turned
-into items.
+"""Data sets with images: rows of parquet files or of the hub, read when they are asked for, checked, and turned into
+items.
 
-`open_table(QuestionTable, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file, `"owner/name"` a
+`open_table(QUESTIONS, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file, `"owner/name"` a
 data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first hundred rows of any of them.
 
 A file from elsewhere cannot make us take memory without bound: every read has a budget. pyarrow reads the files; the
@@ -12,21 +12,18 @@ the hub only.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 import threading
-import weakref
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes, one_line
@@ -41,11 +38,10 @@ CACHE_BYTES = 256 * 2**20  # of recent row groups, per set of rows
 FREE_BYTES = 256 * 2**20  # that a read may take whatever the size of the file
 MAX_BYTES = 2**31  # that a read may take at most
 MAX_RATIO = 100  # bytes in memory for a byte of the file; pictures have 1, tables of text up to 30
-_FEWEST_ROWS, _MOST_ROWS = 64, 65_536  # that are read at once
+_ROWS_AT_ONCE = 64
 # What pyarrow raises on a damaged file: its own errors, the system's, and bad UTF-8 when a value becomes a string.
 _READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
-T = TypeVar("T")
 Item = TypeVar("Item")
 DataSource = str | Mapping[str, str]
 
@@ -70,58 +66,45 @@ def read_parquet(
     is compared with it first. The rows are then read piece by piece, because a file may lie: one value of a dictionary
     may stand in millions of rows.
     """
-    groups = range(reader.num_row_groups) if group is None else [group]
-    schema = reader.schema_arrow
-    chosen = [name for name in schema.names if columns is None or name in columns]
-    chunks = [
-        chunk
-        for metadata in map(reader.metadata.row_group, groups)
-        for chunk in map(metadata.column, range(metadata.num_columns))
-        if chunk.path_in_schema.split(".")[0] in chosen
-    ]
-    compressed = sum(chunk.total_compressed_size for chunk in chunks)
-    budget = min(MAX_BYTES, max(FREE_BYTES if free_bytes is None else free_bytes, MAX_RATIO * compressed))
-    size = sum(chunk.total_uncompressed_size for chunk in chunks)
-    _check(max(size, 4 * sum(chunk.num_values for chunk in chunks)), budget)
-    rows = min(max(budget // max(size, 1), _FEWEST_ROWS), _MOST_ROWS)  # whose values can hardly exceed the budget
-    batches, held = [], 0
-    for batch in reader.iter_batches(batch_size=rows, row_groups=list(groups), columns=columns, use_threads=False):
+    groups = list(range(reader.num_row_groups)) if group is None else [group]
+    parts = [reader.metadata.row_group(number) for number in groups]
+    chunks = [part.column(number) for part in parts for number in range(part.num_columns)]
+    free = FREE_BYTES if free_bytes is None else free_bytes
+    budget = min(MAX_BYTES, max(free, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)))
+    sizes = [part.total_byte_size for part in parts] + [4 * chunk.num_values for chunk in chunks]
+    batches: list[pa.RecordBatch] = []
+    held, pieces = 0, reader.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False)
+    while held <= budget and max(sizes, default=0) <= budget:
+        batch = next(pieces, None)
+        if batch is None:
+            return pa.Table.from_batches(batches) if batches else reader.read_row_groups(groups, columns=columns)
         held += batch.nbytes
-        _check(held, budget)
         batches.append(batch)
-    if batches:
-        return pa.Table.from_batches(batches, batches[0].schema)
-    return pa.schema([schema.field(name) for name in chosen], schema.metadata).empty_table()
-
-
-def _check(size: int, budget: int) -> None:
-    if size > budget:
-        raise TooLargeError(
-            f"takes more than {budget >> 20} MiB in memory: write the file with smaller row groups (row_group_size)"
-        )
+    raise TooLargeError(
+        f"takes more than {budget >> 20} MiB in memory: write the file with smaller row groups (row_group_size)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Rows that are read together: a row group, a CSV file, or a data set of the hub.
+class Block:
+    """Rows that are read together: a row group, or a data set of the hub.
 
-    name: of the file, or of the data set. first: the number of the first row in it. what: the block in words.
+    name: of the file, or of the data set. first: the number of the first row in it.
     """
 
     name: object
     first: int
     count: int
-    what: str
     read: Callable[[], pa.Table]
-    folder: Path | None
+    folder: Path | None = None
 
 
 class Rows:
     """Rows of a data set by number; recently read blocks are kept in memory up to `CACHE_BYTES`."""
 
-    def __init__(self, blocks: Iterable[_Block]) -> None:
+    def __init__(self, blocks: Iterable[Block]) -> None:
         self._blocks = tuple(blocks)
-        self._ends = list(accumulate(block.count for block in self._blocks))
+        self._ends = list(itertools.accumulate(block.count for block in self._blocks))
         self._recent: OrderedDict[int, pa.Table] = OrderedDict()
         self._lock = threading.Lock()  # a reader may not be used by two threads at once
 
@@ -131,15 +114,14 @@ class Rows:
     def row(self, index: int) -> dict[str, Any]:
         """Row `index` as a dict of the columns, images still encoded; BadRowError if the file is damaged there."""
         number, place = self._find(index)
-        block = self._blocks[number]
         try:
             with self._lock:
                 table = self._table(number)
             return table.slice(place, 1).to_pylist()[0]  # type: ignore[no-any-return]
         except TooLargeError as error:
-            raise BadRowError(f"{self.where(index)}: {block.what} {error}.") from error
+            raise BadRowError(f"{self.where(index)}: the row group {error}.") from error
         except _READ_ERRORS as error:
-            raise BadRowError(f"{self.where(index)}: {block.what} is damaged ({one_line(error)}).") from error
+            raise BadRowError(f"{self.where(index)}: the file is damaged there ({one_line(error)}).") from error
 
     def where(self, index: int) -> str:
         """File and row in words."""
@@ -170,46 +152,26 @@ class Rows:
 
 
 def file_rows(files: Sequence[Path], columns: Sequence[str], optional: Sequence[str] = ()) -> Rows:
-    """The rows of parquet or CSV files. All have the columns, and the optional ones where the first has them. Raises
-    UserInputError."""
-    opened = [_open(file, [*columns, *optional]) for file in files]
-    names = [one.column_names if isinstance(one, pa.Table) else one.schema_arrow.names for one in opened]
-    columns = [*columns, *(name for name in optional if opened and name in names[0])]
-    for file, found in zip(files, names, strict=True):
-        check_columns(found, file, columns)
-    return Rows(block for file, one in zip(files, opened, strict=True) for block in _blocks(file, one, columns))
+    """The rows of parquet files, of which nothing but the end is read yet. Raises UserInputError."""
+    return Rows(block for file in files for block in _blocks(file, columns, optional))
 
 
-def _open(file: Path, columns: Sequence[str]) -> pq.ParquetFile | pa.Table:
-    """A parquet file, of which nothing but the end is read yet, or the table of a CSV file, whose `columns` are
-    texts."""
-    csv = file.suffix == ".csv"
+def _blocks(file: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[Block]:
     try:
-        if not csv:
-            return pq.ParquetFile(file, page_checksum_verification=True)
-        types = pa.csv.ConvertOptions(column_types={name: pa.string() for name in columns})
-        return pa.csv.read_csv(file, convert_options=types)
+        reader = pq.ParquetFile(file, page_checksum_verification=True)
     except _READ_ERRORS as error:
-        raise UserInputError(
-            f"{file} is not a readable {'CSV' if csv else 'parquet'} file ({one_line(error)})."
-        ) from error
-
-
-def _blocks(file: Path, opened: pq.ParquetFile | pa.Table, columns: Sequence[str]) -> Iterator[_Block]:
-    if isinstance(opened, pa.Table):
-        chosen = opened.select(columns)
-        yield _Block(file, 0, chosen.num_rows, "the file", lambda: chosen, file.parent)
-        return
+        raise UserInputError(f"{file} is not a readable parquet file ({one_line(error)}).") from error
+    chosen = chosen_columns(reader.schema_arrow.names, file, columns, optional)
 
     def read(group: int) -> pa.Table:
-        table = read_parquet(opened, group, columns)
+        table = read_parquet(reader, group, chosen)
         table.validate(full=True)
         return table
 
     first = 0
-    for group in range(opened.num_row_groups):
-        count = opened.metadata.row_group(group).num_rows
-        yield _Block(file, first, count, f"row group {group} of the file", partial(read, group), file.parent)
+    for group in range(reader.num_row_groups):
+        count = reader.metadata.row_group(group).num_rows
+        yield Block(file, first, count, partial(read, group), file.parent)
         first += count
 
 
@@ -224,38 +186,43 @@ def hub_rows(name: str, split: str, columns: Sequence[str], optional: Sequence[s
             f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a "
             "data set of the hub, fetch it once with `rl-vlm fetch` while online."
         ) from error
-    check_columns(dataset.column_names, name, columns)
-    chosen = [*columns, *(column for column in optional if column in dataset.column_names)]
+    chosen = chosen_columns(dataset.column_names, name, columns, optional)
     # The arrow format returns images as they are stored, from files that are mapped into memory; the default one
     # decodes them.
     stored = dataset.select_columns(chosen).with_format("arrow")
-    return Rows([_Block(name, 0, len(stored), "the cached copy", lambda: stored[:], None)])
+    return Rows([Block(name, 0, len(stored), lambda: stored[:])])
 
 
-def check_columns(found: Sequence[str], where: object, columns: Sequence[str]) -> None:
-    """Raise UserInputError if a column is missing, or there twice: which one counts would be chance."""
+def chosen_columns(
+    found: Sequence[str], where: object, columns: Sequence[str], optional: Sequence[str] = ()
+) -> list[str]:
+    """The columns, and the optional ones that are there.
+
+    Raises UserInputError if a column is missing, or there twice: which one counts would be chance.
+    """
     missing = [column for column in columns if column not in found]
     if missing:
         raise UserInputError(
             f"{where} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(found)}. "
             f"Needed: {', '.join(columns)}."
         )
-    for column in columns:
+    chosen = [*columns, *(column for column in optional if column in found)]
+    for column in chosen:
         if found.count(column) > 1:
             raise UserInputError(f"{where} has the column {column} more than once: keep one of them.")
+    return chosen
 
 
-def local_files(path: Path, split: str, kinds: Sequence[str] = ("parquet",)) -> list[Path]:
+def local_files(path: Path, split: str) -> list[Path]:
     """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or in its
     `data`."""
     if path.is_file():
         return [path]
-    for kind in kinds:
-        for folder in (path, path / "data"):
-            single = folder / f"{split}.{kind}"
-            files = [single] if single.is_file() else sorted(folder.glob(f"{split}-*.{kind}"))
-            if files:
-                return files
+    for folder in (path, path / "data"):
+        single = folder / f"{split}.parquet"
+        files = [single] if single.is_file() else sorted(folder.glob(f"{split}-*.parquet"))
+        if files:
+            return files
     found = sorted(file for folder in (path, path / "data") for file in folder.glob("*.parquet"))
     raise UserInputError(
         f"{path} has neither {split}.parquet nor {split}-*.parquet; it holds "
@@ -325,47 +292,50 @@ def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key
         )
 
 
-class RowTable(Generic[Item]):
-    """A sequence of items, one per row. A row is read, checked and decoded when it is asked for.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: its cells by column, file and row in words, and `image`, which decodes the content of a cell.
 
-    A subclass names its columns and writes `read` and `make`. KINDS: the endings of files in a folder, the preferred
-    one first.
+    `image` raises BadRowError.
     """
 
-    COLUMNS: ClassVar[Sequence[str]]
-    OPTIONAL: ClassVar[Sequence[str]] = ()
-    KINDS: ClassVar[Sequence[str]] = ("parquet",)
+    cells: dict[str, Any]
+    where: str
+    image: Callable[[Any], EncodedImage]
 
-    def __init__(self, rows: Rows, selected: range, name: str) -> None:
+    def text(self, column: str) -> str:
+        """A cell as text: strings as they are, finite numbers in digits. Raises BadRowError for anything else."""
+        text = cell_text(self.cells[column])
+        if not text:
+            raise BadRowError(f"the {column} is empty or neither text nor a number.")
+        return text
+
+
+@dataclass(frozen=True)
+class Schema(Generic[Item]):
+    """What the rows of a data set hold: `read` makes the item of a row, and raises BadRowError for one that cannot be
+    used."""
+
+    read: Callable[[Row], Item]
+    columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+class RowTable(Generic[Item]):
+    """A sequence of items, one per row. A row is read, checked and decoded when it is asked for."""
+
+    def __init__(self, schema: Schema[Item], rows: Rows, selected: range, name: str) -> None:
         self.name = name
         self.selected = selected  # rows of the data set
-        self._rows = rows
-        self._recent: OrderedDict[int, Item] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @abstractmethod
-    def read(self, row: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """The checked fields and the undecoded images of a row. Raises BadRowError, whose message says what is
-        wrong."""
-
-    @abstractmethod
-    def make(self, fields: Any, images: tuple[EncodedImage, ...], where: str) -> Item:
-        """The item of what `read` returned, with its images decoded, and the file and row in words."""
+        self._schema, self._rows = schema, rows
+        self._decoded = lru_cache(CACHED_ITEMS)(partial(self._read, use=decode))
 
     def __len__(self) -> int:
         return len(self.selected)
 
     def __getitem__(self, index: int) -> Item:
         """Item `index`; IndexError outside the table, BadRowError that names file and row if it is not usable."""
-        row = self.selected[index]
-        with self._lock:
-            item = self._recent.get(row)
-            if item is None:
-                fields, images = self._each(row, decode)
-                item = self._recent[row] = self.make(fields, tuple(images), self._rows.where(row))
-                if len(self._recent) > CACHED_ITEMS:
-                    self._recent.popitem(last=False)
-            return item
+        return self._decoded(self.selected[index])
 
     def validate(self, limit: int | None = None) -> int:
         """Check `limit` rows spread over the table, or all, without decoding pixels; return how many.
@@ -373,92 +343,82 @@ class RowTable(Generic[Item]):
         Finds damaged files and row groups, rows whose fields are missing or wrong, and images that are missing, not
         images or too large. Raises BadRowError with the first few findings. Damaged pixels show when the row is used.
         """
+        count = len(self) if limit is None else max(0, min(limit, len(self)))
         findings: list[str] = []
-        rows = self.spread(limit)
-        for row in rows:
+        for number in range(count):
             try:
-                self._each(row, check_header)
+                self._read(
+                    self.selected[number * len(self) // count], lambda data: EncodedImage("", b"", *check_header(data))
+                )
             except BadRowError as error:
                 findings.append(str(error))
                 if len(findings) == SHOWN_FINDINGS:
                     break
         if findings:
             raise BadRowError(f"{self.name} has rows that cannot be used. {' '.join(findings)}")
-        return len(rows)
+        return count
 
-    def spread(self, limit: int | None) -> list[int]:
-        """`limit` rows spread over the table; all of them without a limit."""
-        count = len(self) if limit is None else max(0, min(limit, len(self)))
-        return [self.selected[number * len(self) // count] for number in range(count)]
+    def _read(self, row: int, use: Callable[[bytes], EncodedImage]) -> Item:
+        cells, folder, where = self._rows.row(row), self._rows.folder(row), self._rows.where(row)
+        numbers = itertools.count()
 
-    def _each(self, row: int, use: Callable[[bytes], T]) -> tuple[Any, list[T]]:
-        """The checked fields of a row, and `use` of the bytes of each of its images. Raises BadRowError."""
-        values, folder = self._rows.row(row), self._rows.folder(row)
-        try:
-            fields, images = self.read(values)
-        except BadRowError as error:
-            raise BadRowError(f"{self._rows.where(row)}: {error}") from error
-        results = []
-        for number, image in enumerate(images):
+        def image(cell: Any) -> EncodedImage:
+            number = next(numbers)
             try:
-                results.append(use(image_bytes(image, folder)))
+                return use(image_bytes(cell, folder))
             except ImageError as error:
-                raise BadRowError(f"{self._rows.where(row)}: image {number} {error}.") from error
-        return fields, results
+                raise BadRowError(f"image {number} {error}.") from error
+
+        try:
+            return self._schema.read(Row(cells, where, image))
+        except BadRowError as error:
+            raise BadRowError(f"{where}: {error}") from error
 
 
-Table = TypeVar("Table", bound=RowTable[Any])
-
-# Tables by class, source and version of their files, so that the environments of one process share tables; a table is
-# freed with its last environment.
-_TABLES: weakref.WeakValueDictionary[tuple[Any, ...], RowTable[Any]] = weakref.WeakValueDictionary()
-_TABLES_LOCK = threading.Lock()
-
-
-def open_table(table: type[Table], source: str, split: str) -> Table:
+def open_table(schema: Schema[Item], source: str, split: str) -> RowTable[Item]:
     """Open a folder, a file or a data set of the hub, with an optional slice `source@[a:b]`.
 
     Raises UserInputError if it does not exist, lacks a column, or if the slice is empty.
     """
-    name, selected = split_slice(source)
+    name = split_slice(source)[0]
     path, files = Path(name).expanduser(), []
     if path.exists():
-        files = local_files(path, split, table.KINDS)
+        files = local_files(path, split)
     elif not HUB_NAME.fullmatch(name):
         raise UserInputError(f"There is no file or folder {name!r}, and it is no name of a data set on the hub.")
-    versions = tuple((str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    with _TABLES_LOCK:
-        found = _TABLES.get((table, source, split, versions))
-        if not isinstance(found, table):
-            columns = table.COLUMNS, table.OPTIONAL
-            rows = file_rows(files, *columns) if files else hub_rows(name, split, *columns)
-            chosen = range(len(rows))[selected]
-            if not chosen:
-                raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
-            found = _TABLES[table, source, split, versions] = table(rows, chosen, f"{source} ({split})")
-    return found
+    versions = tuple((file.absolute(), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    return _opened(schema, source, split, versions)  # type: ignore[return-value]  # of this schema
 
 
-class TableSet(Generic[Table]):
+@lru_cache(maxsize=8)  # the environments of one process share tables
+def _opened(schema: Schema[Any], source: str, split: str, versions: tuple[tuple[Path, int, int], ...]) -> RowTable[Any]:
+    name, selected = split_slice(source)
+    files, columns = [file for file, *_ in versions], (schema.columns, schema.optional)
+    rows = file_rows(files, *columns) if files else hub_rows(name, split, *columns)
+    chosen = range(len(rows))[selected]
+    if not chosen:
+        raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
+    return RowTable(schema, rows, chosen, f"{source} ({split})")
+
+
+class TableSet(Generic[Item]):
     """The data set of an environment: its splits as tables, each opened on first use. `data` names both, or each
     (env.data)."""
 
-    def __init__(self, table: type[Table], data: DataSource) -> None:
-        self._table, self._data = table, data
-        self._tables: dict[str, Table] = {}
-        self._checked = False
+    def __init__(self, schema: Schema[Item], data: DataSource) -> None:
+        self._schema, self._data = schema, data
+        self._tables: dict[str, RowTable[Item]] = {}
 
-    def split(self, split: Split) -> Table:
+    def split(self, split: Split) -> RowTable[Item]:
         """The items of a split. Raises UserInputError if there is no such split, or if train and test share rows."""
-        if not self._checked:
+        if not self._tables:
             reject_shared_rows(self._data, lambda one: self._open(one).selected)
-            self._checked = True
-        return self._open(split)
-
-    def _open(self, split: Split) -> Table:
         if split not in self._tables:
-            self._tables[split] = open_table(self._table, _split_source(self._data, split), split)
+            self._tables[split] = self._open(split)
         return self._tables[split]
+
+    def _open(self, split: Split) -> RowTable[Item]:
+        return open_table(self._schema, _split_source(self._data, split), split)
 
 
 def cell_text(value: Any) -> str:
@@ -497,24 +457,13 @@ class Question:
         return tuple(part for part in parts if part != "")
 
 
-class QuestionTable(RowTable[Question]):
-    """Rows of `problem`, `answer` and `images`."""
+def _question(row: Row) -> Question:
+    problem, answer, images = row.text("problem"), row.text("answer"), row.cells["images"]
+    images = images if isinstance(images, list) else [] if images is None else [images]
+    markers = problem.count(IMAGE_MARKER)
+    if markers and markers != len(images):
+        raise BadRowError(f"{markers} {IMAGE_MARKER} markers in the problem, {len(images)} images.")
+    return Question(problem, answer, tuple(map(row.image, images)), row.where)
 
-    COLUMNS = ("problem", "answer", "images")
 
-    def read(self, row: dict[str, Any]) -> tuple[tuple[str, str], list[Any]]:
-        """(problem, answer) and the undecoded images."""
-        problem, answer, images = cell_text(row["problem"]), cell_text(row["answer"]), row["images"]
-        if not problem:
-            raise BadRowError("the problem is empty or not text.")
-        if not answer:
-            raise BadRowError("the answer is empty or neither text nor a number.")
-        images = images if isinstance(images, list) else [] if images is None else [images]
-        markers = problem.count(IMAGE_MARKER)
-        if markers and markers != len(images):
-            raise BadRowError(f"{markers} {IMAGE_MARKER} markers in the problem, {len(images)} images.")
-        return (problem, answer), images
-
-    def make(self, fields: tuple[str, str], images: tuple[EncodedImage, ...], where: str) -> Question:
-        """The question."""
-        return Question(*fields, images, where)
+QUESTIONS = Schema(_question, ("problem", "answer", "images"))

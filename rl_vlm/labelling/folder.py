@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_vlm.envs.data import check_columns
+from rl_vlm.envs.data import chosen_columns
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
 from rl_vlm.files import write_atomic
 from rl_vlm.labelling.labeller import VLMLabeller
@@ -157,7 +157,7 @@ def _listed(folder: Path) -> list[NamedPair]:
             rows = list(reader)
         except csv.Error as error:
             raise UserInputError(f"{path} cannot be read ({error}): a quotation mark may be missing.") from error
-    check_columns(list(reader.fieldnames or ()), path, ("first", "second"))
+    chosen_columns(list(reader.fieldnames or ()), path, ("first", "second"))
     pairs = []
     for row in rows:
         returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]

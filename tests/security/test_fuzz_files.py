@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rl_vlm import frames
 from rl_vlm.envs import isolation
-from rl_vlm.envs.data import QuestionTable, file_rows
+from rl_vlm.envs.data import QUESTIONS, file_rows
 from rl_vlm.types import UserInputError
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
@@ -40,7 +40,7 @@ def test_parquet(tmp_path):
     def check(data):
         file.write_bytes(data)
         try:
-            found = file_rows([file], QuestionTable.COLUMNS)
+            found = file_rows([file], QUESTIONS.columns)
             for index in range(min(len(found), 30)):
                 assert set(found.row(index)) == {"problem", "answer", "images"}
         except UserInputError:

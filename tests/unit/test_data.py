@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.data import BadRowError, QuestionTable, open_table
+from rl_vlm.envs.data import QUESTIONS, BadRowError, Question, RowTable, open_table
 from rl_vlm.types import UserInputError
 
 GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"
@@ -48,9 +48,9 @@ def write(file: Path, images, problem="<image>What?", answer="5", kind=None, **o
     return file
 
 
-def one(tmp_path, images, **columns) -> QuestionTable:
+def one(tmp_path, images, **columns) -> RowTable[Question]:
     """A table of one row."""
-    return open_table(QuestionTable, str(write(tmp_path / "train.parquet", [images], **columns)), "train")
+    return open_table(QUESTIONS, str(write(tmp_path / "train.parquet", [images], **columns)), "train")
 
 
 def test_folder_file_and_shards_hold_the_same_questions(tmp_path):
@@ -58,9 +58,9 @@ def test_folder_file_and_shards_hold_the_same_questions(tmp_path):
     (tmp_path / "data").mkdir()
     pq.write_table(table.slice(0, 5), tmp_path / "data" / "train-00000-of-00002.parquet")
     pq.write_table(table.slice(5), tmp_path / "data" / "train-00001-of-00002.parquet")
-    folder = open_table(QuestionTable, str(GEO3K), "train")
-    file = open_table(QuestionTable, str(GEO3K / "train.parquet"), "train")
-    shards = open_table(QuestionTable, str(tmp_path), "train")
+    folder = open_table(QUESTIONS, str(GEO3K), "train")
+    file = open_table(QUESTIONS, str(GEO3K / "train.parquet"), "train")
+    shards = open_table(QUESTIONS, str(tmp_path), "train")
     assert len(folder) == len(file) == len(shards) == 8
     for i in range(8):
         assert folder[i].answer == file[i].answer == shards[i].answer
@@ -69,7 +69,7 @@ def test_folder_file_and_shards_hold_the_same_questions(tmp_path):
 
 
 def test_train_and_test_are_different_rows():
-    train, test = open_table(QuestionTable, str(GEO3K), "train"), open_table(QuestionTable, str(GEO3K), "test")
+    train, test = open_table(QUESTIONS, str(GEO3K), "train"), open_table(QUESTIONS, str(GEO3K), "test")
     assert (len(train), len(test)) == (8, 4)
     assert not {q.images for q in (train[i] for i in range(8))} & {q.images for q in (test[i] for i in range(4))}
 
@@ -86,21 +86,21 @@ def test_train_and_test_are_different_rows():
     ],
 )
 def test_slices_select_rows(suffix, rows):
-    whole = open_table(QuestionTable, str(GEO3K), "train")
-    part = open_table(QuestionTable, f"{GEO3K}@{suffix}", "train")
+    whole = open_table(QUESTIONS, str(GEO3K), "train")
+    part = open_table(QUESTIONS, f"{GEO3K}@{suffix}", "train")
     assert [part[i].where for i in range(len(part))] == [whole[i].where for i in rows]
 
 
 @pytest.mark.parametrize("suffix", ["[8:]", "[3:3]", "[5:2]"])
 def test_an_empty_slice_is_refused(suffix):
     with pytest.raises(UserInputError, match="8 rows"):
-        open_table(QuestionTable, f"{GEO3K}@{suffix}", "train")
+        open_table(QUESTIONS, f"{GEO3K}@{suffix}", "train")
 
 
 @pytest.mark.parametrize("suffix", ["[a:b]", "[1]", "[1:2:3]", "[]"])
 def test_a_malformed_slice_is_refused(suffix):
     with pytest.raises(UserInputError, match="written @"):
-        open_table(QuestionTable, f"{GEO3K}@{suffix}", "train")
+        open_table(QUESTIONS, f"{GEO3K}@{suffix}", "train")
 
 
 def test_every_form_of_an_image_is_read(tmp_path):
@@ -119,7 +119,7 @@ def test_every_form_of_an_image_is_read(tmp_path):
         "not a list": ([data], pa.binary()),
     }
     for name, (images, kind) in forms.items():
-        table = open_table(QuestionTable, str(write(tmp_path / f"{name}.parquet", images, kind=kind)), "train")
+        table = open_table(QUESTIONS, str(write(tmp_path / f"{name}.parquet", images, kind=kind)), "train")
         assert table.validate() == 1, name
         assert table[0].images[0].to_pil().getpixel((0, 0)) == (255, 0, 0), name
 
@@ -135,7 +135,7 @@ def test_images_come_first_without_markers(tmp_path):
 
 
 def test_numbers_are_answers(tmp_path):
-    table = open_table(QuestionTable, str(write(tmp_path / "a.parquet", [[png()]], answer=[2.5])), "train")
+    table = open_table(QUESTIONS, str(write(tmp_path / "a.parquet", [[png()]], answer=[2.5])), "train")
     assert table[0].answer == "2.5"
 
 
@@ -164,7 +164,7 @@ def test_numbers_are_answers(tmp_path):
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_bad_image_names_file_row_and_reason(tmp_path, images, message):
     good = uri(png()) if images and isinstance(images[0], str) else png()
-    table = open_table(QuestionTable, str(write(tmp_path / "train.parquet", [[good], images])), "train")
+    table = open_table(QUESTIONS, str(write(tmp_path / "train.parquet", [[good], images])), "train")
     for check in (lambda: table[1], lambda: table.validate()):
         with pytest.raises(BadRowError, match=message) as caught:
             check()
@@ -175,7 +175,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "secret.png").write_bytes(png())
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.png").symlink_to(tmp_path / "secret.png")
-    table = open_table(QuestionTable, str(write(tmp_path / "set" / "train.parquet", [["a.png"]])), "train")
+    table = open_table(QUESTIONS, str(write(tmp_path / "set" / "train.parquet", [["a.png"]])), "train")
     with pytest.raises(BadRowError):
         table[0]
 
@@ -201,7 +201,7 @@ def test_a_truncated_image_is_found_when_it_is_used(tmp_path):
 )
 def test_a_row_without_text_is_refused(tmp_path, column, value, message):
     columns = {"problem": ["What?"], "answer": ["5"], column: value}
-    table = open_table(QuestionTable, str(write(tmp_path / "a.parquet", [[png()]], **columns)), "train")
+    table = open_table(QUESTIONS, str(write(tmp_path / "a.parquet", [[png()]], **columns)), "train")
     if message is None:
         assert table[0].problem == "5"
     else:
@@ -211,7 +211,7 @@ def test_a_row_without_text_is_refused(tmp_path, column, value, message):
 
 def test_one_bad_row_leaves_the_others_usable(tmp_path):
     file = write(tmp_path / "a.parquet", [[png()], [b"x"], [png("blue")]])
-    table = open_table(QuestionTable, str(file), "train")
+    table = open_table(QUESTIONS, str(file), "train")
     with pytest.raises(BadRowError):
         table[1]
     assert len(table[0].images) == len(table[2].images) == 1
@@ -220,7 +220,7 @@ def test_one_bad_row_leaves_the_others_usable(tmp_path):
 def test_missing_columns_name_those_found(tmp_path):
     pq.write_table(pa.table({"question": ["?"], "answer": ["5"]}), tmp_path / "train.parquet")
     with pytest.raises(UserInputError, match="problem, images"):
-        open_table(QuestionTable, str(tmp_path), "train")
+        open_table(QUESTIONS, str(tmp_path), "train")
 
 
 @pytest.mark.parametrize("column", ["problem", "answer", "images"])
@@ -228,27 +228,27 @@ def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path, column):
     table = pq.read_table(write(tmp_path / "a.parquet", [[png()]]))
     pq.write_table(table.append_column(column, table[column]), tmp_path / "train.parquet")
     with pytest.raises(UserInputError, match=f"train.parquet has the column {column} more than once: keep one"):
-        open_table(QuestionTable, str(tmp_path), "train")
+        open_table(QUESTIONS, str(tmp_path), "train")
 
 
 def test_a_column_that_nobody_reads_may_be_there_twice(tmp_path):
     table = pq.read_table(write(tmp_path / "a.parquet", [[png()]]))
     table = table.append_column("note", table["answer"]).append_column("note", table["answer"])
     pq.write_table(table, tmp_path / "train.parquet")
-    assert open_table(QuestionTable, str(tmp_path), "train")[0].answer == "5"
+    assert open_table(QUESTIONS, str(tmp_path), "train")[0].answer == "5"
 
 
 def test_a_missing_split_names_the_files_found(tmp_path):
     write(tmp_path / "train.parquet", [[png()]])
     with pytest.raises(UserInputError, match="train.parquet"):
-        open_table(QuestionTable, str(tmp_path), "test")
+        open_table(QUESTIONS, str(tmp_path), "test")
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + b"\0" * 200 + b"PAR1"])
 def test_a_file_that_is_no_parquet_is_refused(tmp_path, content):
     (tmp_path / "train.parquet").write_bytes(content)
     with pytest.raises(UserInputError, match="parquet"):
-        open_table(QuestionTable, str(tmp_path), "train")
+        open_table(QUESTIONS, str(tmp_path), "train")
 
 
 def test_a_damaged_row_group_is_found_up_front_and_spares_the_others(tmp_path):
@@ -260,7 +260,7 @@ def test_a_damaged_row_group_is_found_up_front_and_spares_the_others(tmp_path):
     middle = start + column.total_compressed_size // 2
     content[middle : middle + 20] = bytes(byte ^ 0xFF for byte in content[middle : middle + 20])
     file.write_bytes(content)
-    table = open_table(QuestionTable, str(tmp_path), "train")
+    table = open_table(QUESTIONS, str(tmp_path), "train")
     with pytest.raises(UserInputError, match="row 4"):
         table.validate(limit=4)
     assert table[3].answer == "5"
@@ -268,19 +268,19 @@ def test_a_damaged_row_group_is_found_up_front_and_spares_the_others(tmp_path):
 
 def test_validation_checks_rows_spread_over_the_table(tmp_path):
     images = [[png()]] * 9 + [[b"x"]]
-    table = open_table(QuestionTable, str(write(tmp_path / "a.parquet", images)), "train")
+    table = open_table(QUESTIONS, str(write(tmp_path / "a.parquet", images)), "train")
     assert table.validate(limit=3) == 3
     with pytest.raises(BadRowError):
         table.validate()
-    assert open_table(QuestionTable, str(GEO3K), "train").validate() == 8
+    assert open_table(QUESTIONS, str(GEO3K), "train").validate() == 8
 
 
 def test_environments_share_a_table_until_its_file_changes(tmp_path):
     file = write(tmp_path / "train.parquet", [[png()]])
-    first = open_table(QuestionTable, str(tmp_path), "train")
-    assert open_table(QuestionTable, str(tmp_path), "train") is first
+    first = open_table(QUESTIONS, str(tmp_path), "train")
+    assert open_table(QUESTIONS, str(tmp_path), "train") is first
     write(file, [[png()], [png()]])
-    assert len(open_table(QuestionTable, str(tmp_path), "train")) == 2
+    assert len(open_table(QUESTIONS, str(tmp_path), "train")) == 2
 
 
 def test_every_picture_is_opened_with_named_formats():

@@ -8,44 +8,44 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_vlm.config import load_config
-from rl_vlm.envs.data import QuestionTable, TableSet, open_table
+from rl_vlm.envs.data import QUESTIONS, TableSet, open_table
 from rl_vlm.types import UserInputError
 
 GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"
 
 
 def test_a_single_file_serves_one_split_only():
-    assert len(TableSet(QuestionTable, str(GEO3K / "train.parquet")).split("train")) == 8
-    assert len(TableSet(QuestionTable, str(GEO3K / "test.parquet@[0:2]")).split("test")) == 2
+    assert len(TableSet(QUESTIONS, str(GEO3K / "train.parquet")).split("train")) == 8
+    assert len(TableSet(QUESTIONS, str(GEO3K / "test.parquet@[0:2]")).split("test")) == 2
     with pytest.raises(UserInputError, match="train"):
-        TableSet(QuestionTable, str(GEO3K / "train.parquet")).split("test")
+        TableSet(QUESTIONS, str(GEO3K / "train.parquet")).split("test")
     with pytest.raises(UserInputError, match="test"):
-        TableSet(QuestionTable, str(GEO3K / "test.parquet")).split("train")
+        TableSet(QUESTIONS, str(GEO3K / "test.parquet")).split("train")
 
 
 def test_splits_can_be_named_one_by_one():
     data = {"train": f"{GEO3K / 'train.parquet'}@[0:6]", "test": f"{GEO3K / 'train.parquet'}@[6:8]"}
-    assert (len(TableSet(QuestionTable, data).split("train")), len(TableSet(QuestionTable, data).split("test"))) == (
+    assert (len(TableSet(QUESTIONS, data).split("train")), len(TableSet(QUESTIONS, data).split("test"))) == (
         6,
         2,
     )
     with pytest.raises(UserInputError, match="test split"):
-        TableSet(QuestionTable, {"train": data["train"]}).split("test")
+        TableSet(QUESTIONS, {"train": data["train"]}).split("test")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_splits_that_share_rows_are_refused(split):
     file = GEO3K / "train.parquet"
     with pytest.raises(UserInputError, match="share rows"):
-        TableSet(QuestionTable, {"train": f"{file}@[0:6]", "test": f"{file}@[4:8]"}).split(split)
-    apart = TableSet(QuestionTable, {"train": f"{file}@[0:6]", "test": f"{file}@[6:8]"})
+        TableSet(QUESTIONS, {"train": f"{file}@[0:6]", "test": f"{file}@[4:8]"}).split(split)
+    apart = TableSet(QUESTIONS, {"train": f"{file}@[0:6]", "test": f"{file}@[6:8]"})
     assert (len(apart.split("train")), len(apart.split("test"))) == (6, 2)
 
 
 @pytest.mark.parametrize("source", ["/no/such/place", "./nowhere", "missing.parquet", "a/b/c", ""])
 def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(source):
     with pytest.raises(UserInputError):
-        open_table(QuestionTable, source, "train")
+        open_table(QUESTIONS, source, "train")
 
 
 def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch):
@@ -56,7 +56,7 @@ def test_a_hub_set_that_is_not_cached_says_how_to_fetch_it(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(UserInputError, match="rl-vlm fetch"):
-        open_table(QuestionTable, "owner/name", "train")
+        open_table(QUESTIONS, "owner/name", "train")
 
 
 def test_a_hub_set_is_read_as_it_is_stored(monkeypatch, tmp_path):
@@ -64,8 +64,8 @@ def test_a_hub_set_is_read_as_it_is_stored(monkeypatch, tmp_path):
 
     stored = datasets.Dataset.from_parquet(str(GEO3K / "test.parquet"), cache_dir=str(tmp_path))
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: stored)
-    table = open_table(QuestionTable, "owner/name@[1:3]", "test")
-    local = open_table(QuestionTable, str(GEO3K), "test")
+    table = open_table(QUESTIONS, "owner/name@[1:3]", "test")
+    local = open_table(QUESTIONS, str(GEO3K), "test")
     assert table.validate() == 2
     assert [table[i].images for i in range(2)] == [local[i].images for i in (1, 2)]
     assert table[0].where == "owner/name, row 1"
@@ -78,13 +78,13 @@ def test_the_hint_for_a_missing_test_split_works_as_it_is_printed(tmp_path, kind
     pq.write_table(pa.table(rows), file)
     source = {"file": str(file), "folder": str(tmp_path), "mapping": {"train": f"{file}@[0:9]"}}[kind]
     with pytest.raises(UserInputError) as refused:
-        TableSet(QuestionTable, source).split("test")
+        TableSet(QUESTIONS, source).split("test")
     (override,) = re.findall(r'"(env\.data=.*)"', str(refused.value))
     assert "evaluation.split=train" in str(refused.value)
     config = tmp_path / "run.yaml"
     config.write_text("env: {id: Geo3k-v0}\n")
     data = load_config(config, [override, "evaluation.split=train"]).env.data
-    assert [len(TableSet(QuestionTable, data).split(split)) for split in ("train", "test")] == [50, 100]
+    assert [len(TableSet(QUESTIONS, data).split(split)) for split in ("train", "test")] == [50, 100]
 
 
 @pytest.mark.parametrize("data", ["5", "{dev: a.parquet}", "{train: 5}", "[a.parquet]"])

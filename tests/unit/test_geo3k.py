@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.envs.data import QuestionTable, open_table
+from rl_vlm.envs.data import QUESTIONS, open_table
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.types import EncodedImage, RLVLMError
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
@@ -46,7 +46,7 @@ def take(env, text):
 def test_the_question_replaces_its_marker_by_the_image():
     observation, info = Geo3kEnv(data=GEO3K).reset(options={"index": 3, "split": "test"})
     system, user = observation.messages
-    question = open_table(QuestionTable, GEO3K, "test")[3]
+    question = open_table(QUESTIONS, GEO3K, "test")[3]
     assert (system.role, user.role) == ("system", "user")
     assert user.parts == (question.images[0], question.problem.removeprefix("<image>"))
     assert info == {"split": "test", "index": 3, "where": question.where}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.envs.data import BadRowError, QuestionTable, open_table
+from rl_vlm.envs.data import QUESTIONS, BadRowError, open_table
 from rl_vlm.envs.errors import check_step
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
@@ -17,7 +17,7 @@ def test_every_row_of_the_fixture_is_paid_for_its_own_answer():
     for split, size in (("train", 8), ("test", 4)):
         assert env.num_items(split) == size
         assert env.validate(split) == size
-        table = open_table(QuestionTable, GEO3K, split)
+        table = open_table(QUESTIONS, GEO3K, split)
         for index in range(size):
             env.reset(options={"index": index, "split": split})
             assert check_step(env.step(rf"\boxed{{{table[index].answer}}}"))[1] == 1.0

@@ -1,10 +1,8 @@
-"""Street views: read lazily from parquet or CSV, bad rows skipped and listed, splits that share nothing."""
+"""Street views: read lazily from parquet, bad rows named, splits that share nothing."""
 
 from __future__ import annotations
 
-import csv
 import io
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.data import BadRowError, TableSet
+from rl_vlm.envs.data import BadRowError
 from rl_vlm.types import UserInputError
-from rl_vlm.zoo.geospot import rows as geospot_rows
 from rl_vlm.zoo.geospot.environment import GeoSpotEnv
-from rl_vlm.zoo.geospot.rows import StreetViewTable
 
 PLACES = [
     (48.86, 2.35, "FR", "Île-de-France", "Paris"),
@@ -80,29 +76,6 @@ def test_a_folder_of_parquet_files_is_played(folder: Path) -> None:
         assert info["ground_truth"]["country"] == country
 
 
-def test_a_folder_of_images_with_csv_files_is_played(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    for split, start in (("train", 0), ("test", 4)):
-        with (tmp_path / f"{split}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["id", "image", "latitude", "longitude", "country", "region", "city"])
-            writer.writeheader()
-            for number, row in enumerate(rows(4, start), start):
-                (tmp_path / "images" / f"{number}.png").write_bytes(row["image"]["bytes"])
-                kept = {name: row[name] for name in ("latitude", "longitude", "country", "region", "city")}
-                writer.writerow({"id": number, "image": f"images/{number}.png", **kept})
-    env = GeoSpotEnv(str(tmp_path), image_size=64)
-    assert (env.num_items("train"), env.num_items("test")) == (4, 4)
-    env.reset(options={"index": 1, "split": "test"})
-    assert env.step("Country: Australia\nLatitude: -33.87\nLongitude: 151.2")[4]["k_coords"] == pytest.approx(1.0)
-
-
-def test_country_codes_that_look_like_nothing_are_text(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png(1))
-    (tmp_path / "train.csv").write_text("image,latitude,longitude,country\na.png,-22.56,17.08,NA\n")
-    view = TableSet(StreetViewTable, str(tmp_path)).split("train")[0]
-    assert (view.country, view.region, view.city) == ("NA", None, None)  # Namibia, not "not available"
-
-
 BAD = {
     "no image": {"image": None},
     "not an image": {"image": {"bytes": b"hello", "path": None}},
@@ -116,21 +89,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_rows_are_skipped_counted_and_listed(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_row_is_named_and_spares_the_others(folder: Path, name: str) -> None:
     values = rows(6)
     values[2] |= BAD[name]
     write(folder / "train.parquet", values)
     env = GeoSpotEnv(str(folder))
-    table = TableSet(StreetViewTable, str(folder)).split("train")
-    with caplog.at_level(logging.WARNING):
-        for index in range(6):
-            _, info = env.reset(options={"index": index, "split": "train"})
-        table[2]
-    assert list(table.skipped) == [2]
-    assert "row 2" in table.skipped[2]
-    assert info["skipped_rows"] == 1
-    assert sum("skipped a row" in record.message for record in caplog.records) == 1
-    assert table[2].position == table[3].position  # the next one stands in
+    with pytest.raises(BadRowError, match=r"train\.parquet, row 2"):
+        env.reset(options={"index": 2, "split": "train"})
+    env.reset(options={"index": 3, "split": "train"})
 
 
 def test_a_region_and_a_city_may_be_missing(folder: Path) -> None:
@@ -152,16 +118,6 @@ def test_a_truth_that_lies_in_another_country_counts_as_unknown(folder: Path) ->
     info = env.step("City: Sydney\nRegion: Bavaria\nCountry: FR")[4]
     assert info["d_city"] == 0.0  # the truth's own name
     assert 500 < info["d_region"] < 900  # from Bavaria to the position
-
-
-def test_many_bad_rows_in_a_row_are_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geospot_rows, "MAX_SKIPPED_IN_A_ROW", 3)
-    write(folder / "train.parquet", [{**row, "country": None} for row in rows(6)])
-    table = TableSet(StreetViewTable, str(folder)).split("train")
-    with pytest.raises(BadRowError):
-        table[0]
-    with pytest.raises(BadRowError):
-        GeoSpotEnv(str(folder)).validate("train")
 
 
 @pytest.mark.parametrize(
@@ -190,18 +146,11 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": ["a"], "latitude": [1.0]}), tmp_path / "train.parquet")
     with pytest.raises(UserInputError, match="longitude, country"):
         GeoSpotEnv(str(tmp_path)).num_items("train")
-    (tmp_path / "train.csv").write_text("image,latitude\na,1\n")
-    with pytest.raises(UserInputError, match="longitude, country"):
-        GeoSpotEnv(str(tmp_path)).num_items("train")
 
 
 @pytest.mark.parametrize("column", ["latitude", "city"])
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, column: str) -> None:
     names = ["image", "latitude", "longitude", "country", "city", column]
-    (tmp_path / "train.csv").write_text(f"{','.join(names)}\na.png,1,2,France,Paris,1\n")
-    with pytest.raises(UserInputError, match=f"train.csv has the column {column} more than once"):
-        GeoSpotEnv(str(tmp_path)).num_items("train")
     pq.write_table(pa.table([pa.array(["1"])] * 6, names=names), tmp_path / "train.parquet")
-    (tmp_path / "train.csv").unlink()
     with pytest.raises(UserInputError, match=f"train.parquet has the column {column} more than once"):
         GeoSpotEnv(str(tmp_path)).num_items("train")

@@ -22,7 +22,7 @@ from PIL import Image
 
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource, QuestionTable, TableSet
+from rl_vlm.envs.data import QUESTIONS, DataSource, TableSet
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import to_message
 from rl_vlm.rewards.math import grade_turns
@@ -90,7 +90,7 @@ class SlimeEnv(EpisodeEnv):
         reward: RewardSource = "auto",
         **args: Any,
     ) -> None:
-        super().__init__(max_turns=max_turns, rows=TableSet(QuestionTable, data) if data is not None else None)
+        super().__init__(max_turns=max_turns, rows=TableSet(QUESTIONS, data) if data is not None else None)
         self._build = registry.find(env) if isinstance(env, str) else env
         if not callable(self._build):
             raise UserInputError(f"{env} is not a build_env(sample, args) function.")

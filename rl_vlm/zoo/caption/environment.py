@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import snowballstemmer
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet, cell_text
 from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
@@ -198,22 +198,13 @@ class CaptionItem:
     references: tuple[str, ...]
 
 
-class CaptionTable(RowTable[CaptionItem]):
-    """Rows of `image` and `caption`: one reference caption, or a list of them."""
-
-    COLUMNS = ("image", "caption")
-
-    def read(self, row: dict[str, Any]) -> tuple[tuple[str, ...], list[Any]]:
-        """The references and the image."""
-        captions = row["caption"] if isinstance(row["caption"], list) else [row["caption"]]
-        references = tuple(cell_text(caption) for caption in captions)
-        if not references or "" in references:
-            raise BadRowError("the caption is empty or not text.")
-        return references, [row["image"]]
-
-    def make(self, fields: tuple[str, ...], images: tuple[EncodedImage, ...], where: str) -> CaptionItem:
-        """The image with its references."""
-        return CaptionItem(images[0], fields)
+def read_item(row: Row) -> CaptionItem:
+    """An image with one reference caption, or a list of them."""
+    caption = row.cells["caption"]
+    references = tuple(map(cell_text, caption if isinstance(caption, list) else [caption]))
+    if not references or "" in references:
+        raise BadRowError("the caption is empty or not text.")
+    return CaptionItem(row.image(row.cells["image"]), references)
 
 
 @lru_cache(maxsize=4096)
@@ -252,7 +243,8 @@ class CaptionEnv(EpisodeEnv):
         num_train: Count = 16_384,
         num_test: Count = 512,
     ) -> None:
-        super().__init__(num_train=num_train, num_test=num_test, rows=TableSet(CaptionTable, data) if data else None)
+        rows = TableSet(Schema(read_item, ("image", "caption")), data) if data else None
+        super().__init__(num_train=num_train, num_test=num_test, rows=rows)
         self._drawn = (seed, image_size)
         self._synonyms = synonyms
         self._question = PROMPTS[prompt]

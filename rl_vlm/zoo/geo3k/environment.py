@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource, Question, QuestionTable, TableSet
+from rl_vlm.envs.data import QUESTIONS, DataSource, Question, TableSet
 from rl_vlm.envs.images import fit
 from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
@@ -84,7 +84,7 @@ class Geo3kEnv(EpisodeEnv):
         num_train: Count = 16_384,
         num_test: Count = 512,
     ) -> None:
-        rows = TableSet(QuestionTable, data) if data else None
+        rows = TableSet(QUESTIONS, data) if data else None
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns, rows=rows)
         if data and level is not None:
             raise UserInputError("Geo3k-v0: env.kwargs.level is of drawn problems; the rows of env.data have none.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
@@ -9,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import DataSource, TableSet
+from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet, cell_text
 from rl_vlm.envs.images import fit
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 from rl_vlm.zoo.geospot import world
@@ -24,7 +25,6 @@ from rl_vlm.zoo.geospot.places import (
     score,
     stage_weights,
 )
-from rl_vlm.zoo.geospot.rows import StreetViewTable
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)
@@ -40,12 +40,29 @@ _FORM = (
 _UNANSWERED: Info = {"distance_km": FARTHEST_KM, "format_ok": False, **{f"within_{km}km": False for km in NEAR_KM}}
 
 
+def read_view(row: Row) -> tuple[EncodedImage, GroundTruth]:
+    """A street view and where it was taken; the row may lack region and city."""
+    try:
+        latitude, longitude = float(row.cells["latitude"]), float(row.cells["longitude"])
+    except (TypeError, ValueError):
+        latitude = longitude = math.nan
+    if not (abs(latitude) <= 90 and abs(longitude) <= 180):  # NaN fails as well
+        raise BadRowError("latitude and longitude are no position.")
+    region, city = (cell_text(row.cells.get(name)).strip() or None for name in ("region", "city"))
+    names = (row.text("country").strip(), region, city)
+    return row.image(row.cells["image"]), GroundTruth.from_names(open_gazetteer(), (latitude, longitude), *names)
+
+
+# In the layout of OpenStreetView-5M.
+STREET_VIEWS = Schema(read_view, ("image", "latitude", "longitude", "country"), ("region", "city"))
+
+
 class GeoSpotEnv(EpisodeEnv):
     """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and
     longitude.
 
-    data: street views (see `rows.py`); without it, maps are drawn: a pin in one of the `countries` largest countries,
-    whose city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed,
+    data: street views (see `STREET_VIEWS`); without it, maps are drawn: a pin in one of the `countries` largest
+    countries, whose city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed,
     num_train, num_test: which set of maps and how many. image_size: pixels per side of a map, and the longest side of a
     street view.
     prompt: "full", or "brief" for the tiny model.
@@ -68,7 +85,6 @@ class GeoSpotEnv(EpisodeEnv):
         "stage_idx": (),
         **{f"within_{km}km": () for km in NEAR_KM},
         **{f"k_{field}": () for field in TAUS_KM},
-        "skipped_rows": (),
     }
 
     def __init__(
@@ -87,11 +103,9 @@ class GeoSpotEnv(EpisodeEnv):
         num_train: Count = 4096,
         num_test: Count = 512,
     ) -> None:
-        views = TableSet(StreetViewTable, data) if data else None
-        super().__init__(num_train=num_train, num_test=num_test, rows=views)
+        super().__init__(num_train=num_train, num_test=num_test, rows=TableSet(STREET_VIEWS, data) if data else None)
         if weights is not None and not any(weights):
             raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
-        self._views = views
         self.stage = float(stage)
         self.weights = stage_weights(self.stage) if weights is None else field_weights(*weights)
         self.taus = TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
@@ -99,7 +113,6 @@ class GeoSpotEnv(EpisodeEnv):
         self._made = (countries, cities, zoom, world.IMAGE_SIZE if image_size is None else image_size)
         self._image_size = image_size
         self._seed = seed
-        self._skipped = 0
 
     def validate(self, split: Split, limit: int | None = 32) -> int:
         """Read some rows of the split. Raises UserInputError if there are none or none of them can be read."""
@@ -107,9 +120,13 @@ class GeoSpotEnv(EpisodeEnv):
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         """Show the picture."""
-        image, self._truth, question = self._map(item) if self._views is None else self._view(self._views, item)
-        text = BRIEF if self.prompt == "brief" else question + _FORM
-        return Observation.user(image, text), {"stage_idx": self.stage, "skipped_rows": self._skipped, **_UNANSWERED}
+        view = self.row(item)
+        shown: tuple[EncodedImage, GroundTruth] = view or self._map(item)
+        image, self._truth = shown
+        if view is not None and self._image_size is not None:
+            image = _fit(image, self._image_size)
+        text = BRIEF if self.prompt == "brief" else (_MAP if view is None else _STREET) + _FORM
+        return Observation.user(image, text), {"stage_idx": self.stage, **_UNANSWERED}
 
     def reply(self, text: str) -> Reply:
         """Grade the answer; the episode ends."""
@@ -134,22 +151,14 @@ class GeoSpotEnv(EpisodeEnv):
         }
         return Reply(scored.reward, None, info)
 
-    def _map(self, asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
+    def _map(self, asked: Item) -> tuple[EncodedImage, GroundTruth]:
         item = world.pin_item(*self._made, asked.split, asked.index, self._seed)
         names: dict[str, str | None] = {
             "country": item.country.name,
             "region": item.region.name,
             "city": item.city.name,
         }
-        return item.image, GroundTruth(item.position, names, item.country, item.region, item.city), _MAP
-
-    def _view(self, views: TableSet[StreetViewTable], asked: Item) -> tuple[EncodedImage, GroundTruth, str]:
-        table = views.split(asked.split)
-        view = table[asked.index]
-        self._skipped = len(table.skipped)
-        image = view.image if self._image_size is None else _fit(view.image, self._image_size)
-        truth = GroundTruth.from_names(open_gazetteer(), view.position, view.country, view.region, view.city)
-        return image, truth, _STREET
+        return item.image, GroundTruth(item.position, names, item.country, item.region, item.city)
 
 
 _fit = lru_cache(maxsize=64)(fit)  # the copies of a group show the same image

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet
 from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
@@ -110,24 +110,16 @@ class PairItem:
     kind: str = ""
 
 
-class PairTable(RowTable[PairItem]):
-    """Rows of NLVR2: `sentence`, `left_image`, `right_image` and `label` (a boolean, 0 or 1, or "True" or "False")."""
+def read_item(row: Row) -> PairItem:
+    """A row of NLVR2, whose label is a boolean, 0 or 1, or "True" or "False"."""
+    label = str(row.cells["label"])
+    if label.strip().lower() not in _LABELS:
+        raise BadRowError(f"the label is {label[:40]!r}; it must be True or False.")
+    left, right = (row.image(row.cells[name]) for name in ("left_image", "right_image"))
+    return PairItem(left, right, row.text("sentence"), _LABELS[label.strip().lower()])
 
-    COLUMNS = ("sentence", "left_image", "right_image", "label")
 
-    def read(self, row: dict[str, Any]) -> tuple[tuple[str, bool], list[Any]]:
-        """(sentence, label) and the two images."""
-        sentence = cell_text(row["sentence"])
-        label = _LABELS.get(str(row["label"]).strip().lower())
-        if not sentence:
-            raise BadRowError("the sentence is empty or not text.")
-        if label is None:
-            raise BadRowError(f"the label is {str(row['label'])[:40]!r}; it must be True or False.")
-        return (sentence, label), [row["left_image"], row["right_image"]]
-
-    def make(self, fields: tuple[str, bool], images: tuple[EncodedImage, ...], where: str) -> PairItem:
-        """The pair."""
-        return PairItem(images[0], images[1], *fields)
+PAIRS = Schema(read_item, ("sentence", "left_image", "right_image", "label"))
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +159,7 @@ class NLVR2Env(EpisodeEnv):
         num_train: Count = 16_384,
         num_test: Count = 512,
     ) -> None:
-        super().__init__(num_train=num_train, num_test=num_test, rows=TableSet(PairTable, data) if data else None)
+        super().__init__(num_train=num_train, num_test=num_test, rows=TableSet(PAIRS, data) if data else None)
         self._drawn = (seed, image_size, tuple(kinds))
         self._question = PROMPTS[prompt]
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import BadRowError, DataSource, RowTable, TableSet, cell_text
+from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 from rl_vlm.zoo.answers import behind_thought
@@ -319,22 +319,12 @@ class ZoomItem:
     difficulty: str = ""
 
 
-class ZoomTable(RowTable[ZoomItem]):
-    """Rows of `image`, `question` and `answer`: a few words that are compared as a whole (see `read_answer`)."""
-
-    COLUMNS = ("image", "question", "answer")
-
-    def read(self, row: dict[str, Any]) -> tuple[tuple[str, str], list[Any]]:
-        """(question, answer) and the picture."""
-        question, answer = cell_text(row["question"]), normalized(cell_text(row["answer"]))
-        for name, text in (("question", question), ("answer", answer)):
-            if not text:
-                raise BadRowError(f"the {name} is empty or not text.")
-        return (question, answer), [row["image"]]
-
-    def make(self, fields: tuple[str, str], images: tuple[EncodedImage, ...], where: str) -> ZoomItem:
-        """The question about the picture."""
-        return ZoomItem(images[0], *fields)
+def read_item(row: Row) -> ZoomItem:
+    """A question about a picture and its answer: a few words that are compared as a whole (see `read_answer`)."""
+    answer = normalized(row.text("answer"))
+    if not answer:
+        raise BadRowError("the answer is empty.")
+    return ZoomItem(row.image(row.cells["image"]), row.text("question"), answer)
 
 
 def drawn_item(split: Split, index: int, seed: int, view_size: int) -> ZoomItem:
@@ -395,7 +385,7 @@ class ZoomEnv(EpisodeEnv):
         num_train: Count = 16_384,
         num_test: Count = 512,
     ) -> None:
-        rows = TableSet(ZoomTable, data) if data else None
+        rows = TableSet(Schema(read_item, ("image", "question", "answer")), data) if data else None
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns, rows=rows)
         if data is None and (view_size % IMAGE_SIZE or zoom % 2):
             raise UserInputError(
