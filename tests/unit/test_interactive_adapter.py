@@ -12,7 +12,8 @@ from PIL import Image
 import rl_vlm
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.envs.foreign.slime import SlimeEnv, to_message
+from rl_vlm.envs.foreign.common import to_message
+from rl_vlm.envs.foreign.slime import SlimeEnv
 from rl_vlm.types import Message, UserInputError
 
 TESTS = Path(__file__).parents[1]
@@ -105,20 +106,6 @@ def test_a_tool_score_is_paid_on_request_and_where_there_is_no_label():
     assert env.step("x")[1] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("env", "kwargs", "message"),
-    [
-        (SCORE, {"max_turn": 5}, "'max_turn', so it would change nothing: did you mean max_turns"),
-        (SCORE, {"scoring_tool": False}, "ScoreEnv reads no argument 'scoring_tool'"),
-        (GUESS, {"shades": "white"}, "did you mean shade"),
-    ],
-)
-def test_an_argument_that_the_environment_does_not_read_is_refused(env, kwargs, message):
-    for _ in range(2):
-        with pytest.raises(UserInputError, match=message):
-            opened(rl_vlm.make(str(env), data=GEO3K, **kwargs))
-
-
 def test_max_turns_truncates_and_pays_the_last_score():
     env = rl_vlm.make(str(GUESS), data=GEO3K, max_turns=2, reward="env")
     opened(env)
@@ -189,27 +176,6 @@ def test_rewards_of_the_environment_are_paid_per_step(where):
     env, stub = stubbed((obs, False, info), max_turns=3)
     assert [check_step(env.step("x"))[1] for _ in range(3)] == [0.25] * 3
     assert stub.closed == 1
-
-
-def test_build_env_is_called_as_its_parameters_ask():
-    calls = []
-
-    def positional(a, b, /):
-        calls.append((a.label, b.max_turns))
-        return Stub(a, b)
-
-    def sample_only(sample):
-        calls.append(sample.label)
-        return Stub(sample, None)
-
-    def no_one(a, b, c):
-        raise AssertionError
-
-    for build in (positional, sample_only):
-        opened(SlimeEnv(build, data=GEO3K))
-    assert calls == [("22", 3), "22"]
-    with pytest.raises(UserInputError, match="takes neither"):
-        opened(SlimeEnv(no_one, data=GEO3K))
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,6 @@ def test_one_environment_with_its_data_serves_all_episodes_of_a_process():
         opened(env)
         stages.append(env.step("Country: FR")[4]["stage"])
     assert stages[0] == "country" and stages[-1] == "full"  # its count of episodes goes on
-    alone = rl_vlm.make(GEOSPOT, shared=False)
-    opened(alone)
-    assert alone.step("")[4]["stage"] == "country"
 
 
 def test_what_an_episode_writes_to_its_environment_is_its_own(tmp_path):

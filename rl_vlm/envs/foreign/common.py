@@ -22,6 +22,22 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 _JOIN_S = 2.0  # how long closing waits for what still runs
 
 
+def returned(result: Any, form: str) -> list[Any]:
+    """What a call returned, where it has as many values as `form` names and ends with a dict or nothing as `info`.
+
+    `form`: "step(text) -> (obs, done, info)". Raises EnvError.
+    """
+    names = form.partition("-> (")[2].rstrip(")").split(", ")
+    if not isinstance(result, tuple) or len(result) != len(names):
+        raise EnvError(f"It must be {form}, and returned {str(result)[:80]}.")
+    values = list(result)
+    if names[-1] == "info":
+        if not isinstance(values[-1], dict | None):
+            raise EnvError(f"It must be {form} with a dict as info.")
+        values[-1] = dict(values[-1] or {})
+    return values
+
+
 class HeldOutEnv(EpisodeEnv):
     """The base of adapters for environments that may know one set of tasks only, which is then divided into two splits.
 

@@ -7,11 +7,6 @@ and, for images, `multi_modal_data`. One such environment is built per episode.
 
 from __future__ import annotations
 
-import ast
-import difflib
-import functools
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,11 +19,9 @@ from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import QUESTIONS, DataSource, TableSet
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import to_message
+from rl_vlm.envs.foreign.common import returned, to_message
 from rl_vlm.rewards.math import grade_turns
 from rl_vlm.types import Message, Observation, UserInputError
-
-RewardSource = Literal["auto", "env", "grade"]
 
 
 @dataclass
@@ -46,35 +39,13 @@ class Sample:
     reward: float | None = None
 
 
-class Arguments(SimpleNamespace):
-    """The `args` of an environment, which remember the names that were read. A copy is a plain SimpleNamespace."""
-
-    __slots__ = ("_reads",)
-
-    def __init__(self, **values: Any) -> None:
-        object.__setattr__(self, "_reads", set())
-        super().__init__(**values)
-
-    def __getattribute__(self, name: str) -> Any:
-        reads: set[str] = object.__getattribute__(self, "_reads")
-        if name == "_reads":
-            return reads
-        values = object.__getattribute__(self, "__dict__")
-        reads.update(values if name == "__dict__" else (name,))  # vars(args) hands all of them on
-        return object.__getattribute__(self, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SimpleNamespace, (), vars(self)
-
-
 class SlimeEnv(EpisodeEnv):
     """A VisionEnv around one interactive environment per episode.
 
     `env` is a `build_env` function, or names one as `rl_vlm.make` would. With `data` the samples are its questions: the
     prompt with its images opens the conversation, the answer is `sample.label`. Without, the sample is empty but for
     its metadata (split, index, seed) and `reset()` must bring the first message. All further arguments become
-    attributes of `args`, next to `max_turns`; one that the environment does not read is a UserInputError of the first
-    `reset`.
+    attributes of `args`, next to `max_turns`.
 
     The reward, by `reward`: "grade" grades the last boxed answer that the policy itself wrote against `sample.label`
     at the end, as slime does; "env" takes `reward` from the info or observation of every step or, if there is none, the
@@ -87,7 +58,7 @@ class SlimeEnv(EpisodeEnv):
         env: str | Callable[..., Any],
         data: DataSource | None = None,
         max_turns: Count = 3,
-        reward: RewardSource = "auto",
+        reward: Literal["auto", "env", "grade"] = "auto",
         **args: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, rows=TableSet(QUESTIONS, data) if data is not None else None)
@@ -95,8 +66,7 @@ class SlimeEnv(EpisodeEnv):
         if not callable(self._build):
             raise UserInputError(f"{env} is not a build_env(sample, args) function.")
         self._reward_source = reward
-        self._args = Arguments(max_turns=max_turns, **args)
-        self._unchecked = tuple(args)
+        self._args = SimpleNamespace(max_turns=max_turns, **args)
         self._inner: Any = None
         self._seed: int | None = None
 
@@ -119,28 +89,20 @@ class SlimeEnv(EpisodeEnv):
         self._turns: list[str] = []
         self._score: float | None = None
         self._env_rewarded = False
-        self._inner = self._call_build()
-        result = self._inner.reset()
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-            raise EnvError("reset() must return (obs, info) with a dict as info.")
-        self._check_all_used()
-        obs = result[0]
+        self._inner = self._build(sample=self._sample, args=self._args)
+        obs, info = returned(self._inner.reset(), "reset() -> (obs, info)")
         if obs and not (isinstance(obs, dict) and not obs.get("obs_str") and not obs.get("multi_modal_data")):
             messages.append(self._format(obs))
         if not messages:
             raise EnvError("There is nothing to ask: reset() brought no observation, and env.data names no questions.")
-        return Observation(tuple(messages)), result[1]
+        return Observation(tuple(messages)), info
 
     def reply(self, text: str) -> Reply:
         """Pass the policy's text on; the episode ends when the environment is done."""
         self._turns.append(text)
-        result = self._inner.step(text)
-        if not isinstance(result, tuple) or len(result) != 3:
-            raise EnvError("step() of an interactive environment must return (obs, done, info).")
-        obs, done, info = result
-        if not isinstance(done, bool | np.bool_) or not isinstance(info, dict | None):
-            raise EnvError("step() must return (obs, done, info) with a bool as done and a dict as info.")
-        info = dict(info or {})
+        obs, done, info = returned(self._inner.step(text), "step(text) -> (obs, done, info)")
+        if not isinstance(done, bool | np.bool_):
+            raise EnvError("step() must return (obs, done, info) with a bool as done.")
         over = bool(done) or self.is_last_turn
         reward = self._read_reward(obs, info)
         info |= {"turn": self.turn, "status": "answered" if done else "out_of_turns" if over else "running"}
@@ -156,52 +118,17 @@ class SlimeEnv(EpisodeEnv):
         if inner is not None and hasattr(inner, "close"):
             inner.close()
 
-    def _call_build(self) -> Any:
-        """Call `build_env` by keyword or, where its parameters have other names, by position."""
-        signature, both = inspect.signature(self._build), (self._sample, self._args)
-        for positional, named in (((), {"sample": both[0], "args": both[1]}), (both, {}), (both[:1], {})):
-            try:
-                signature.bind(*positional, **named)
-            except TypeError:
-                continue  # other parameters: try the next form
-            return self._build(*positional, **named)
-        raise UserInputError(f"build_env{signature} takes neither (sample, args) nor (sample).")
-
-    def _check_all_used(self) -> None:
-        """Raise UserInputError for an argument that `build_env` and the environment that it built do not know.
-
-        Known is what has been read from `args` so far, and every name in the source of the modules that define
-        `build_env` and the environment's classes: those may read an argument later. Without that source nothing is
-        refused.
-        """
-        modules = {getattr(self._build, "__module__", ""), *(cls.__module__ for cls in type(self._inner).__mro__)}
-        sources = [_names_in(module) for module in modules - {"builtins"}]
-        known = self._args._reads.union(*(names for names in sources if names))
-        for name in self._unchecked if None not in sources else ():
-            if name not in known:
-                near = {"data", "max_turns", "reward", *self._args._reads}
-                nearest = difflib.get_close_matches(name, near, n=1, cutoff=0.7)
-                raise UserInputError(
-                    f"The environment {type(self._inner).__name__} reads no argument {name!r}, so it would change "
-                    "nothing: " + (f"did you mean {nearest[0]}?" if nearest else "remove it from the arguments.")
-                )
-        self._unchecked = ()
-
     def _read_reward(self, obs: Any, info: Info) -> float:
         """The reward of this step from info or obs; remembers the last tool score."""
         if self._reward_source == "grade":
             return 0.0
-        places = [place for place in (info, obs) if isinstance(place, dict)]
-        score, reward = (
-            next((place[key] for place in places if place.get(key) is not None), None)
-            for key in ("tool_score", "reward")
-        )
-        if score is not None:
-            self._score = as_reward(score, "tool_score of step()")
-        if reward is None:
+        said = {**(obs if isinstance(obs, dict) else {}), **info}
+        if said.get("tool_score") is not None:
+            self._score = as_reward(said["tool_score"], "tool_score of step()")
+        if said.get("reward") is None:
             return 0.0
         self._env_rewarded = True
-        return as_reward(reward, "step()")
+        return as_reward(said["reward"], "step()")
 
     def _final_reward(self, info: Info) -> float:
         """The reward at the end of the episode, besides those of the steps."""
@@ -221,29 +148,18 @@ class SlimeEnv(EpisodeEnv):
         )
 
     def _format(self, obs: Any) -> Message:
-        """The message for an observation, by the environment's own `format_observation` where it has one."""
-        return to_message(getattr(self._inner, "format_observation", _default_message)(obs))
+        """The message for an observation, by the environment's own `format_observation` where it has one.
 
-
-def _default_message(obs: Any) -> dict[str, Any]:
-    """The usual message for an observation: its images first, then its text, as the user."""
-    if not isinstance(obs, dict):
-        raise EnvError(f"An observation must be a dict with obs_str, not a {type(obs).__name__}.")
-    content: list[dict[str, Any]] = []
-    for images in (obs.get("multi_modal_data") or {}).values():
-        content += [
-            {"type": "image", "image": image} for image in (images if isinstance(images, list | tuple) else [images])
-        ]
-    return {"role": "user", "content": [*content, {"type": "text", "text": str(obs.get("obs_str", ""))}]}
-
-
-@functools.lru_cache(maxsize=64)
-def _names_in(module: str) -> frozenset[str] | None:
-    """Every identifier, attribute and string constant of a module's source; None without source."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return None
-    fields = ("attr", "id", "arg", "value")
-    found = (getattr(node, field, None) for node in ast.walk(tree) for field in fields)
-    return frozenset(name for name in found if isinstance(name, str))
+        The usual one is its images, then its text, as the user.
+        """
+        if hasattr(self._inner, "format_observation"):
+            return to_message(self._inner.format_observation(obs))
+        if not isinstance(obs, dict):
+            raise EnvError(f"An observation must be a dict with obs_str, not a {type(obs).__name__}.")
+        content: list[dict[str, Any]] = []
+        for images in (obs.get("multi_modal_data") or {}).values():
+            shown = images if isinstance(images, list | tuple) else [images]
+            content += [{"type": "image", "image": image} for image in shown]
+        return to_message(
+            {"role": "user", "content": [*content, {"type": "text", "text": str(obs.get("obs_str", ""))}]}
+        )

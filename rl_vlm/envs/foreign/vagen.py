@@ -15,7 +15,7 @@ from typing import Any
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
-from rl_vlm.envs.foreign.common import BackgroundLoop
+from rl_vlm.envs.foreign.common import BackgroundLoop, returned
 from rl_vlm.envs.images import as_image, one_line
 from rl_vlm.types import Message, Observation, Part, Role, UserInputError
 
@@ -53,21 +53,16 @@ class VagenEnv(EpisodeEnv):
     def open(self, item: Item) -> tuple[Observation, Info]:
         """Open the episode of the seed that the item has."""
         number = self.number(item)
-        result = self._call("reset", number)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise EnvError("reset(seed) must return (obs, info).")
+        obs, info = returned(self._call("reset", number), "reset(seed) -> (obs, info)")
         system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
         has_content = isinstance(system, dict) and bool(system.get("obs_str") or system.get("multi_modal_input"))
-        messages = (*([to_message(system, "system")] if has_content else []), to_message(result[0]))
-        return Observation(messages), {**dict(result[1] or {}), "seed": number}
+        messages = (*([to_message(system, "system")] if has_content else []), to_message(obs))
+        return Observation(messages), {**info, "seed": number}
 
     def reply(self, text: str) -> Reply:
         """Pass the policy's text on; the episode ends when the environment is done."""
-        result = self._call("step", text)
-        if not isinstance(result, tuple) or len(result) != 4:
-            raise EnvError("step(action) must return (obs, reward, done, info).")
-        obs, reward, done, info = result
-        info = {**dict(info or {}), "turn": self.turn}
+        obs, reward, done, info = returned(self._call("step", text), "step(action) -> (obs, reward, done, info)")
+        info["turn"] = self.turn
         if "success" in info:  # VAGEN's name for it; rewards for the format alone may add up to more than 1
             info.setdefault("correct", bool(info["success"]))
         return Reply(as_reward(reward, "step()"), None if done else Observation((to_message(obs),)), info)

@@ -14,20 +14,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import HeldOutEnv, Share
+from rl_vlm.envs.foreign.common import HeldOutEnv, Share, returned
 from rl_vlm.envs.foreign.stand_ins import with_stand_ins
 from rl_vlm.envs.images import as_image, one_line
 from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 
 # vlm-gym's own words around a statement, and the question that its prompt leaves out.
 TWO_IMAGES = "Look at the two images. {statement} True or False?"
+
+_LOCK = threading.Lock()
+_SHARED: dict[Any, tuple[Any, threading.Lock]] = {}  # the environments of this process
 
 
 class VlmGymEnv(HeldOutEnv):
@@ -37,9 +39,11 @@ class VlmGymEnv(HeldOutEnv):
     for `create_env`, such as nlvr2. tokenizer: a model folder or hub name whose tokenizer the environment gets; without
     one it gets bytes as tokens. max_turns: turns after which an episode that is not done is truncated. test: arguments
     for the test split in which it differs, such as {split: test}. Without it, `test_share` of the tasks are held out
-    for it, the last ones; where tasks are drawn without end, every second number is for testing. shared: one
-    environment, with its data, serves all episodes of a process, as in vlm-gym: see `SharedEnv`. Without it each
-    episode that runs at the same time has one of its own. All further arguments are the environment's own.
+    for it, the last ones; where tasks are drawn without end, every second number is for testing. All further arguments
+    are the environment's own.
+
+    One environment, with its data, serves all episodes of a process, as in vlm-gym, so that what its `reset` counts
+    goes on. Each episode steps a shallow copy, so that episodes may run at once and write to their copies.
 
     `done` is honoured: an episode that is not done goes on, and `out_tokens` are decoded and shown as the next message.
     """
@@ -53,7 +57,6 @@ class VlmGymEnv(HeldOutEnv):
         max_turns: Count = 8,
         test: dict[str, Any] | None = None,
         test_share: Share = 0.1,
-        shared: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(test_share if test is None else None, max_turns=max_turns)
@@ -61,35 +64,31 @@ class VlmGymEnv(HeldOutEnv):
         self._tokenizer = load_tokenizer(tokenizer)
         self._name = name
 
-        def made(arguments: dict[str, Any]) -> SharedEnv:
-            make = partial(self._make, arguments)
-            key = (self._factory, name, tokenizer, repr(sorted(arguments.items())))
-            return SharedEnv.of(key, make) if shared else SharedEnv(make(), copied=False)
-
-        self._envs: dict[Split, SharedEnv] = {"train": made(kwargs)}
-        self._envs["test"] = self._envs["train"] if test is None else made({**kwargs, **test})
+        self._envs: dict[Split, tuple[Any, threading.Lock]] = {"train": self._shared(tokenizer, kwargs)}
+        self._envs["test"] = self._envs["train"] if test is None else self._shared(tokenizer, {**kwargs, **test})
 
     def num_tasks(self, split: Split) -> int | None:
         """The environment's own `num_tasks`; None where it has no end, or says nothing."""
-        count = getattr(self._envs[split].env, "num_tasks", -1)
+        count = getattr(self._envs[split][0], "num_tasks", -1)
         return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         """Open the task of the item."""
         number = self.task(item)
-        result, self._inner = self._envs[item.split].open(lambda env: env.reset(number))
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise EnvError("reset(idx) must return (state, observation).")
-        self._state, observation = result
+        env, lock = self._envs[item.split]
+        with lock:
+            self._state, observation = returned(env.reset(number), "reset(idx) -> (state, observation)")
+            self._inner = copy.copy(env)
         return Observation((to_message(observation),)), {"task": number}
 
     def reply(self, text: str) -> Reply:
         """Pass the policy's text on as token ids."""
-        result = self._inner.step(self._state, self._tokenizer.encode(text, add_special_tokens=False))
-        if not isinstance(result, tuple) or len(result) != 5:
-            raise EnvError("step(state, action_tokens) must return (state, out_tokens, reward, done, info).")
-        self._state, out_tokens, reward, done, info = result
-        info = {**dict(info or {}), "turn": self.turn}
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        self._state, out_tokens, reward, done, info = returned(
+            self._inner.step(self._state, tokens),
+            "step(state, action_tokens) -> (state, out_tokens, reward, done, info)",
+        )
+        info["turn"] = self.turn
         reward = as_reward(reward, "step()")
         if done or self.is_last_turn:
             return Reply(reward, None, info, truncated=not done)
@@ -97,6 +96,14 @@ class VlmGymEnv(HeldOutEnv):
         if not shown.strip():
             raise EnvError("step() was not done and returned no out_tokens: there is nothing to show the policy.")
         return Reply(reward, Observation.user(shown), info)
+
+    def _shared(self, tokenizer: str | None, kwargs: dict[str, Any]) -> tuple[Any, threading.Lock]:
+        """The environment of this process with these arguments, and the lock of its `reset`."""
+        key = (self._factory, self._name, tokenizer, repr(sorted(kwargs.items())))
+        with _LOCK:
+            if key not in _SHARED:
+                _SHARED[key] = (self._make(kwargs), threading.Lock())
+            return _SHARED[key]
 
     def _make(self, kwargs: dict[str, Any]) -> Any:
         """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
@@ -154,49 +161,10 @@ def _picture(image: Any) -> Any:
     return as_image(str(image) if hasattr(image, "__fspath__") else image)
 
 
-_LOCK = threading.RLock()
-_SHARED: WeakValueDictionary[Any, SharedEnv] = WeakValueDictionary()
-
-
-class SharedEnv:
-    """An environment whose `reset` is called in turn, so that what it counts over its episodes goes on."""
-
-    def __init__(self, env: Any, copied: bool) -> None:
-        self.env = env
-        self._copied = copied
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, key: Any, make: Callable[[], Any]) -> SharedEnv:
-        """The one of this key, made by the first who asks. Each episode steps a shallow copy of it.
-
-        So the episodes may run at once and write to their copies, and the data are not copied.
-        """
-        with _LOCK:
-            found = _SHARED.get(key)
-            if found is None:
-                found = _SHARED[key] = cls(make(), copied=True)
-            return found
-
-    def open(self, reset: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """(what `reset` returned for the environment, the environment that the episode steps)."""
-        with self._lock:
-            result = reset(self.env)
-            return result, copy.copy(self.env) if self._copied else self.env
-
-
-def forget_shared() -> None:
-    """Let the next who asks get a new one; who has one keeps it."""
-    with _LOCK:
-        _SHARED.clear()
-
-
 class ByteTokenizer:
     """One token per byte of UTF-8, so every text comes back as it was; id 256 is the end of a sequence."""
 
     eos_token_id = pad_token_id = 256
-    eos_token = pad_token = "<eos>"
-    vocab_size = 257
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """The bytes of a text."""
@@ -205,14 +173,6 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
         """The text of bytes; what is no UTF-8 becomes U+FFFD."""
         return bytes(int(one) for one in token_ids if 0 <= int(one) < 256).decode(errors="replace")
-
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
-        """The ids under the name that transformers gives them."""
-        ids = self.encode(text, **kwargs)
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-
-    def __len__(self) -> int:
-        return self.vocab_size
 
 
 def load_tokenizer(name: str | None) -> Any:

@@ -62,9 +62,9 @@ class GeoSpotEnv(EpisodeEnv):
     longitude.
 
     data: street views (see `STREET_VIEWS`); without it, maps are drawn: a pin in one of the `countries` largest
-    countries, whose city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its width. seed,
-    num_train, num_test: which set of maps and how many. image_size: pixels per side of a map, and the longest side of a
-    street view.
+    countries, whose city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its
+    width. seed, num_train, num_test: which set of maps and how many. image_size: pixels per side of a map, and the
+    longest side of a street view.
     prompt: "full", or "brief" for the tiny model.
 
     stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two
