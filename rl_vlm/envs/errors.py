@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
     from rl_vlm.envs.base import Info, StepResult
 
 ROLES = get_args(Role)
-_MOST_ENTRIES = 100  # of one value of an info that is sent on
-_NUMBER = int | float | np.integer | np.floating
-_MOST_METRICS, _MOST_QUANTILES, _LONGEST_NAME = 64, 16, 64  # each is a column of progress.csv
+_MOST_CHARS = 65_536  # of one value of an info that is sent on
+_MOST_METRICS = 64  # each is a column of progress.csv
 
 
 class EnvError(RLVLMError):
@@ -91,21 +91,18 @@ def reward_parts(info: Info) -> tuple[tuple[str, float], ...]:
     return tuple((str(name), as_reward(value, f"step(), part {name}")) for name, value in given.items())
 
 
-def check_metrics(declared: object) -> dict[str, tuple[float, ...]]:
+def check_metrics(declared: Any) -> dict[str, tuple[float, ...]]:
     """`VisionEnv.metrics` of an environment that another process or machine has; raise EnvError if it is not such a
     declaration."""
-    if not isinstance(declared, Mapping) or len(declared) > _MOST_METRICS:
-        raise EnvError(f"metrics must be a dict of up to {_MOST_METRICS} names, not {_shape(declared)}.")
-    for name, given in declared.items():
-        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-            raise EnvError(f"a name of metrics must be printable text of up to {_LONGEST_NAME} characters.")
-        if (
-            not isinstance(given, list | tuple)
-            or len(given) > _MOST_QUANTILES
-            or not all(isinstance(one, _NUMBER) and not isinstance(one, bool) and 0 <= one <= 1 for one in given)
-        ):
-            raise EnvError(f"metrics must give each name up to {_MOST_QUANTILES} quantiles, numbers from 0 to 1.")
-    return {name: tuple(map(float, given)) for name, given in declared.items()}
+    try:
+        metrics = {str(name): tuple(map(float, quantiles)) for name, quantiles in dict(declared).items()}
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"metrics must be a dict of names with their quantiles ({error}).") from error
+    if len(metrics) > _MOST_METRICS or any(len(name) > 64 or not name.isprintable() for name in metrics):
+        raise EnvError(f"metrics must be up to {_MOST_METRICS} names of printable text.")
+    if not all(0 <= one <= 1 for quantiles in metrics.values() for one in quantiles):
+        raise EnvError("metrics must give each name quantiles from 0 to 1.")
+    return metrics
 
 
 def plain_values(info: Info) -> Info:
@@ -114,35 +111,23 @@ def plain_values(info: Info) -> Info:
     """
     kept: Info = {}
     for key, value in info.items():
-        if value is not None:
-            with suppress(_NotPlainError):
-                kept[key] = _plain(value, [_MOST_ENTRIES])
+        with suppress(TypeError, ValueError, RecursionError):
+            text = json.dumps(value, default=_scalar)
+            if value is not None and len(text) <= _MOST_CHARS:
+                kept[key] = json.loads(text, parse_int=_small)
     return kept
 
 
-class _NotPlainError(Exception):
-    """A value is of another kind, or too large."""
-
-
-def _plain(value: Any, room: list[int]) -> Any:
-    """The value in Python's own types; `room` holds how many more entries it may have. Raises _NotPlainError."""
-    room[0] -= 1
-    if room[0] < 0:
-        raise _NotPlainError
+def _scalar(value: Any) -> Any:
     if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, int):
-        try:
-            float(value)  # which figures make of it; an environment may read a thousand digits out of an answer
-        except OverflowError as error:
-            raise _NotPlainError from error
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry, room) for entry in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(entry, room) for key, entry in value.items()}
-    raise _NotPlainError
+        return value.item()
+    raise TypeError
+
+
+def _small(digits: str) -> int:
+    if len(digits) > 300:  # beyond a float, which figures make of it; an answer may hold a thousand digits
+        raise ValueError
+    return int(digits)
 
 
 def check_observation(observation: Any, where: str) -> None:

@@ -58,24 +58,29 @@ def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], li
     return messages, blobs
 
 
-def unpack_observation(messages: Any, blobs: list[bytes]) -> Observation:
-    """The inverse of `pack_observation`; FrameError if the two do not fit together."""
+def unpack_observation(
+    messages: Any, blobs: list[bytes], read: Callable[[bytes], EncodedImage] | None = None
+) -> Observation:
+    """The inverse of `pack_observation`; FrameError if the two do not fit together.
+
+    read: makes an image of bytes that are not trusted. Without it the images are taken as they are.
+    """
     left = iter(blobs)
+
+    def unpacked(part: Any) -> Part:
+        if isinstance(part, str):
+            return part
+        png, width, height = next(left), part["width"], part["height"]
+        if read is not None:
+            return read(png)
+        if not all(type(side) is int and 1 <= side <= MAX_SIDE for side in (width, height)):
+            raise TypeError(f"an image of {str(width)[:20]} x {str(height)[:20]} pixels")
+        return EncodedImage(hashlib.sha256(png).hexdigest(), png, width, height)
+
     try:
-        return Observation(
-            tuple(Message(one["role"], tuple(_unpack_part(part, left) for part in one["parts"])) for one in messages)
-        )
+        return Observation(tuple(Message(one["role"], tuple(map(unpacked, one["parts"]))) for one in messages))
     except (TypeError, KeyError, StopIteration, RuntimeError, AttributeError) as error:
         raise FrameError(f"an observation does not fit its images ({error})") from error
-
-
-def _unpack_part(part: Any, blobs: Any) -> str | EncodedImage:
-    if isinstance(part, str):
-        return part
-    png, width, height = next(blobs), part["width"], part["height"]
-    if not all(type(side) is int and 1 <= side <= MAX_SIDE for side in (width, height)):
-        raise TypeError(f"an image of {str(width)[:20]} x {str(height)[:20]} pixels")
-    return EncodedImage(hashlib.sha256(png).hexdigest(), png, width, height)
 
 
 class EnvWorker:

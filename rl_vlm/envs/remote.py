@@ -7,7 +7,6 @@ be opened again without a step being made twice.
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +19,7 @@ from rl_vlm.envs.images import ImageError, decode
 from rl_vlm.envs.isolation import EnvClient, EnvLostError, raise_error, unpack_observation
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.safe_text import excerpt
-from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
+from rl_vlm.types import Observation, Split, UserInputError
 
 MAX_REPLY = 64 * 2**20
 MAX_IMAGES = 64  # of one observation
@@ -111,27 +110,40 @@ class RemoteEnv(EnvClient):
 
     def _post(self, request: dict[str, Any], retry_s: float) -> Frame:
         """Send a request, again and again while the server cannot be reached or is busy."""
-        body, what, started = pack_frame(request, []), f"{self._url}: {request['op']}", time.monotonic()
+        body = pack_frame(request, [])
 
         def ask() -> Frame:
             try:
                 status, data = self._send(body, self._timeout_s)
             except httpx.ReadTimeout as error:
-                raise EnvTimeoutError(f"{what} took longer than {self._timeout_s:g} s.") from error
+                raise EnvTimeoutError(
+                    f"{self._url}: {request['op']} took longer than {self._timeout_s:g} s."
+                ) from error
             except httpx.TransportError as error:
-                raise _UnansweredError(0, excerpt(f"{type(error).__name__}: {error}", 300)) from error
+                why = excerpt(f"{type(error).__name__}: {error}", 300)
+                raise _UnansweredError(
+                    f"{self._url} could not be reached ({why}): is `rl-vlm envs serve` running there?"
+                ) from error
             if status == 200:
                 try:
                     return unpack_frame(data)
                 except FrameError as error:
                     raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
-            reason = excerpt(data[:5000].decode(errors="replace"), 300)
-            raise _UnansweredError(status, reason) if status in _BUSY else _refusal(self._url, status, reason)
+            why = excerpt(data[:5000].decode(errors="replace"), 300)
+            if status in (401, 403):
+                raise UserInputError(
+                    f"{self._url} refuses the token ({why}): set the variable that env.kwargs.token_variable names."
+                )
+            if status == 410:
+                raise EnvLostError(f"{self._url}: the session is gone; call reset() for a new one.")
+            if status in _BUSY:
+                raise _UnansweredError(
+                    f"{self._url} is busy ({why}): where its clients need more environments at once than it has, start "
+                    "`rl-vlm envs serve` with a larger --max-sessions."
+                )
+            raise EnvCrashError(f"{self._url} answered with status {status} ({why}).")
 
-        try:
-            return retried(ask, (_UnansweredError,), retry_s)
-        except _UnansweredError as error:
-            raise _unanswered(self._url, error, time.monotonic() - started) from error
+        return retried(ask, (_UnansweredError,), retry_s)
 
     def _send(self, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
@@ -145,33 +157,8 @@ class RemoteEnv(EnvClient):
             return response.status_code, b"".join(pieces)
 
 
-class _UnansweredError(Exception):
-    """The reason why a server may answer later; `status` is 0 where it could not be reached."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
-def _refusal(url: str, status: int, reason: str) -> Exception:
-    if status in (401, 403):
-        return UserInputError(
-            f"{url} refuses the token ({reason}): set the variable that env.kwargs.token_variable names."
-        )
-    if status == 410:
-        return EnvLostError(f"{url}: the session is gone; call reset() for a new one.")
-    return EnvCrashError(f"{url} answered with status {status} ({reason}).")
-
-
-def _unanswered(url: str, why: _UnansweredError, seconds: float) -> EnvCrashError:
-    if why.status == 429:
-        return EnvCrashError(
-            f"{url} is full, for {seconds:.1f} s by now ({why}): its clients need more environments at once than it "
-            "has; start `rl-vlm envs serve` with a larger --max-sessions."
-        )
-    return EnvCrashError(
-        f"{url} could not be reached for {seconds:.1f} s ({why}): is `rl-vlm envs serve` running there?"
-    )
+class _UnansweredError(EnvCrashError):
+    """The server may answer later."""
 
 
 def checked_observation(reply: dict[str, Any], blobs: list[bytes]) -> Observation:
@@ -179,11 +166,6 @@ def checked_observation(reply: dict[str, Any], blobs: list[bytes]) -> Observatio
     if len(blobs) > MAX_IMAGES:
         raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
     try:
-        shown = unpack_observation(reply.get("messages"), blobs)
-        return Observation(tuple(Message(one.role, tuple(map(_checked, one.parts))) for one in shown.messages))
+        return unpack_observation(reply.get("messages"), blobs, decode)
     except (FrameError, ImageError) as error:
         raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error
-
-
-def _checked(part: Any) -> Any:
-    return decode(part.png) if isinstance(part, EncodedImage) else part

@@ -33,9 +33,8 @@ MAX_IMAGES = 16
 _MAGIC = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR")  # a data URI, or PNG, JPEG and WebP in base64
 MAX_CHARS = 65_536  # characters of an action
 _NUMBER = re.compile(r"-?\d{1,40}(?:\.\d{1,40})?")
-_NO_WORD_BEGINS = re.compile(
-    r"[a-z0-9]_*$|\.$|(?:^|[^a-z])-$"
-)  # behind these: a sign counts, the hyphen of "action-2" not
+# Behind these no choice begins: a minus sign changes a number, the hyphen of "action-2" does not.
+_NO_WORD_BEGINS = re.compile(r"[a-z0-9]_*$|\.$|(?:^|[^a-z])-$")
 
 T = TypeVar("T")
 

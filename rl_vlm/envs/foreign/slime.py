@@ -7,6 +7,7 @@ and, for images, `multi_modal_data`. One such environment is built per episode.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -89,7 +90,10 @@ class SlimeEnv(EpisodeEnv):
         self._turns: list[str] = []
         self._score: float | None = None
         self._env_rewarded = False
-        self._inner = self._build(sample=self._sample, args=self._args)
+        if {"sample", "args"} <= inspect.signature(self._build).parameters.keys():
+            self._inner = self._build(sample=self._sample, args=self._args)
+        else:
+            self._inner = self._build(self._sample, self._args)
         obs, info = returned(self._inner.reset(), "reset() -> (obs, info)")
         if obs and not (isinstance(obs, dict) and not obs.get("obs_str") and not obs.get("multi_modal_data")):
             messages.append(self._format(obs))
