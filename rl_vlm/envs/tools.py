@@ -1,7 +1,7 @@
 """Tool calls in the policy's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 The text is hostile input: it is sampled, and training exploits any error of an environment. Parsing takes linear time,
-is bounded in size and depth, and every malformed call raises a `ToolCallError` that says what was wrong.
+is bounded in size, and every malformed call raises a `ToolCallError` that says what was wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from rl_vlm.types import RLVLMError
 
 OPEN, CLOSE, THOUGHT_END = "<tool_call>", "</tool_call>", "</think>"
 MAX_CHARS = 16_384
-MAX_DEPTH = 16
 MAX_NAME = 64
 _CALL = re.compile(rf"{OPEN}\s*\{{")
 
@@ -117,41 +116,19 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 def _load(block: str, what: str) -> Any:
     block = repair_backslashes(block.strip())
-    if _depth(block) > MAX_DEPTH:
-        raise ToolCallError(f"{what} is nested more than {MAX_DEPTH} levels deep")
     try:
         # strict=False: a raw line break inside a string is common and its meaning is clear.
         return json.loads(block, strict=False, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise ToolCallError(f"{what} is not valid JSON ({error.msg} at character {error.pos + 1})") from error
+    except RecursionError as error:
+        raise ToolCallError(f"{what} is nested too deep") from error
     except ValueError as error:  # a number of thousands of digits
         raise ToolCallError(f"{what} holds a number that is too long") from error
 
 
 def _refuse_constant(constant: str) -> Any:
     raise ToolCallError(f"{constant} is not a JSON value")
-
-
-def _depth(block: str) -> int:
-    """How deep brackets are nested outside of strings: checked first, since the JSON parser recurses."""
-    depth = deepest = 0
-    in_string = escaped = False
-    for char in block:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
-        elif char == '"':
-            in_string = True
-        elif char in "{[":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in "}]":
-            depth -= 1
-    return deepest
 
 
 def _kind(value: Any) -> str:

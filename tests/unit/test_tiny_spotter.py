@@ -58,5 +58,5 @@ def test_answers_are_well_formed_and_random_whatever_is_drawn() -> None:
 def test_no_test_map_is_shown() -> None:
     rng = np.random.default_rng(2)
     shown = {draw_spot(rng).parts[0].tobytes() for _ in range(3000)}
-    test = {np.asarray(world.pin_item(8, 1, 1, 64, "test", k, 0).image.to_pil()).tobytes() for k in range(256)}
+    test = {np.asarray(world.pin_item(8, 1, 64, "test", k, 0)[0].to_pil()).tobytes() for k in range(256)}
     assert len(shown) > 1000 and len(test) > 50 and not shown & test

@@ -125,8 +125,8 @@ def test_properly_escaped_text_arrives_unchanged(answer):
         ('{"name": "f", "arguments": "{"}', 'the text in "arguments" is not valid JSON'),
         ('{"name": "f", "arguments": {"answer": NaN}}', "NaN is not a JSON value"),
         ('{"name": "f", "arguments": {"answer": ' + "1" * 5000 + "}}", "number that is too long"),
-        ("[" * 8000 + "]" * 8000, "nested more than"),
-        ('{"a":' * 2000, "nested more than"),
+        ("[" * 8000 + "]" * 8000, "nested too deep"),
+        ('{"a":' * 2000, "nested too deep"),
         ("x" * (MAX_CHARS + 1), "at most 16384 characters"),
     ],
 )

@@ -62,9 +62,8 @@ class GeoSpotEnv(EpisodeEnv):
     longitude.
 
     data: street views (see `STREET_VIEWS`); without it, maps are drawn: a pin in one of the `countries` largest
-    countries, whose city is the nearest of that country's `cities` largest. zoom: 1 shows the world, k a k-th of its
-    width. seed, num_train, num_test: which set of maps and how many. image_size: pixels per side of a map, and the
-    longest side of a street view.
+    countries, whose city is the nearest of that country's `cities` largest. seed, num_train, num_test: which set of
+    maps and how many. image_size: pixels per side of a map, and the longest side of a street view.
     prompt: "full", or "brief" for the tiny model.
 
     stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two
@@ -97,7 +96,6 @@ class GeoSpotEnv(EpisodeEnv):
         prompt: Literal["full", "brief"] = "full",
         countries: Annotated[int, Field(ge=2, le=world.MOST_COUNTRIES)] = 60,
         cities: Annotated[int, Field(ge=1, le=1000)] = 10,
-        zoom: Annotated[int, Field(ge=1, le=world.MAX_ZOOM)] = 1,
         image_size: Annotated[int, Field(ge=MIN_IMAGE_SIZE, le=MAX_IMAGE_SIZE)] | None = None,
         seed: int = 0,
         num_train: Count = 4096,
@@ -110,7 +108,7 @@ class GeoSpotEnv(EpisodeEnv):
         self.weights = stage_weights(self.stage) if weights is None else field_weights(*weights)
         self.taus = TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
         self.prompt = prompt
-        self._made = (countries, cities, zoom, world.IMAGE_SIZE if image_size is None else image_size)
+        self._drawn = (countries, cities, world.IMAGE_SIZE if image_size is None else image_size)
         self._image_size = image_size
         self._seed = seed
 
@@ -121,7 +119,9 @@ class GeoSpotEnv(EpisodeEnv):
     def open(self, item: Item) -> tuple[Observation, Info]:
         """Show the picture."""
         view = self.row(item)
-        shown: tuple[EncodedImage, GroundTruth] = view or self._map(item)
+        shown: tuple[EncodedImage, GroundTruth] = view or world.pin_item(
+            *self._drawn, item.split, item.index, self._seed
+        )
         image, self._truth = shown
         if view is not None and self._image_size is not None:
             image = _fit(image, self._image_size)
@@ -150,15 +150,6 @@ class GeoSpotEnv(EpisodeEnv):
             "correct": distances["country"] == 0.0,
         }
         return Reply(scored.reward, None, info)
-
-    def _map(self, asked: Item) -> tuple[EncodedImage, GroundTruth]:
-        item = world.pin_item(*self._made, asked.split, asked.index, self._seed)
-        names: dict[str, str | None] = {
-            "country": item.country.name,
-            "region": item.region.name,
-            "city": item.city.name,
-        }
-        return item.image, GroundTruth(item.position, names, item.country, item.region, item.city)
 
 
 _fit = lru_cache(maxsize=64)(fit)  # the copies of a group show the same image

@@ -52,7 +52,7 @@ def draw_spot(rng: np.random.Generator) -> Exchange:
     """One dialogue about a map of the train split, with the pin anywhere on it."""
     while True:
         position = float(rng.uniform(-60, 85)), float(rng.uniform(-180, 180))
-        pixels = world.render(world.Window(), position)
+        pixels = world.render(position)
         if split_of(pixels) == "train":
             break
     column, row = cell(position)
@@ -65,7 +65,7 @@ def draw_spot(rng: np.random.Generator) -> Exchange:
 
 def cell(position: world.Position) -> tuple[int, int]:
     """Column and row, from 1, of the cell of a whole map that holds the position."""
-    x, y = world.Window().pixel(position, world.IMAGE_SIZE)
+    x, y = world.pixel_of(position)
     return x * GRID // world.IMAGE_SIZE + 1, y * GRID // world.IMAGE_SIZE + 1
 
 
