@@ -11,6 +11,7 @@ from gymnasium.spaces import Box
 from PIL import Image
 
 from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, check_image_size, from_unit_box, unit_box
+from rl_vlm.envs.images import one_line
 from rl_vlm.envs.loading import load_object
 from rl_vlm.types import UserInputError
 
@@ -47,7 +48,7 @@ class GymnasiumControlEnv(ControlEnv):
             ours: dict[str, Any] = {} if self._render is not None else {"render_mode": "rgb_array"}
             if horizon is not None:
                 ours["max_episode_steps"] = horizon  # gymnasium ends episodes at the limit of the id otherwise
-            env = _make(env, {**ours, **kwargs})
+            env = make_gymnasium(env, {**ours, **kwargs})
         name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
         limit = env.spec.max_episode_steps if env.spec is not None else None
         if horizon is None and limit is None:
@@ -92,17 +93,9 @@ class GymnasiumControlEnv(ControlEnv):
 
     def frame(self) -> np.ndarray:
         """The environment's own picture, resized."""
-        try:
-            picture = self._render(self.env.unwrapped) if self._render is not None else self.env.render()
-        except gymnasium.error.DependencyNotInstalled as error:
-            raise UserInputError(f"This environment cannot draw itself here: {error}.") from error
-        array = np.asarray(picture)
-        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
-            raise UserInputError(
-                f"The picture is a {type(picture).__name__} of shape {array.shape}: the render function "
-                "must return uint8 [height, width, 3]. Name one with env.kwargs.render."
-            )
-        return resize_frame(array, self.image_size)
+        render, env = self._render, self.env
+        picture = picture_of(env.render if render is None else lambda: render(env.unwrapped))
+        return resize_frame(picture, self.image_size)
 
     def success(self, info: Any) -> float:
         if self._success_key is None:
@@ -114,6 +107,19 @@ class GymnasiumControlEnv(ControlEnv):
         self.env.close()
 
 
+def picture_of(render: Callable[[], Any]) -> np.ndarray:
+    """uint8 [height, width, 3] of a function that draws. Raises UserInputError where it cannot."""
+    try:
+        picture = np.asarray(render())
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise UserInputError(f"This environment cannot draw itself here: {error}.") from error
+    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+        raise UserInputError(
+            f"The picture is {picture.dtype} {list(picture.shape)}: what draws must return uint8 [height, width, 3]."
+        )
+    return picture
+
+
 def resize_frame(frame: np.ndarray, size: int) -> np.ndarray:
     """uint8 [size, size, 3] by area averaging."""
     if frame.shape[:2] == (size, size):
@@ -121,15 +127,14 @@ def resize_frame(frame: np.ndarray, size: int) -> np.ndarray:
     return np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))
 
 
-def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+def make_gymnasium(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    """An environment by its gymnasium id. Raises UserInputError."""
     try:
         return gymnasium.make(env_id, **kwargs)
-    except gymnasium.error.Error as error:
-        raise UserInputError(f"gymnasium cannot make {env_id} ({error}).") from error
-    except (TypeError, ImportError) as error:
-        raise UserInputError(
-            f"gymnasium cannot make {env_id} with these arguments ({error}): see env.kwargs."
-        ) from error
+    except ModuleNotFoundError as error:
+        raise UserInputError(f"{env_id} needs a package ({error}): run `pip install {error.name}`.") from error
+    except (gymnasium.error.Error, TypeError, ImportError) as error:
+        raise UserInputError(f"gymnasium cannot make {env_id} ({one_line(error)}): correct env.kwargs.") from error
 
 
 def _flatten(env: gymnasium.Env[Any, Any], name: str) -> gymnasium.Env[Any, Any]:

@@ -24,10 +24,10 @@ Seconds = Annotated[float, Field(gt=0)]
 StepResult = tuple[Observation, float, bool, bool, Info]
 
 
-class _Space(gymnasium.Space[Any]):
-    """The set of all values of a type."""
+class ObservationSpace(gymnasium.Space[Any]):
+    """The set of all `Observation`s. It cannot be sampled usefully: a sample is an empty observation."""
 
-    kind: ClassVar[type]
+    kind: ClassVar[type] = Observation
 
     def __init__(self) -> None:
         super().__init__(shape=None, dtype=None)
@@ -36,28 +36,18 @@ class _Space(gymnasium.Space[Any]):
         """Whether `x` is of the type."""
         return isinstance(x, self.kind)
 
+    def sample(self, mask: Any = None, probability: Any = None) -> Any:
+        """The empty value of the type."""
+        return self.kind()
+
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self)
 
 
-class ObservationSpace(_Space):
-    """The set of all `Observation`s. It cannot be sampled usefully: a sample is an empty observation."""
-
-    kind = Observation
-
-    def sample(self, mask: Any = None, probability: Any = None) -> Observation:
-        """An observation without messages."""
-        return Observation()
-
-
-class TextSpace(_Space):
+class TextSpace(ObservationSpace):
     """The set of all strings: the actions of a language model."""
 
     kind = str
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """A short random string of digits."""
-        return "".join(str(digit) for digit in self.np_random.integers(0, 10, size=3))
 
 
 class VisionEnv(gymnasium.Env[Observation, str]):

@@ -126,6 +126,7 @@ def as_image(image: Any) -> Image.Image | EncodedImage:
         raise EnvError(f"An image of the observation {error}.") from error
 
 
+@lru_cache(maxsize=256)  # the copies of a group show the same image
 def fit(image: EncodedImage, size: int, square: bool = False) -> EncodedImage:
     """Resize so that the longest side has `size` pixels.
 

@@ -92,12 +92,6 @@ def resolve(env_id: str) -> EnvFactory:
 
 def find(env_id: str) -> Any:
     """The class or function that an id, module or file names; of a module, its environment."""
-    found = lookup(env_id)
-    return pick(found) if isinstance(found, ModuleType) else found
-
-
-def lookup(env_id: str) -> Any:
-    """The class, function or module that an id, module or file names."""
     known = _REGISTRY.get(env_id, env_id if is_spec(env_id) else None)
     if known is None:  # not before: the metadata of every installed package are read for it
         point = provided(ENTRY_POINT_GROUP).get(env_id)
@@ -109,7 +103,8 @@ def lookup(env_id: str) -> Any:
             f"Unknown environment {env_id!r}.{hint} Known: {', '.join(registered())}; "
             "or name one as package.module:Class or path/to/env.py, verifiers:NAME, openenv:URL or remote:URL."
         )
-    return load_object(known) if isinstance(known, str) else known
+    found = load_object(known) if isinstance(known, str) else known
+    return pick(found) if isinstance(found, ModuleType) else found
 
 
 def portable_id(env_id: str) -> str:
@@ -214,8 +209,8 @@ def _model_of(cls: type, names: tuple[str, ...]) -> type[BaseModel]:
 
 
 def list_environments() -> list[dict[str, Any]]:
-    """Per id: `id`, the first line of the description, `num_items` by split where no data set is needed, and
-    `max_turns`."""
+    """Per id: `id`, the first paragraph of the description, and, where it can be made without arguments, `num_items` by
+    split and `max_turns`."""
     return [_describe(env_id) for env_id in registered()]
 
 
@@ -223,26 +218,17 @@ def _describe(env_id: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"id": env_id, "description": "", "num_items": None, "max_turns": None}
     try:
         factory = resolve(env_id)
-        signature = inspect.signature(factory)
-    except (RLVLMError, ValueError, TypeError) as error:
-        return {**entry, "description": f"cannot be used: {error}"}
-    text = inspect.getdoc(factory) or ""
-    entry["description"] = text.split("\n\n")[0].replace("\n", " ").strip()
-    parameters = signature.parameters.values()
-    turns = next((one.default for one in parameters if one.name == "max_turns"), None)
-    entry["max_turns"] = turns if isinstance(turns, int) else None
-    if any(one.default is one.empty and one.kind not in _VARIADIC for one in parameters):
-        return entry
-    try:
-        env = factory()
-    except RLVLMError:
-        return entry
-    try:
-        counts = {split: env.num_items(split) for split in ("train", "test")}  # type: ignore[arg-type]
-    finally:
-        env.close()
-    turns = getattr(env, "max_turns", getattr(env, "turns", entry["max_turns"]))
-    return {**entry, "num_items": counts if None not in counts.values() else None, "max_turns": turns}
+        entry["description"] = " ".join((inspect.getdoc(factory) or "").split("\n\n")[0].split())
+        env = make(env_id)
+    except RLVLMError as error:
+        return {**entry, "description": entry["description"] or f"cannot be used: {error}"}
+    counts = {split: env.num_items(split) for split in ("train", "test")}  # type: ignore[arg-type]
+    env.close()
+    return {
+        **entry,
+        "num_items": counts if None not in counts.values() else None,
+        "max_turns": getattr(env, "max_turns", None),
+    }
 
 
 def make_part(env: EnvSection, name: str = "", changes: Mapping[str, Any] | None = None) -> VisionEnv:

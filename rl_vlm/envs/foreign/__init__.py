@@ -6,12 +6,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Interface:
+class Interface(NamedTuple):
     """One foreign interface.
 
     `name`: for error messages. `function`: the function of a module that makes environments, by name; "" if there is
@@ -24,14 +22,13 @@ class Interface:
     adapter: str
 
 
-def is_build_env(found: Any) -> bool:
-    """Whether `found` is a function of slime's interactive interface, `build_env(sample, args)`."""
+def _is_slime(found: Any) -> bool:
+    """`build_env(sample, args)`, also under another name."""
     return _is_function(found, "build_env") or (_is_function(found) and _parameters(found) >= {"sample", "args"})
 
 
-def is_vlm_gym(found: Any) -> bool:
-    """Whether `found` is a `create_env(name, tokenizer, ...)`, or a class with `reset(idx)` and `step(state,
-    action_tokens)`."""
+def _is_vlm_gym(found: Any) -> bool:
+    """`create_env(name, tokenizer, ...)`, or a class with `reset(idx)` and `step(state, action_tokens)`."""
     if not isinstance(found, type):
         return _is_function(found, "create_env")
     step, reset = getattr(found, "step", None), getattr(found, "reset", None)
@@ -40,36 +37,32 @@ def is_vlm_gym(found: Any) -> bool:
     return "action_tokens" in _parameters(step) or hasattr(found, "tokens_per_action")
 
 
-def is_gym_image_env(found: Any) -> bool:
-    """Whether `found` is a class like VAGEN's GymImageEnv: coroutines `system_prompt()`, `reset(seed)` and
-    `step(text)`."""
+def _is_vagen(found: Any) -> bool:
+    """A class like GymImageEnv, with the coroutines `system_prompt()`, `reset(seed)` and `step(text)`."""
     names = ("system_prompt", "reset", "step")
     return isinstance(found, type) and all(inspect.iscoroutinefunction(getattr(found, name, None)) for name in names)
 
 
-def is_verifiers(found: Any) -> bool:
-    """Whether `found` is a `load_environment(...)`, or a class or an instance of the package verifiers."""
-    package = sys.modules.get("verifiers")  # nothing of it can be at hand before it has been imported
-    base = getattr(package, "Environment", None)
+def _is_verifiers(found: Any) -> bool:
+    """`load_environment(...)`, or a class or an instance of the package, which has been imported then."""
+    base = getattr(sys.modules.get("verifiers"), "Environment", None)
     if base is not None and (isinstance(found, base) or (isinstance(found, type) and issubclass(found, base))):
         return True
     return _is_function(found, "load_environment")
 
 
 INTERFACES = (
-    Interface("slime", "build_env", is_build_env, "rl_vlm.envs.foreign.slime:SlimeEnv"),
-    Interface("vlm-gym", "create_env", is_vlm_gym, "rl_vlm.envs.foreign.vlm_gym:VlmGymEnv"),
-    Interface("verifiers", "load_environment", is_verifiers, "rl_vlm.envs.foreign.verifiers:VerifiersEnv"),
-    Interface("VAGEN", "", is_gym_image_env, "rl_vlm.envs.foreign.vagen:VagenEnv"),
+    Interface("slime", "build_env", _is_slime, "rl_vlm.envs.foreign.slime:SlimeEnv"),
+    Interface("vlm-gym", "create_env", _is_vlm_gym, "rl_vlm.envs.foreign.vlm_gym:VlmGymEnv"),
+    Interface("verifiers", "load_environment", _is_verifiers, "rl_vlm.envs.foreign.verifiers:VerifiersEnv"),
+    Interface("VAGEN", "", _is_vagen, "rl_vlm.envs.foreign.vagen:VagenEnv"),
 )
 
 # Ids that name an environment by a scheme: what stands after the colon is the adapter's first argument.
 SCHEMES = {
     "verifiers": "rl_vlm.envs.foreign.verifiers:VerifiersEnv",
     "openenv": "rl_vlm.envs.foreign.openenv:OpenEnv",
-    "remote": "rl_vlm.envs.remote:RemoteEnv",
-    "http": "rl_vlm.envs.remote:RemoteEnv",
-    "https": "rl_vlm.envs.remote:RemoteEnv",
+    **dict.fromkeys(("remote", "http", "https"), "rl_vlm.envs.remote:RemoteEnv"),
 }
 
 

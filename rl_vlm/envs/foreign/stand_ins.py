@@ -61,22 +61,15 @@ class GymImageEnv(GymBaseEnv):
     images."""
 
 
-# What stands in for which module; those without a name of their own are packages.
+# What stands in for which module.
 _MODULES: dict[str, tuple[Any, ...]] = {
-    "vlmrl": (),
-    "vlmrl.envs": (),
     "vlmrl.envs.base": (BaseState, BaseEnv),
-    "vlmrl.utils": (),
     "vlmrl.utils.vlm": (decode_tokens,),
-    "vagen": (),
     "vagen.envs": (GymBaseEnv, GymImageEnv),  # newer files import them from here
     "vagen.envs.gym_base_env": (GymBaseEnv,),
     "vagen.envs.gym_image_env": (GymImageEnv,),
 }
-
-
-class _StandIn(ModuleType):
-    """A module of `_MODULES`."""
+_DOC = "Stands in for a framework that is not installed."
 
 
 def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
@@ -91,28 +84,28 @@ def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         with _LOCK:
-            if package not in _MODULES or not _provide(package, file):
+            known = getattr(sys.modules.get(package), "__doc__", "") == _DOC
+            if package not in ("vlmrl", "vagen") or not (known or importlib.util.find_spec(package) is None):
                 raise
+            _provide(package, file)
         return call()
 
 
-def _provide(package: str, file: Path | None) -> bool:
-    """Put the stand-ins of a package in place; whether they are, because it is not installed."""
-    if not isinstance(sys.modules.get(package), _StandIn) and importlib.util.find_spec(package) is not None:
-        return False
-    for name, content in _MODULES.items():
-        if name.partition(".")[0] != package:
+def _provide(package: str, file: Path | None) -> None:
+    """Put the stand-ins of a package in place. All of them are packages, which find the modules of a checkout."""
+    for target, content in _MODULES.items():
+        if not target.startswith(f"{package}."):
             continue
-        module = sys.modules.get(name)
-        if module is None:
-            module = sys.modules[name] = _StandIn(name, "Stands in for a framework that is not installed.")
-            vars(module).update({one.__name__: one for one in content})
-            parent, _, own = name.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], own, module)
-        if any(other.startswith(f"{name}.") for other in _MODULES):  # a package, which finds modules of the checkout
-            folders = [str(above) for above in file.parents if above.name == name.rpartition(".")[2]] if file else []
+        parts = target.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            module = sys.modules.get(name)
+            if module is None:
+                module = sys.modules[name] = ModuleType(name, _DOC)
+                module.__spec__ = ModuleSpec(name, None, is_package=True)
+                if depth > 1:
+                    setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
+            folders = [str(above) for above in file.parents if above.name == parts[depth - 1]] if file else []
             module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *folders]))
-            module.__spec__ = ModuleSpec(name, None, is_package=True)
+        vars(module).update({one.__name__: one for one in content})
     importlib.invalidate_caches()
-    return True

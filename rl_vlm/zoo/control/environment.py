@@ -9,17 +9,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete, Space
 from PIL import Image
 from pydantic import Field
 
-from rl_vlm.control_envs.gymnasium_env import resize_frame
+from rl_vlm.control_envs.gymnasium_env import make_gymnasium, picture_of, resize_frame
 from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.envs.images import one_line
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import split_of_hash
@@ -251,14 +249,7 @@ class ControlWordsEnv(EpisodeEnv):
         return total, bool(terminated), bool(truncated), success
 
     def _draw(self) -> None:
-        try:
-            frame = np.asarray(self._inner.render())
-        except gymnasium.error.DependencyNotInstalled as error:
-            raise UserInputError(f"This environment cannot draw itself here: {error}.") from error
-        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-            raise UserInputError(
-                f"render() gave {frame.dtype} {list(frame.shape)}: Control-v0 needs uint8 [height, width, 3]."
-            )
+        frame = picture_of(self._inner.render)
         self._frames.append(Image.fromarray(frame if self._size is None else resize_frame(frame, self._size)))
 
     def _show(self, text: str) -> Observation:
@@ -296,12 +287,7 @@ def _make(env_id: str, kwargs: dict[str, Any]) -> Any:
     try:
         if package is not None:
             importlib.import_module(package)
-        return gymnasium.make(env_id, render_mode="rgb_array", **kwargs)
-    except ModuleNotFoundError as error:
-        what = package or error.name
-        raise UserInputError(f"{env_id} needs the package {what} ({error}): run `pip install {what}`.") from error
-    except (gymnasium.error.Error, TypeError, ImportError) as error:
-        raise UserInputError(
-            f"Control-v0: env.kwargs.env is {env_id!r}, which gymnasium cannot make ({one_line(error)}): correct "
-            "env.kwargs."
-        ) from error
+        return make_gymnasium(env_id, {"render_mode": "rgb_array", **kwargs})
+    except (ModuleNotFoundError, UserInputError) as error:
+        install = f" Run `pip install {package}`." if isinstance(error, ModuleNotFoundError) else ""
+        raise UserInputError(f"Control-v0: env.kwargs.env: {error}{install}") from error

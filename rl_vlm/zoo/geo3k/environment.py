@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -193,7 +192,7 @@ class Geo3kEnv(EpisodeEnv):
     def _opening(self, question: Question) -> Observation:
         size = self._image_size
         parts = tuple(
-            _fit_cached(part, size, self._square) if size is not None and isinstance(part, EncodedImage) else part
+            fit(part, size, self._square) if size is not None and isinstance(part, EncodedImage) else part
             for part in question.parts()
         )
         own = self._prompt == "auto" and _INSTRUCTIONS.search(question.problem)
@@ -204,6 +203,3 @@ class Geo3kEnv(EpisodeEnv):
             return Observation.user(*parts, f"\n{tool}{_BRIEF}")
         instructions = _FULL + (_FULL_TOOL % self.max_turns if self._scoring_tool else "")
         return Observation((Message.of("system", instructions), Message("user", parts)))
-
-
-_fit_cached = functools.lru_cache(maxsize=256)(fit)  # the copies of a group show the same image

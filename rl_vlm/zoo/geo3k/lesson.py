@@ -11,17 +11,15 @@ of turns after a reply. Numbers and drawings are random, so nothing about geomet
 
 from __future__ import annotations
 
-import io
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
+from rl_vlm.envs.base import Item
+from rl_vlm.envs.data import Question
 from rl_vlm.types import EncodedImage, Message, as_encoded
 from rl_vlm.zoo.drawing import stable_rng
 from rl_vlm.zoo.geo3k.drawn import Problem, drawn_problem
@@ -129,25 +127,33 @@ _RIGHT_FORM_CALL = 0.15  # of the calls; their replies are followed by the same 
 _ANSWER_AT_ONCE = (0.35, 0.5, 0.9)  # by turn: how often the reply is a boxed answer and no call
 
 
+class _QuestionsEnv(Geo3kEnv):
+    """Asks these questions, with brief prompts."""
+
+    def __init__(self, questions: list[Question], **settings: Any) -> None:
+        super().__init__(prompt="brief", num_train=len(questions), **settings)
+        self._questions = questions
+
+    def row(self, item: Item) -> Question:
+        return self._questions[item.index]
+
+
 class GeometryDialogues:
     """Runs `Geo3kEnv` with brief prompts on generated questions."""
 
     def __init__(self, seed: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()  # of the generated questions; it goes with this object
         rng = stable_rng("geometry", seed)
         self._answers = [_number(rng) for _ in range(NUM_QUESTIONS)]
-        rows = {
-            "problem": ["<image>" + _problem(rng) for _ in self._answers],
-            "answer": self._answers,
-            "images": [[{"bytes": _png(line_drawing(rng))}] for _ in self._answers],
-        }
-        path = Path(self._folder.name) / "train.parquet"
-        pq.write_table(pa.table(rows), path)
+        problems = ["<image>" + _problem(rng) for _ in self._answers]
+        questions = [
+            Question(problem, answer, (EncodedImage.from_pil(line_drawing(rng)),), "")
+            for problem, answer in zip(problems, self._answers, strict=True)
+        ]
         # The settings of the tiny model's runs: whole figures, small grey squares, and without the tool.
         self._envs = [
-            Geo3kEnv(str(path), prompt="brief"),
-            Geo3kEnv(str(path), prompt="brief", image_size=64, square=True),
-            Geo3kEnv(str(path), prompt="brief", image_size=64, square=True, scoring_tool=False),
+            _QuestionsEnv(questions),
+            _QuestionsEnv(questions, image_size=64, square=True),
+            _QuestionsEnv(questions, image_size=64, square=True, scoring_tool=False),
         ]
 
     def draw(self, rng: np.random.Generator) -> list[Exchange]:
@@ -201,9 +207,3 @@ def _problem(rng: np.random.Generator) -> str:
         f"{letters} is a triangle. The radius of the circle is {first}. Find x. Give the answer in simplest form.",
     )
     return problems[rng.integers(len(problems))]
-
-
-def _png(picture: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    return buffer.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -124,7 +123,7 @@ class GeoSpotEnv(EpisodeEnv):
         )
         image, self._truth = shown
         if view is not None and self._image_size is not None:
-            image = _fit(image, self._image_size)
+            image = fit(image, self._image_size)
         text = BRIEF if self.prompt == "brief" else (_MAP if view is None else _STREET) + _FORM
         return Observation.user(image, text), {"stage_idx": self.stage, **_UNANSWERED}
 
@@ -150,6 +149,3 @@ class GeoSpotEnv(EpisodeEnv):
             "correct": distances["country"] == 0.0,
         }
         return Reply(scored.reward, None, info)
-
-
-_fit = lru_cache(maxsize=64)(fit)  # the copies of a group show the same image

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -16,7 +15,7 @@ from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
+from rl_vlm.types import EncodedImage, Message, Observation, Split
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.drawing import COLOURS, CORNERS, IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of, stable_rng
 
@@ -25,16 +24,6 @@ RULE_QUESTION = "Which number?"
 TOOL_HINT = " Call calc_score."
 TRY_AGAIN = "Wrong. Try again."
 NUMBERS = ("1", "2", "3", "4")
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question about a drawing, the right answer and the answers that would be well formed."""
-
-    kind: str
-    text: str
-    answer: str
-    choices: tuple[str, ...]
 
 
 def draw_shapes(rng: np.random.Generator, count: int) -> tuple[Shape, ...]:
@@ -72,46 +61,19 @@ def rule_numbers(seed: int) -> dict[str, str]:
     return {colour: str(int(number) + 1) for colour, number in zip(COLOURS, order, strict=True)}
 
 
-def count_question(shapes: Sequence[Shape]) -> Question:
-    """How many shapes are there?"""
-    return Question("count", COUNT_QUESTION, str(len(shapes)), NUMBERS)
-
-
-def rule_question(shapes: Sequence[Shape], seed: int) -> Question:
-    """Which number does the hidden rule give to the colour of the only shape?"""
-    if len(shapes) != 1:
-        raise UserInputError(f"The rule question needs a drawing of one shape, not {len(shapes)}.")
-    return Question("rule", RULE_QUESTION, rule_numbers(seed)[shapes[0].colour], NUMBERS)
-
-
-def colour_question(shapes: Sequence[Shape]) -> Question:
-    """Which colour has the only shape?"""
-    return Question("colour", "What colour?", shapes[0].colour, tuple(COLOURS))
-
-
-def corner_question(shapes: Sequence[Shape]) -> Question:
-    """In which corner is the only shape?"""
-    return Question("corner", "Which corner?", CORNERS[shapes[0].quadrant], CORNERS)
-
-
-def presence_question(shapes: Sequence[Shape], quadrant: int) -> Question:
-    """Is there a shape in this corner?"""
-    answer = "yes" if any(shape.quadrant == quadrant for shape in shapes) else "no"
-    return Question("presence", f"Is a shape at {CORNERS[quadrant]}?", answer, ("yes", "no"))
-
-
-def perception_question(
-    rng: np.random.Generator, split: Split = "train", image_size: int = IMAGE_SIZE
-) -> tuple[Question, np.ndarray]:
-    """A random question about colour, corner or presence, with its drawing."""
+def perception_question(rng: np.random.Generator) -> tuple[str, str, np.ndarray]:
+    """A random question about colour, corner or presence, its answer, and a drawing of the train split."""
     kind = int(rng.integers(0, 3))
     if kind < 2:
-        shapes, pixels = draw(rng, 1, split, image_size)
-        return (colour_question(shapes) if kind == 0 else corner_question(shapes)), pixels
+        shapes, pixels = draw(rng, 1, "train")
+        if kind == 0:
+            return "What colour?", shapes[0].colour, pixels
+        return "Which corner?", CORNERS[shapes[0].quadrant], pixels
     # 2 shapes of 4 places on average, so that "yes" and "no" are equally frequent
-    count = int(rng.choice((1, 2, 2, 3)))
-    shapes, pixels = draw(rng, count, split, image_size)
-    return presence_question(shapes, int(rng.integers(0, MAX_SHAPES))), pixels
+    shapes, pixels = draw(rng, int(rng.choice((1, 2, 2, 3))), "train")
+    quadrant = int(rng.integers(0, MAX_SHAPES))
+    answer = "yes" if any(shape.quadrant == quadrant for shape in shapes) else "no"
+    return f"Is a shape at {CORNERS[quadrant]}?", answer, pixels
 
 
 def format_answer(answer: str) -> str:
@@ -150,14 +112,13 @@ def shapes_item(
     rng = drawing.stable_rng("shapes", task, split, index, seed)
     if task == "count":
         shapes, pixels = draw(rng, 1 + index % drawing.MAX_SHAPES, split, image_size)
-        question = count_question(shapes)
+        question, answer = COUNT_QUESTION, str(len(shapes))
     else:
-        while True:
+        question, answer, numbers = RULE_QUESTION, "", rule_numbers(seed)
+        while answer != NUMBERS[index % len(NUMBERS)]:
             shapes, pixels = draw(rng, 1, split, image_size)
-            question = rule_question(shapes, seed)
-            if question.answer == NUMBERS[index % len(NUMBERS)]:
-                break
-    return ShapesItem(EncodedImage.from_pil(Image.fromarray(pixels)), question.text, question.answer)
+            answer = numbers[shapes[0].colour]
+    return ShapesItem(EncodedImage.from_pil(Image.fromarray(pixels)), question, answer)
 
 
 def parse_answer(text: str) -> str | None:

@@ -26,8 +26,8 @@ CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
 
 def perception_dialogue(rng: np.random.Generator) -> list[Exchange]:
     """A question about perception with its right answer."""
-    question, pixels = environment.perception_question(rng)
-    return [Exchange("user", (pixels, question.text), environment.format_answer(question.answer))]
+    question, answer, pixels = environment.perception_question(rng)
+    return [Exchange("user", (pixels, question), environment.format_answer(answer))]
 
 
 def target_dialogue(rng: np.random.Generator) -> list[Exchange]:
@@ -39,15 +39,14 @@ def target_dialogue(rng: np.random.Generator) -> list[Exchange]:
         form, hint, replier = environment.format_call, environment.TOOL_HINT, "tool"
     if rng.random() < 0.75:
         shapes, pixels = environment.draw(rng, int(rng.integers(1, drawing.MAX_SHAPES + 1)), "train")
-        question = environment.count_question(shapes)
+        question, answer = environment.COUNT_QUESTION, str(len(shapes))
     else:
         shapes, pixels = environment.draw(rng, 1, "train")
-        question = environment.rule_question(
-            shapes, int(rng.integers(1 << 30))
-        )  # another rule every time: nothing to learn
-    first, second = (question.choices[i] for i in rng.choice(len(NUMBER_ODDS), size=2, p=NUMBER_ODDS))
-    exchanges = [Exchange("user", (pixels, question.text + hint), form(first))]
-    if first != question.answer and rng.random() < SECOND_TURN_SHARE:
+        rule = environment.rule_numbers(int(rng.integers(1 << 30)))  # another one every time: nothing to learn
+        question, answer = environment.RULE_QUESTION, rule[shapes[0].colour]
+    first, second = (environment.NUMBERS[i] for i in rng.choice(len(NUMBER_ODDS), size=2, p=NUMBER_ODDS))
+    exchanges = [Exchange("user", (pixels, question + hint), form(first))]
+    if first != answer and rng.random() < SECOND_TURN_SHARE:
         exchanges.append(Exchange(replier, (environment.TRY_AGAIN,), form(second)))
     return exchanges
 
