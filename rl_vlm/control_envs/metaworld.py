@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from gymnasium.spaces import Box
@@ -22,7 +22,6 @@ class MetaWorldEnv(ControlEnv):
 
     Args:
         task: such as "drawer-open".
-        starts: "random": object and goal move with every episode's seed; "fixed": always the same.
         observe_goal: put the goal's place into the observation, where the original hides it.
         horizon: steps of an episode, at most 500. Success does not end it.
         image_size: pictures are drawn at this size.
@@ -35,7 +34,6 @@ class MetaWorldEnv(ControlEnv):
         self,
         task: str,
         *,
-        starts: Literal["random", "fixed"] = "random",
         observe_goal: bool = False,
         horizon: int = 500,
         image_size: int = 300,
@@ -43,12 +41,10 @@ class MetaWorldEnv(ControlEnv):
         hide_arm: bool = True,
         show_goal: bool = False,
     ) -> None:
-        if starts not in ("random", "fixed"):
-            raise UserInputError(f"env.kwargs.starts is {starts!r}: it must be random or fixed.")
         if not 1 <= horizon <= 500:
             raise UserInputError(f"env.kwargs.horizon is {horizon}: MetaWorld episodes have 1 to 500 steps.")
         self.task, self.horizon, self.image_size = task, horizon, check_image_size(image_size)
-        self._starts, self._hide_arm, self._show_goal = starts, hide_arm, show_goal
+        self._hide_arm, self._show_goal = hide_arm, show_goal
         self._view = choose_view(task, camera)
         inner = _make_task(task)
         inner._set_task_called = True  # without a benchmark's task object, which would fix the start
@@ -70,10 +66,12 @@ class MetaWorldEnv(ControlEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode. MetaWorld ignores `reset(seed=)`; its generator is replaced instead."""
+        """Start an episode, with object and goal where the seed says.
+
+        MetaWorld ignores `reset(seed=)`; its generator is replaced instead.
+        """
         super().reset(seed=seed)
-        start = int(self.np_random.integers(2**31)) if self._starts == "random" else 0
-        self._inner.np_random = np.random.default_rng(start)
+        self._inner.np_random = np.random.default_rng(int(self.np_random.integers(2**31)))
         observation, _ = self._inner.reset()
         self._steps = 0
         return observation.astype(np.float32), {}

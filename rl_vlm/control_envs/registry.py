@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import gymnasium
@@ -99,36 +98,23 @@ def known_control_envs() -> list[str]:
 
 
 def _find(env_id: str) -> ControlEnvFactory:
-    registered: Any = _REGISTRY.get(env_id)
-    if registered is not None:
-        return _callable(load_object(registered) if isinstance(registered, str) else registered, env_id)
     from rl_vlm.control_envs.metaworld import MetaWorldEnv, task_name
 
+    factory: Any = _REGISTRY.get(env_id)
     task = task_name(env_id)
-    if task is not None:
+    if factory is None and task is not None:
         return functools.partial(MetaWorldEnv, task)
-    point = provided(ENTRY_POINT_GROUP).get(env_id)
-    if point is not None:
-        return _callable(_load(point), env_id)
-    if env_id in gymnasium.registry:
+    if factory is None and env_id in provided(ENTRY_POINT_GROUP):
+        factory = provided(ENTRY_POINT_GROUP)[env_id].value
+    if factory is None and env_id in gymnasium.registry:
         from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 
         return functools.partial(GymnasiumControlEnv, env_id)
-    if is_spec(env_id):
-        return _callable(load_object(env_id), env_id)
-    raise UserInputError(_unknown(env_id))
-
-
-def _load(point: EntryPoint) -> Any:
-    try:
-        return point.load()
-    except Exception as error:  # whatever another package raises while it is imported
-        raise UserInputError(
-            f"{point.name} comes from {point.value}, which cannot be imported ({type(error).__name__}: {error})."
-        ) from error
-
-
-def _callable(factory: Any, env_id: str) -> ControlEnvFactory:
+    if factory is None:
+        if not is_spec(env_id):
+            raise UserInputError(_unknown(env_id))
+        factory = env_id
+    factory = load_object(factory) if isinstance(factory, str) else factory
     if not callable(factory):
         raise UserInputError(f"{env_id} names a {type(factory).__name__}, which cannot make an environment.")
     return factory  # type: ignore[no-any-return]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium.spaces import Box
 
-from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
+from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, check_image_size, from_unit_box, unit_box
+from rl_vlm.control_envs.gymnasium_env import picture_of, resize_frame
 from rl_vlm.types import UserInputError
 
 
-class SoftGymControlEnv(GymnasiumControlEnv):
-    """Wraps an environment of the old gym interface.
+class SoftGymControlEnv(ControlEnv):
+    """Wraps an environment of the old gym interface; `done` at the horizon is a truncation, before it a termination.
 
     Args:
         env: the simulator's environment: `reset()` returns an observation, `step(action)` observation, reward, done and
@@ -42,52 +42,42 @@ class SoftGymControlEnv(GymnasiumControlEnv):
         image_size: int = 360,
         render_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        steps = horizon or getattr(env, "horizon", None)
-        if not steps:
+        self.horizon = int(horizon or getattr(env, "horizon", None) or 0)
+        if not self.horizon:
             raise UserInputError(f"{type(env).__name__} has no horizon of its own: set env.kwargs.horizon.")
-        inner = _OldGym(env, int(steps), success_key, success_above)
-        super().__init__(
-            inner, horizon=int(steps), image_size=image_size, render=lambda _: inner.picture(render_kwargs)
-        )
-
-
-class _OldGym(gymnasium.Env[np.ndarray, np.ndarray]):
-    """The simulator in gymnasium's interface; `done` at the horizon is a truncation, before it a termination."""
-
-    def __init__(self, simulator: Any, horizon: int, success_key: str, success_above: float) -> None:
-        self.simulator = simulator
-        self._horizon, self._success_key, self._success_above = horizon, success_key, success_above
-        low, high = (
-            np.asarray(bound, np.float32) for bound in (simulator.action_space.low, simulator.action_space.high)
-        )
-        self.action_space = Box(low, high, dtype=np.float32)
-        self.observation_space = Box(-np.inf, np.inf, simulator.observation_space.shape, np.float32)
+        self.simulator, self.image_size = env, check_image_size(image_size)
+        self._success_key, self._success_above, self._render_kwargs = success_key, success_above, render_kwargs or {}
+        self._low, self._high = (np.asarray(bound) for bound in (env.action_space.low, env.action_space.high))
+        self.action_space = unit_box(self._low.size)
+        self.observation_space = Box(-np.inf, np.inf, (int(np.prod(env.observation_space.shape)),), np.float32)
         self._steps = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Start an episode. These simulators draw from numpy's global generator, so the seed goes there."""
+        super().reset(seed=seed)
         if seed is not None:
             np.random.seed(seed % 2**32)
         self._steps = 0
-        return self.simulator.reset(), {}
+        return as_vector(self.simulator.reset()), {}
 
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """One step."""
-        observation, reward, done, info = self.simulator.step(action)
+    def step(self, action: np.ndarray) -> StepResult:
+        """One step; the action goes from [-1, 1] to the simulator's own bounds."""
+        native = from_unit_box(action, self._low.reshape(-1), self._high.reshape(-1)).reshape(self._low.shape)
+        observation, reward, done, info = self.simulator.step(native.astype(np.float32))
         self._steps += 1
-        truncated = self._steps >= self._horizon
+        truncated = self._steps >= self.horizon
         measured = {"reward": float(reward), **info}.get(self._success_key)
         success = measured is not None and float(measured) > self._success_above
-        return observation, float(reward), bool(done) and not truncated, truncated, {**info, "success": success}
+        info = {**info, "success": success}
+        return as_vector(observation), float(reward), bool(done) and not truncated, truncated, info
 
-    def picture(self, kwargs: dict[str, Any] | None) -> np.ndarray:
-        """uint8 [H, W, 3]."""
-        return np.asarray(self.simulator.render(mode="rgb_array", **(kwargs or {})))
+    def frame(self) -> np.ndarray:
+        """The simulator's picture, resized."""
+        picture = picture_of(lambda: self.simulator.render(mode="rgb_array", **self._render_kwargs))
+        return resize_frame(picture, self.image_size)
 
     def close(self) -> None:
         """Close the simulator."""
-        close = getattr(self.simulator, "close", None)
-        if callable(close):
-            close()
+        getattr(self.simulator, "close", lambda: None)()

@@ -45,8 +45,11 @@ def load_object(spec: str) -> Any:
     except UserInputError:
         raise
     except ModuleNotFoundError as error:
+        name = error.name or str(error)
+        top = name.partition(".")[0]
         raise UserInputError(
-            f"{target} cannot be imported: {_missing_module(error.name or str(error), target)}"
+            f"{target} cannot be imported: there is no module {name}; install {top}, or run again with "
+            f"PYTHONPATH=FOLDER, where FOLDER holds {top}."
         ) from error
     except Exception as error:  # whatever the user's module raises while it runs
         raise UserInputError(f"{target} cannot be imported ({type(error).__name__}: {error}).") from error
@@ -64,21 +67,6 @@ def absolute_spec(spec: str) -> str:
         return spec
     path = str(resolved(target))
     return f"{path}:{attribute}" if attribute else path
-
-
-def _missing_module(name: str, target: str) -> str:
-    """The advice where module `name` was not found while `target`, a file or a module, was imported."""
-    path = name.replace(".", "/")
-    above = resolved(target).parents if target.endswith(".py") else [Path.cwd()]
-    found = [folder for folder in above if (folder / path).is_dir() or (folder / f"{path}.py").is_file()]
-    top = name.partition(".")[0]
-    if found:
-        how = f"run again with PYTHONPATH={found[0]}"
-    elif importlib.util.find_spec(top) is None:
-        how = f"install {top}, or run again with PYTHONPATH=FOLDER, where FOLDER holds {top}"
-    else:
-        how = f"the {top} that is on the path lacks it, so install another version or put another folder first in PYTHONPATH"  # noqa: E501
-    return f"there is no module {name} on the path; {how}."
 
 
 def _load(target: str) -> ModuleType:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from rl_vlm.zoo.gridwalk.environment import Cell, Grid
 
 
 def episode(name: str, rewards: Sequence[float] = (1.0,), tokens: int = 1, **info: Any) -> Trajectory:
@@ -28,3 +29,13 @@ def solved_group(solved: Sequence[float], env: str = "", index: int = 0, stage: 
     name = f"{env}:{index}"
     members = [episode(f"{name}:{place}", (reward,)) for place, reward in enumerate(solved)]
     return TrajectoryGroup(name, index, members, env, stage)
+
+
+def grid_of(*rows: str) -> Grid:
+    """From rows of `A` (agent), `G` (goal), `#` (wall), `O` (hole) and `.`: `grid_of("A.", "#G")`."""
+    cells: dict[str, list[Cell]] = {mark: [] for mark in "AG#O."}
+    for row, line in enumerate(rows):
+        for column, mark in enumerate(line):
+            cells[mark].append((row, column))
+    (agent,), (goal,) = cells["A"], cells["G"]
+    return Grid(len(rows), agent, goal, frozenset(cells["#"]), frozenset(cells["O"]))

@@ -118,7 +118,7 @@ def test_simulators_of_the_old_interface_run_through_an_adapter() -> None:
     again, _ = env.reset(seed=5)
     assert first.shape == (4,) and np.array_equal(first, again)
     results = [env.step(np.array([-0.5, 0.5], np.float32)) for _ in range(3)]
-    assert env.env.simulator.actions[0] == pytest.approx([-1.0, 3.0])  # type: ignore[attr-defined]
+    assert env.simulator.actions[0] == pytest.approx([-1.0, 3.0])  # type: ignore[attr-defined]
     assert [(terminated, truncated) for _, _, terminated, truncated, _ in results] == [(False, False)] * 2 + [
         (False, True)
     ]

@@ -65,7 +65,7 @@ def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name:
         ("Geo3k-v0", {"prompt": ["full"]}, "env.kwargs.prompt must be 'auto', 'full', 'brief' or 'none', not ['full']."),
         ("Geo3k-v0", {"max_turns": 0}, "env.kwargs.max_turns must be greater than or equal to 1, not 0."),
         ("NLVR2-v0", {"kinds": 3}, "env.kwargs.kinds must be a list, not 3."),
-        ("Caption-v0", {"synonyms": [1]}, "env.kwargs.synonyms.0 must be a list, not 1."),
+        ("GeoSpot-v0", {"weights": [1, "x", 0]}, "env.kwargs.weights.1 must be a number, not 'x'."),
         ("Caption-v0", {"data": ["a.parquet"]}, "must be a text or a mapping, not ['a.parquet']."),
         ("Zoom-v0", {"prompt": {"full": 1}}, "env.kwargs.prompt must be 'full' or 'brief', not {'full': 1}."),
         ("GeoSpot-v0", {"taus": [[1]]}, "env.kwargs.taus must be a mapping, not [[1]]."),

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from task_support import grid_of
 
 from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage, Observation
@@ -22,7 +23,7 @@ from rl_vlm.zoo.gridwalk.environment import (
     picture_of,
 )
 
-HAND_MADE = Grid.parse(
+HAND_MADE = grid_of(
     "A.#",
     ".O.",
     "..G",
@@ -133,8 +134,8 @@ def best_moves(grid: Grid) -> tuple[str, ...]:
 
 def test_best_moves_by_hand() -> None:
     assert set(best_moves(HAND_MADE)) == {"down"}  # the wall closes the upper way
-    assert set(best_moves(Grid.parse("A..", "...", "..G"))) == {"down", "right"}
-    assert Grid.parse("A#G", ".O.", "...").distances()[0, 0] == 6
+    assert set(best_moves(grid_of("A..", "...", "..G"))) == {"down", "right"}
+    assert grid_of("A#G", ".O.", "...").distances()[0, 0] == 6
 
 
 def test_no_picture_of_a_test_grid_is_ever_trained_on() -> None:

@@ -40,11 +40,9 @@ def test_an_episode_follows_from_its_seed_also_after_others(drawer: MetaWorldEnv
     other.close()
 
 
-def test_random_starts_differ_and_fixed_ones_do_not() -> None:
-    random, fixed = MetaWorldEnv("drawer-open"), MetaWorldEnv("drawer-open", starts="fixed")
-    places = {env: [env.reset(seed=seed)[0][4:7] for seed in range(3)] for env in (random, fixed)}
-    assert not np.array_equal(places[random][0], places[random][1])
-    assert all(np.array_equal(places[fixed][0], place) for place in places[fixed])
+def test_starts_differ() -> None:
+    env = MetaWorldEnv("drawer-open")
+    assert not np.array_equal(env.reset(seed=0)[0][4:7], env.reset(seed=1)[0][4:7])
 
 
 def test_the_goal_is_hidden_unless_it_is_asked_for() -> None:

@@ -136,9 +136,9 @@ def test_rows_with_captions_are_asked_and_paid(tmp_path: Path) -> None:
         ("test", [["a red wall", "paint"], ["a blue wall"]]),
     ):
         pq.write_table(pa.table({"image": images, "caption": captions}), tmp_path / f"{split}.parquet")
-    env = rl_vlm.make("Caption-v0", data=str(tmp_path), synonyms=[["wall", "barrier"]])
+    env = rl_vlm.make("Caption-v0", data=str(tmp_path))
     opening(env, 0)
-    assert env.step("A red barrier.")[1] == 1.0
+    assert env.step("A red wall.")[1] == 1.0
     opening(env, 0, "test")
     assert env.step("paint")[1] == 1.0
     opening(env, 1, "test")

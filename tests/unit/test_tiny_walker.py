@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+from task_support import grid_of
 
 from rl_vlm.zoo.gridwalk import environment
-from rl_vlm.zoo.gridwalk.environment import MOVES, Difficulty, Grid, grid_item, parse_move
+from rl_vlm.zoo.gridwalk.environment import MOVES, Difficulty, grid_item, parse_move
 from rl_vlm.zoo.gridwalk.lesson import draw_walk, random_question
 
-GRID = Grid.parse("..#.", ".A.O", "#O.G", "....")
+GRID = grid_of("..#.", ".A.O", "#O.G", "....")
 
 
 # --- what is taught

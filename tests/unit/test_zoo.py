@@ -35,7 +35,6 @@ WRONG: dict[str, list[dict[str, Any]]] = {
     "NLVR2-v0": [{"prompt": "long"}, {"image_size": 32}, {"seed": 0.5}, {"num_train": 0}, {"turns": 2}, {"data": "nowhere/at/all"}],
     "Caption-v0": [
         {"prompt": "long"}, {"image_size": 32}, {"seed": 0.5}, {"num_train": 0}, {"turns": 2}, {"data": "nowhere/at/all"}, {"synonyms": "sofa"},
-        {"synonyms": ["sofa"]}, {"synonyms": [[1]]},
     ],
     "Zoom-v0": [
         {"view_size": 63}, {"view_size": 100}, {"zoom": 3}, {"zoom": 1}, {"call_cost": -0.1}, {"call_cost": NAN}, {"call_cost": True},

@@ -102,19 +102,18 @@ class Content:
         )
 
 
-def grade_caption(text: str, references: Sequence[str], synonyms: Sequence[Sequence[str]] = ()) -> CaptionGrade:
-    """Grade a caption against the reference that it agrees with best; `synonyms` are further groups beside SYNONYMS.
+def grade_caption(text: str, references: Sequence[str]) -> CaptionGrade:
+    """Grade a caption against the reference that it agrees with best.
 
     A rejected text scores 0. Repeated and added words cost precision, missing words cost recall.
     """
     said, reason = behind_thought(text, MAX_CHARS)
     if reason:
         return CaptionGrade(reason=reason)
-    groups = _groups(tuple(map(tuple, synonyms)))
-    given = read_content(said, groups)
+    given = read_content(said)
     if not given.clauses:
         return CaptionGrade(reason="empty")
-    truths = [read_content(reference, groups) for reference in references]
+    truths = [read_content(reference) for reference in references]
     longest = max((len(clause) for truth in truths for clause in truth.clauses), default=0)
     if max(map(len, given.clauses)) > max(LONG_CLAUSE, longest + REACH):
         return CaptionGrade(reason="list")
@@ -152,11 +151,8 @@ def length_factor(num_words: int, reference: int) -> float:
     return min(1.0, max(0.0, 2 - num_words / room))
 
 
-def read_content(text: str, groups: dict[str, str]) -> Content:
-    """Cut a text into clauses of content words, at punctuation and conjunctions.
-
-    `groups`: stem -> the stem that stands for it.
-    """
+def read_content(text: str) -> Content:
+    """Cut a text into clauses of content words, at punctuation and conjunctions."""
     clauses: list[list[str]] = [[]]
     num_words, negated = 0, ""
     for token in _TOKEN.findall(_CORNER.sub(r"\1", text.casefold().replace("’", "'"))):
@@ -167,20 +163,22 @@ def read_content(text: str, groups: dict[str, str]) -> Content:
         if token in _NEGATIONS or token.endswith("n't"):
             negated = _NEGATED
         elif token[0].isalnum() and token not in _FUNCTION_WORDS:
-            stem = _stem(token)
-            clauses[-1].append(negated + groups.get(stem, stem))
+            clauses[-1].append(negated + _meaning(token))
     return Content(tuple(tuple(clause) for clause in clauses if clause), num_words)
 
 
-@lru_cache(maxsize=32)
-def _groups(further: tuple[tuple[str, ...], ...]) -> dict[str, str]:
-    return {_stem(word.casefold()): _stem(group[0].casefold()) for group in (*SYNONYMS, *further) for word in group}
-
-
 @lru_cache(maxsize=65_536)
+def _meaning(word: str) -> str:
+    """The stem of a word, or of the first of its synonyms."""
+    return _GROUPS.get(_stem(word), _stem(word))
+
+
 def _stem(word: str) -> str:
     with _STEMMER_LOCK:
         return str(_STEMMER.stemWord(word))
+
+
+_GROUPS = {_stem(word): _stem(group[0]) for group in SYNONYMS for word in group}
 
 
 NAME = "Caption-v0"
@@ -220,7 +218,6 @@ class CaptionEnv(EpisodeEnv):
 
     data: a data set with the columns `image` and `caption` (a text, or several); without it, drawn scenes of one to
         three shapes, whose reference names colour, kind and place of each.
-    synonyms: groups of words that count as one, beside those that are known: [[sofa, couch], ...].
     prompt: "full" asks in words; "brief" in one, for the tiny model.
     image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
 
@@ -236,7 +233,6 @@ class CaptionEnv(EpisodeEnv):
         self,
         data: DataSource | None = None,
         *,
-        synonyms: Sequence[Sequence[str]] = (),
         prompt: Literal["full", "brief"] = "full",
         image_size: Annotated[int, Field(ge=MIN_IMAGE_SIZE, le=MAX_IMAGE_SIZE)] = 64,
         seed: int = 0,
@@ -246,7 +242,6 @@ class CaptionEnv(EpisodeEnv):
         rows = TableSet(Schema(read_item, ("image", "caption")), data) if data else None
         super().__init__(num_train=num_train, num_test=num_test, rows=rows)
         self._drawn = (seed, image_size)
-        self._synonyms = synonyms
         self._question = PROMPTS[prompt]
 
     def open(self, item: Item) -> Observation:
@@ -257,7 +252,7 @@ class CaptionEnv(EpisodeEnv):
     def reply(self, text: str) -> Reply:
         """Grade the caption."""
         references = self._shown.references
-        grade = grade_caption(text, references, self._synonyms)
+        grade = grade_caption(text, references)
         info: Info = {
             "score": grade.score,
             "f1": grade.f1,

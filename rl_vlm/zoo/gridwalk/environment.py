@@ -59,16 +59,6 @@ class Grid:
     walls: frozenset[Cell] = frozenset()
     holes: frozenset[Cell] = frozenset()
 
-    @classmethod
-    def parse(cls, *rows: str) -> Grid:
-        """From rows of `A` (agent), `G` (goal), `#` (wall), `O` (hole) and `.`: `Grid.parse("A.", "#G")`."""
-        found: dict[str, list[Cell]] = {mark: [] for mark in "AG#O."}
-        for row, line in enumerate(rows):
-            for column, mark in enumerate(line):
-                found[mark].append((row, column))
-        (agent,), (goal,) = found["A"], found["G"]
-        return cls(len(rows), agent, goal, frozenset(found["#"]), frozenset(found["O"]))
-
     def blocked(self, cell: Cell) -> bool:
         """Whether a step into the cell leaves the agent where it is: a wall, or outside."""
         return cell in self.walls or not (0 <= cell[0] < self.size and 0 <= cell[1] < self.size)
