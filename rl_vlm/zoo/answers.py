@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from rl_vlm.rewards.text import refusal, without_thought
 
 _MAX_THOUGHT = 100_000  # characters
+
+
+class ReadAnswer(NamedTuple):
+    """What an answer says, None where that cannot be said, and the reason why not; "" if it can."""
+
+    value: Any
+    reason: str = ""
 
 
 def behind_thought(text: str, max_chars: int) -> tuple[str, str]:

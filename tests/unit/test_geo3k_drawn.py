@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from random import Random
+from typing import get_args
 
 import pytest
 
@@ -14,9 +15,9 @@ from rl_vlm.envs.errors import check_step
 from rl_vlm.rewards.math import grade_turns
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.geo3k.drawn import (
-    ANGLE_STEPS,
     LEAST_SIZE,
     LEVELS,
+    AngleStep,
     Label,
     Problem,
     drawn_problem,
@@ -42,7 +43,7 @@ def opening(vertex: complex, one: complex, other: complex) -> float:
 # Figures and answers
 
 
-@pytest.mark.parametrize("step", ANGLE_STEPS)
+@pytest.mark.parametrize("step", get_args(AngleStep))
 @pytest.mark.parametrize("make", [make for level in (1, 2, 4) for make in LEVELS[level]])
 def test_every_labelled_angle_measures_what_its_label_says(make, step):
     for problem in made(make, step):

@@ -106,23 +106,17 @@ class VlmGymEnv(HeldOutEnv):
             return _SHARED[key]
 
     def _make(self, kwargs: dict[str, Any]) -> Any:
-        """Call the class, or `create_env`, with the tokenizer; UserInputError where the arguments do not fit."""
+        """Call the class, or `create_env`, with the tokenizer."""
         given: tuple[Any, ...] = (self._tokenizer,)
         if not isinstance(self._factory, type):
             if self._name is None:
                 raise UserInputError("create_env needs the name of an environment: set env.kwargs.name, such as nlvr2.")
             given = (self._name, self._tokenizer)
         try:
-            inspect.signature(self._factory).bind(*given, **kwargs)
-        except TypeError as error:
-            raise UserInputError(
-                f"The environment does not take these arguments ({error}): correct env.kwargs."
-            ) from error
-        try:
             return with_stand_ins(partial(self._factory, *given, **kwargs), _file_of(self._factory))
         except Exception as error:  # whatever the user's code raises, a missing data set for example
             raise UserInputError(
-                f"The environment cannot be made ({type(error).__name__}: {one_line(error)})."
+                f"The environment cannot be made with these env.kwargs ({type(error).__name__}: {one_line(error)})."
             ) from error
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -208,7 +208,7 @@ def _text_width(text: str, size: int) -> int:
 
 FIND = "Find x."
 MIN_ANGLE = 20  # degrees: in narrower ones nothing could be read
-ANGLE_STEPS = (1, 2, 5, 10, 20)  # divisors of MIN_ANGLE and of 180
+AngleStep = Literal[1, 2, 5, 10, 20]  # divisors of MIN_ANGLE and of 180
 # (leg, leg, hypotenuse), without the narrowest
 _TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (9, 12, 15), (8, 15, 17), (12, 16, 20), (15, 20, 25), (20, 21, 29))
 

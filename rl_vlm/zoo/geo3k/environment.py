@@ -16,7 +16,7 @@ from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE
-from rl_vlm.zoo.geo3k.drawn import ANGLE_STEPS, IMAGE_SIZE, LEAST_SIZE, Level, drawn_problem
+from rl_vlm.zoo.geo3k.drawn import IMAGE_SIZE, LEAST_SIZE, AngleStep, Level, drawn_problem
 
 TOOLS = ("calc_score", "calc_geo3k_reward")  # the second is an alias
 MAX_ECHO = 80  # characters of the policy's answer that a reply repeats
@@ -78,7 +78,7 @@ class Geo3kEnv(EpisodeEnv):
         square: bool = False,
         prompt: Prompt = "auto",
         level: Level | Annotated[Sequence[Level], Field(min_length=1)] | None = None,
-        angle_step: int = 1,
+        angle_step: AngleStep = 1,
         seed: int = 0,
         num_train: Count = 16_384,
         num_test: Count = 512,
@@ -91,9 +91,6 @@ class Geo3kEnv(EpisodeEnv):
             raise UserInputError("Geo3k-v0: env.kwargs.square needs env.kwargs.image_size, in pixels.")
         if not data:
             levels = (1,) if level is None else (level,) if isinstance(level, int) else tuple(level)
-            if angle_step not in ANGLE_STEPS:
-                steps = ", ".join(map(str, ANGLE_STEPS))
-                raise UserInputError(f"Geo3k-v0: env.kwargs.angle_step must be one of {steps}, not {angle_step!r}.")
             size = IMAGE_SIZE if image_size is None else image_size
             least = max(LEAST_SIZE[level] for level in levels)
             if not least <= size <= MAX_IMAGE_SIZE:

@@ -22,12 +22,13 @@ from rl_vlm.envs.base import Item
 from rl_vlm.envs.data import Question
 from rl_vlm.types import EncodedImage, Message, as_encoded
 from rl_vlm.zoo.drawing import stable_rng
-from rl_vlm.zoo.geo3k.drawn import Problem, drawn_problem
+from rl_vlm.zoo.geo3k.drawn import AngleStep, Problem, drawn_problem
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 from rl_vlm.zoo.shapes.environment import format_call
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
-LEVEL, ANGLE_STEP, IMAGE_SIZE = 1, 20, 64
+LEVEL, IMAGE_SIZE = 1, 64
+ANGLE_STEP: AngleStep = 20
 GUESSES = tuple(range(20, 141, 20))  # the third angles of triangles whose angles are multiples of 20 degrees
 TOOL_SHARE = 0.4  # of the dialogues
 _CALL = 0.5  # how often a reply is a call, where there is the tool

@@ -14,7 +14,7 @@ from pydantic import Field
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet
 from rl_vlm.types import EncodedImage, Observation, Split
-from rl_vlm.zoo.answers import behind_thought
+from rl_vlm.zoo.answers import ReadAnswer, behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from rl_vlm.zoo.scenes.data import STATEMENT_KINDS, StatementKind, pair_item, picture_of
 
@@ -38,40 +38,30 @@ _REASON = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)  # what follows ex
 _DECORATION = " \t*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """value: what the answer says, None where it cannot be said. reason: why not; "" if it can.
-
-    Reasons: too_long, hidden, special, look_alike (see `rewards/text.py`), empty, none (neither word), both, repeated,
-    turned (by a word such as "not" or "if"), misplaced (neither the first nor the last word of its line, or not in the
-    last line).
-    """
-
-    value: bool | None
-    reason: str = ""
-
-
-def read_verdict(text: str) -> Verdict:
-    """The verdict of an answer.
+def read_verdict(text: str) -> ReadAnswer:
+    """The verdict of an answer: True or False.
 
     One thought at the start is not read (see `without_thought`). In the rest, the last line holds "true" or "false"
     once, in any case and decoration, as its first or last word, without a word that turns it around in its clause or
     leaves it open in its sentence. What stands before these may say the same word but not the other one: who says both
     says nothing.
+
+    Reasons: those of `behind_thought`, empty, none (neither word), both, repeated, turned (by a word such as "not" or
+    "if"), misplaced (neither the first nor the last word of its line, or not in the last line).
     """
     said, reason = behind_thought(text, MAX_CHARS)
     if reason:
-        return Verdict(None, reason)
+        return ReadAnswer(None, reason)
     answer = _ANSWER_TAG.sub(" ", said)
     lines = [line for line in answer.splitlines() if line.strip(_DECORATION)]
     if not lines:
-        return Verdict(None, "empty")
+        return ReadAnswer(None, "empty")
     words = {word.lower() for word in _VERDICT.findall(answer)}
     if len(words) != 1:
-        return Verdict(None, "both" if words else "none")
+        return ReadAnswer(None, "both" if words else "none")
     found = list(_VERDICT.finditer(lines[-1]))
     if len(found) != 1:
-        return Verdict(None, "repeated" if found else "misplaced")
+        return ReadAnswer(None, "repeated" if found else "misplaced")
     before, after = lines[-1][: found[0].start()], lines[-1][found[0].end() :]
     behind = _REASON.split(after)[0]
     if (
@@ -81,10 +71,10 @@ def read_verdict(text: str) -> Verdict:
         or _OPEN.search(behind)
         or after.startswith("?")
     ):
-        return Verdict(None, "turned")
+        return ReadAnswer(None, "turned")
     if before.strip(_DECORATION) and after.strip(_DECORATION):
-        return Verdict(None, "misplaced")
-    return Verdict(words == {"true"})
+        return ReadAnswer(None, "misplaced")
+    return ReadAnswer(words == {"true"})
 
 
 NAME = "NLVR2-v0"
@@ -143,7 +133,7 @@ class NLVR2Env(EpisodeEnv):
     which set of them; num_train and num_test: how many it holds.
 
     `info` of a step: `correct`, `verdict` (True, False or None), `reason` (why there is none; see
-    `Verdict`), `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
+    `read_verdict`), `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
     """
 
     name = NAME

@@ -18,7 +18,7 @@ from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
-from rl_vlm.zoo.answers import behind_thought
+from rl_vlm.zoo.answers import ReadAnswer, behind_thought
 from rl_vlm.zoo.drawing import IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of_content, stable_random
 
 # Reads the answer of a few words that ends a text: strictly enough that hedging never pays off, and tolerant of honest
@@ -46,19 +46,6 @@ _SIGN = re.compile(r"−|[-–](?=\S*$)")
 _POINT = re.compile(r"(?<!\.)\.$")
 
 
-@dataclass(frozen=True, slots=True)
-class ShortAnswer:
-    """value: the normalised answer, None where there is none. reason: why not; "" if there is one.
-
-    Reasons: too_long, hidden, special, look_alike (see `rewards/text.py`), empty, several (marked answers that differ),
-    misplaced (text follows the marked answer, or a thought does not end), unmarked (many lines, none of which is marked
-    as the answer).
-    """
-
-    value: str | None
-    reason: str = ""
-
-
 def normalized(text: str) -> str:
     """What answers are compared by: lower case, single spaces, no article before it, no marks around it.
 
@@ -74,32 +61,35 @@ def normalized(text: str) -> str:
     return _ARTICLE.sub("", " ".join(bare.casefold().split()), count=1)
 
 
-def read_answer(text: str) -> ShortAnswer:
+def read_answer(text: str) -> ReadAnswer:
     """The answer of a text, which is compared as a whole: a list of answers is none of them.
 
     One thought at the start is not read (see `without_thought`). The answer is marked by `Answer:`, `<answer>` or
     `\\boxed{}` and ends the text; marks that name different answers name none. Without a mark a last line "The answer
     is x" says x, and a text of one line is the answer itself.
+
+    Reasons: those of `behind_thought`, empty, several (marked answers that differ), misplaced (text follows the marked
+    answer), unmarked (many lines, none of which is marked as the answer).
     """
     said, reason = behind_thought(text, MAX_CHARS)
     if reason:
-        return ShortAnswer(None, reason)
+        return ReadAnswer(None, reason)
     said = _FONT.sub(r"\1", said)
     marks = list(_MARKED.finditer(said))
     if not marks:
         lines = [line for line in said.splitlines() if line.strip(_DECORATION)]
         if lines and (sentence := _SENTENCE.fullmatch(lines[-1].strip(_DECORATION))):
             return _answer(sentence["value"])
-        return _answer(lines[0]) if len(lines) == 1 else ShortAnswer(None, "unmarked" if lines else "empty")
+        return _answer(lines[0]) if len(lines) == 1 else ReadAnswer(None, "unmarked" if lines else "empty")
     if said[marks[-1].end() :].strip(_DECORATION):
-        return ShortAnswer(None, "misplaced")
+        return ReadAnswer(None, "misplaced")
     values = {_answer(mark["line"] or mark["tag"] or mark["box"] or "") for mark in marks}
-    return values.pop() if len(values) == 1 else ShortAnswer(None, "several")
+    return values.pop() if len(values) == 1 else ReadAnswer(None, "several")
 
 
-def _answer(text: str) -> ShortAnswer:
+def _answer(text: str) -> ReadAnswer:
     value = normalized(_BOXED.sub(lambda box: box[1] or box[2] or "", text))
-    return ShortAnswer(value) if value else ShortAnswer(None, "empty")
+    return ReadAnswer(value) if value else ReadAnswer(None, "empty")
 
 
 TOOL = "crop"
