@@ -6,7 +6,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import sqrt
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -253,14 +253,5 @@ class CaptionEnv(EpisodeEnv):
         """Grade the caption."""
         references = self._shown.references
         grade = grade_caption(text, references)
-        info: Info = {
-            "score": grade.score,
-            "f1": grade.f1,
-            "precision": grade.precision,
-            "recall": grade.recall,
-            "length": grade.length,
-            "reason": grade.reason,
-            "well_formed": not grade.reason,
-            "reference": references[0],
-        }
+        info: Info = {**asdict(grade), "well_formed": not grade.reason, "reference": references[0]}
         return Reply(grade.score, None, info)
