@@ -92,8 +92,8 @@ class SceneRenderer:
     def draw(self, data: Any) -> np.ndarray:
         """uint8 [size, size, 3]. `data` stays as it is."""
         # The positions of bodies and of the edited camera must be recomputed, because a reset moves bodies without
-        # doing so. This is
-        # done in a copy: in `data` it would change where the solver of the next step begins, and with it the episode.
+        # doing so. This is done in a copy: in `data` it would change where the solver of the next step begins, and with
+        # it the episode.
         mujoco, everything = self._mujoco, self._mujoco.mjtState.mjSTATE_INTEGRATION
         mujoco.mj_getState(self._model, data, self._state, everything)
         mujoco.mj_setState(self._model, self._drawn, self._state, everything)

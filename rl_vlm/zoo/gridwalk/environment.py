@@ -45,7 +45,6 @@ GOAL = (40, 220, 60)
 WALL = (250, 250, 250)
 HOLE = (0, 0, 0)
 
-# The share of maps that belong to the test split: first byte of the map's hash below this, out of 256.
 _MAX_DRAWS = 20_000  # of one grid; the rarest settings that exist need a few hundred
 
 

@@ -72,8 +72,7 @@ VARIANTS = {
     # What small, scenes and zoom know, for runs that train in several environments at once.
     "mixture": Variant("tiny.mixture", 1100, 48, version=1),
     # As scenes, and which of two captions describes a picture better. It reads two captions, compares each with the
-    # picture, and then
-    # both: two layers are too few.
+    # picture, and then both: two layers are too few.
     "judge": Variant("caption.lesson", 1200, 32, version=1, layers=4),
 }
 
