@@ -18,12 +18,12 @@ from rl_vlm.control_envs.gymnasium_env import make_gymnasium, picture_of, resize
 from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
+from rl_vlm.envs.tools import THOUGHT_END
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import split_of_hash
 
 Words = Mapping[str, Any]
-THOUGHT_END = "</think>"
 # MetaWorld's actions are the hand's velocity in x, y and z, and how firmly the gripper closes.
 METAWORLD: dict[str, tuple[float, ...]] = {
     "left": (-1, 0, 0, 0),

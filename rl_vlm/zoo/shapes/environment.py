@@ -4,7 +4,6 @@ A small visual task for quick runs: a guess is right one time in four. It needs 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
+from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
 from rl_vlm.types import EncodedImage, Message, Observation, Split
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.drawing import COLOURS, CORNERS, IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of, stable_rng
@@ -89,7 +89,6 @@ def format_call(answer: str) -> str:
 Task = Literal["count", "rule"]
 
 _ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
-_CALL = re.compile(r"<tool_call>(.*)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +128,14 @@ def parse_answer(text: str) -> str | None:
 
 def parse_call(text: str) -> str | None:
     """The answer if the whole text is one well-formed call of `calc_score`; None otherwise."""
-    match = _CALL.fullmatch(text.strip())
-    if not match:
+    text = text.strip()
+    if not (text.startswith(OPEN) and text.endswith(CLOSE) and text.count(OPEN) == text.count(CLOSE) == 1):
         return None
     try:
-        call = json.loads(match[1])
-    except ValueError:
+        call = parse_tool_call(text)
+    except ToolCallError:
         return None
-    if not isinstance(call, dict) or call.get("name") != "calc_score" or not isinstance(call.get("arguments"), dict):
-        return None
-    answer = call["arguments"].get("answer")
+    answer = call.arguments.get("answer") if call is not None and call.name == "calc_score" else None
     return answer.strip() if isinstance(answer, str) else None
 
 
