@@ -207,13 +207,6 @@ class AutoscalingSection(Section):
 class SharingSection(Section):
     """Replicas that several runs share (`serving.shared`). Those of the run that starts the service count."""
 
-    policies_per_replica: int | None = Field(
-        None,
-        ge=1,
-        description="One more replica for each so many runs, from num_replicas up to replica_limit. Null: always "
-        "num_replicas.",
-    )
-    replica_limit: int = Field(8, ge=1)
     max_lora_rank: int | None = Field(
         None,
         ge=1,
@@ -225,9 +218,6 @@ class SharingSection(Section):
         ge=0,
         description="Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are "
         "computed beside the weights.",
-    )
-    queue_tokens: int = Field(
-        262_144, ge=1, description="Prompt and new tokens of the samples that a replica works on at once, of all runs."
     )
     lease_s: float = Field(
         60.0, gt=0, description="A run that has not been heard of for this long has crashed: its policy is dropped."

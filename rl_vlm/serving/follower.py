@@ -57,7 +57,7 @@ class Lifecycle:
     probe_after_s: float
     load_patience_s: float = 60.0
     max_failed_probes: int = 2
-    started: bool = False
+    started: bool = False  # it has asked the registry, and loaded what it must have before it serves
     asleep: bool = False  # its engine has given memory away, and takes no requests until it has it again
     failed_probes: int = 0
     load_error: str = ""  # why a version is not loaded, while loads keep failing
@@ -85,10 +85,6 @@ class Lifecycle:
             # Where loading fails, another replica may have started already.
             return Admission.ELSEWHERE if self.load_error else Admission.WAIT
         return Admission.WAIT if self.asleep else Admission.NOW
-
-    def start(self) -> None:
-        """The replica has asked the registry, and loaded what it must have before it serves."""
-        self.started = True
 
     def load(self) -> None:
         """A version was loaded, so loading works."""
@@ -411,18 +407,15 @@ class Follower:
         registry = self._registry()
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
         report["loaded"] = {name: policy.loaded for name, policy in self.policies.items()}
-        first = not self._life.started
         # Each wait has a deadline: an answer of a dead process may never arrive, and no error be raised.
-        async with asyncio.timeout(_ANSWER_S + (0.0 if first else POLL_S)):
+        async with asyncio.timeout(_ANSWER_S + POLL_S):
             changes: Changes | None = await registry.watch.remote(
-                self._replica_id, self._since, report, self._life.asleep, at_once=first
+                self._replica_id, self._since, report, self._life.asleep
             )
         if changes is not None:
             self._note(changes)
-        if first:
-            await self._start()
-        elif changes is not None and changes.sleep != self._life.asleep:
-            await self._sleep(changes.sleep)
+            if changes.sleep != self._life.asleep:
+                await self._sleep(changes.sleep)
         await self._notify()
 
     def _note(self, changes: Changes) -> None:
@@ -436,17 +429,6 @@ class Follower:
                 policy.newest, policy.error = newest, ""
             if policy.in_use and policy.behind:
                 self._load_soon(policy)
-
-    async def _start(self) -> None:
-        """Let requests come, once what must be loaded before is loaded."""
-        if self._eager:
-            loads = [policy.loading for policy in self.policies.values() if policy.loading is not None]
-            if loads:
-                await asyncio.wait(loads, timeout=1.0)
-            if not self.policies or any(policy.behind for policy in self.policies.values()):
-                await asyncio.sleep(_PAUSE_S)  # its run may not have joined yet
-                return
-        self._life.start()
 
     async def _sleep(self, asleep: bool) -> None:
         """Sleep, or wake. The next call of `watch` tells the registry."""
@@ -463,6 +445,10 @@ class Follower:
                 self._life.asleep = reached
 
     async def _notify(self) -> None:
+        """Let requests come once what must be loaded before is loaded, and look again at those that wait."""
+        known = self.policies.values()
+        if not self._eager or (known and not any(policy.behind for policy in known)):  # its run may join in a moment
+            self._life.started = True
         async with self._changed:
             self._changed.notify_all()
 

@@ -29,7 +29,7 @@ from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import kv_cache_bytes, max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.fair_queue import QUANTUM, Gate, cost_of
+from rl_vlm.serving.fair_queue import QUANTUM, FairQueue, cost_of
 from rl_vlm.serving.follower import (
     Admission,
     Follower,
@@ -199,6 +199,7 @@ logger = logging.getLogger("ray.serve")
 
 _EXIT_DELAY_S = 0.5  # so that the reason reaches Serve's log
 _STEP_POLL_S = 0.1  # how often a probe checks whether the engine has done a step
+_QUEUE_TOKENS = 262_144  # prompt and new tokens of the samples that a shared replica works on at once, of all runs
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
@@ -281,7 +282,7 @@ class VLMServer:
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._gate = Gate(config.serving.sharing.queue_tokens, QUANTUM) if config.serving.shared else None
+        self._queue = FairQueue(_QUEUE_TOKENS) if config.serving.shared else None
         self._follower = Follower(
             self.replica_id,
             self._engine,
@@ -302,8 +303,8 @@ class VLMServer:
             self._tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
 
     def _forget(self, policy: str) -> None:
-        if self._gate is not None:
-            self._gate.queue.forget(policy)
+        if self._queue is not None:
+            self._queue.forget(policy)
         self._tally.by_policy.pop(policy, None)
 
     def _end_application(self) -> None:
@@ -336,11 +337,11 @@ class VLMServer:
         return completions
 
     async def _in_turns(self, policy: str, requests: list[GenerationRequest]) -> list[Completion]:
-        if (gate := self._gate) is None:
+        if (queue := self._queue) is None:
             return await self._engine.generate(requests)
 
         async def enter(part: list[GenerationRequest]) -> list[Completion]:
-            async with gate.entered(policy, sum(map(cost_of, part))):
+            async with queue.entered(policy, sum(map(cost_of, part))):
                 return await self._engine.generate(part)
 
         answers = await all_or_none([enter(part) for part in _parts(requests)])
@@ -377,8 +378,8 @@ class VLMServer:
         (request,) = self._images.whole([request])
         policy = await self._admit([request])
         async with AsyncExitStack() as stack:
-            if self._gate is not None:
-                await stack.enter_async_context(self._gate.entered(policy, cost_of(request)))
+            if self._queue is not None:
+                await stack.enter_async_context(self._queue.entered(policy, cost_of(request)))
             pieces = await stack.enter_async_context(aclosing(self._pieces(request, arrived)))  # type: ignore[type-var]
             async for piece in pieces:
                 yield piece
@@ -501,9 +502,12 @@ class VLMServer:
     async def status(self) -> dict[str, Any]:
         """This replica's id and report, and per policy the loaded version and how many parts of calls wait."""
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
-        waiting = self._gate.queue.waiting() if self._gate is not None else {}
         policies = {
-            name: {"version": policy.loaded, "waiting": waiting.get(name, 0), "error": policy.error}
+            name: {
+                "version": policy.loaded,
+                "waiting": self._queue.waiting(name) if self._queue is not None else 0,
+                "error": policy.error,
+            }
             for name, policy in self._follower.policies.items()
         }
         return {"replica_id": self.replica_id, **report, "policies": policies}
