@@ -132,18 +132,7 @@ class EnvPool:
     def discard(self, envs: Sequence[VisionEnv]) -> None:
         """Close environments that failed, unless one hangs: its thread would be waited for."""
         self.lent -= len(envs)
-        self._close_later(envs)
-
-    def close_surplus(self, keep: int) -> None:
-        """Close idle environments beyond `keep`, those that groups have included."""
-        surplus = self._idle[: max(len(self._idle) + self.lent - keep, 0)]
-        del self._idle[: len(surplus)]
-        self._close_later(surplus)
-
-    def _close_later(self, envs: Sequence[VisionEnv]) -> None:
-        if self.stuck:
-            return
-        for env in envs:
+        for env in envs if not self.stuck else ():
             self._threads.submit(_close_quietly, env)
 
     async def reset(
@@ -257,9 +246,9 @@ def _close_quietly(env: VisionEnv) -> None:
 
 # Threads of slow environments, which mostly wait: one for each episode as far as that goes.
 _MIN_THREADS, _MAX_THREADS = 32, 256
-# Pools without a group that are kept: an evaluation's variants, and what a curriculum set last.
+# Pools without a group that are kept: an evaluation's variants, and what a curriculum set last. Where each environment
+# is a process of its own, as many as there are environments.
 _MAX_IDLE = 16
-_UNCHANGED = json.dumps({})
 
 
 class EnvPools:
@@ -280,14 +269,6 @@ class EnvPools:
         self._pools[key] = pool
         self._close_old(pool)
         return pool
-
-    def close_surplus(self, tasks: Iterable[RolloutTask]) -> None:
-        """Of the environments that played these held-out tasks, close those that training has no use for.
-
-        It has none for changed arguments: those of a curriculum's stages come back as they are asked for.
-        """
-        for key in {self._key(task) for task in tasks} & self._pools.keys():
-            self._pools[key].close_surplus(self._episodes if key[1] == _UNCHANGED else 0)
 
     def _changes(self, task: RolloutTask) -> dict[str, Any]:
         variant = self._run.variant_arguments(task.variant, task.env) if task.variant else {}
@@ -323,7 +304,8 @@ class EnvPools:
     def _close_old(self, newest: EnvPool) -> None:
         # A pool whose environment hangs is kept, so that `stuck` shows it.
         idle = [key for key, pool in self._pools.items() if not pool.lent and not pool.stuck and pool is not newest]
-        for key in idle[: max(len(idle) - _MAX_IDLE, 0)]:
+        kept = len(self._run.env.parts) if self._run.env.isolation == "process" else _MAX_IDLE
+        for key in idle[: max(len(idle) - kept, 0)]:
             pool = self._pools.pop(key)
             self._closed_busy_s += pool.busy_s
             pool.close()

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,20 +81,13 @@ class RolloutWorker:
             logger.debug("opening %s ahead failed: %s", task.group_id, error)
             return None
 
-    async def run(self, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
-        """Sample all tasks; failures of environments and requests are reported in the result, never raised.
-
-        With `at_once`, for held-out tasks, so many at a time, and environments that training does not need are closed
-        afterwards.
-        """
+    async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
+        """Sample all tasks; failures of environments and requests are reported in the result, never raised."""
         started = time.perf_counter()
         client = self._connect()
         dropped: Counter[str] = Counter()
         with continued(tasks[0].trace if tasks else "", f"env_runner-{self._place}") as spans:
-            if at_once is None:
-                outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
-            else:
-                outcomes = await self._attempt_few(tasks, client, dropped, at_once)
+            outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
         result = RolloutResult(dropped=dict(dropped), retries=client.retries - self._counted_retries, spans=spans)
         self._counted_retries = client.retries
         for task, outcome in zip(tasks, outcomes, strict=True):
@@ -146,26 +138,6 @@ class RolloutWorker:
                     return f"{type(error).__name__}: {error}"
             opened = None
             attempt += 1
-
-    async def _attempt_few(
-        self, tasks: list[RolloutTask], client: PolicyClient, dropped: Counter[str], at_once: int
-    ) -> list[TrajectoryGroup | str]:
-        """`_attempt` of each task, `at_once` at a time.
-
-        No variant's environments are left when the next one's are made.
-        """
-        places = asyncio.Semaphore(at_once)
-
-        async def attempt(task: RolloutTask) -> TrajectoryGroup | str:
-            async with places:
-                return await self._attempt(task, client, dropped)
-
-        outcomes: list[TrajectoryGroup | str] = []
-        for _, part in groupby(tasks, key=lambda task: task.variant):
-            of_variant = list(part)
-            outcomes += await asyncio.gather(*map(attempt, of_variant))
-            self.pools.close_surplus(of_variant)
-        return outcomes
 
     def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
         """What `open_ahead` opened for this task."""
@@ -232,9 +204,9 @@ class VLMEnvRunner(RunEnvRunner):
         # The driver has the deadline of a call: it restarts this process.
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def sample(self, *, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
-        """Sample all tasks, held-out ones `at_once` at a time. Failures are data in the result, never exceptions."""
-        return self._wait_for(self._worker.run(tasks, at_once))
+    def sample(self, *, tasks: list[RolloutTask]) -> RolloutResult:
+        """Sample all tasks. Failures are data in the result, never exceptions."""
+        return self._wait_for(self._worker.run(tasks))
 
     def open_ahead(self, *, tasks: list[RolloutTask]) -> None:
         """Open the episodes that the next `sample` will be asked for."""

@@ -23,6 +23,7 @@ from rl_vlm.rollout.sampler import (
     RoundAbandonedError,
     Sampler,
     SamplingError,
+    merged,
 )
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream
 from rl_vlm.tracing import Span, traceparent
@@ -175,8 +176,12 @@ class Rollouts(ABC):
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
-        self._sampler.give(tasks, timeout_s, at_once=self._run.held_out_at_once)
-        result = self._sampler.finish(self.stop_requested)
+        at_once = self._run.held_out_at_once or max(len(tasks), 1)
+        parts: list[RolloutResult] = []
+        for start in range(0, len(tasks), at_once):
+            self._sampler.give(tasks[start : start + at_once], timeout_s)
+            parts.append(self._sampler.finish(self.stop_requested))
+        result = merged(parts, sum)
         self._failures.record(len(result.groups), result.lost)
         if died := result.dropped.get("runner_died"):
             self.dropped["runner_died"] += died

@@ -124,7 +124,6 @@ class _Call:
 
     tasks: list[RolloutTask]
     timeout_s: float
-    at_once: int | None = None
     due: float | None = None
     runner: int = 0
     life: int = 0
@@ -165,17 +164,12 @@ class Sampler:
         """Of each task under way, the oldest version that may sample it."""
         return [task.min_version for call in (*self._open.values(), *self._waiting) for task in call.tasks]
 
-    def give(
-        self, tasks: Sequence[RolloutTask], timeout_s: float, version: int | None = None, at_once: int | None = None
-    ) -> None:
-        """Send tasks to the runners; each is sampled by `version` (None: its own) or a newer one. Returns at once.
-
-        Held-out tasks may be bounded: `at_once` of them are played at a time, all runners together.
-        """
+    def give(self, tasks: Sequence[RolloutTask], timeout_s: float, version: int | None = None) -> None:
+        """Send tasks to the runners; each is sampled by `version` (None: its own) or a newer one. Returns at once."""
         self._check_openings()
         self.runners.probe(_PROBE_EVERY_S)
-        shards = self._shards(tasks, at_once) if self._sharded else [[task] for task in tasks]
-        self._waiting += [_Call(shard, timeout_s, at_once and at_once // len(shards)) for shard in shards]
+        shards = self._shards(tasks) if self._sharded else [[task] for task in tasks]
+        self._waiting += [_Call(shard, timeout_s) for shard in shards]
         self._send(version)
 
     def open_ahead(self, tasks: Sequence[RolloutTask]) -> None:
@@ -235,9 +229,9 @@ class Sampler:
             answers.append(RolloutResult(dropped={"runner_died": deaths}))
         return answers
 
-    def _shards(self, tasks: Sequence[RolloutTask], most: int | None = None) -> list[list[RolloutTask]]:
+    def _shards(self, tasks: Sequence[RolloutTask]) -> list[list[RolloutTask]]:
         """Tasks dealt to the runners in turn, so that a task's place decides its runner."""
-        count = min(len(self.runners.healthy() or self.runners.all()), len(tasks), most or len(tasks))
+        count = min(len(self.runners.healthy() or self.runners.all()), len(tasks))
         return [list(tasks[k::count]) for k in range(count)]
 
     def _send(self, version: int | None) -> None:
@@ -251,7 +245,7 @@ class Sampler:
             busy, runner = least[0]
             heapq.heapreplace(least, (busy + 1, runner))
             tasks = call.tasks if version is None else [replace(task, min_version=version) for task in call.tasks]
-            ref = self.runners.actor(runner).sample.remote(tasks=tasks, at_once=call.at_once)
+            ref = self.runners.actor(runner).sample.remote(tasks=tasks)
             self._open[ref] = replace(call, tasks=tasks, runner=runner, life=self.runners.life(runner))
         self._waiting.clear()
 

@@ -35,7 +35,6 @@ from rl_vlm.serving.follower import (
     Follower,
     Lifecycle,
     NotLoadedError,
-    PolicyTally,
     RayMetrics,
     ReplicaState,
     ReplicaTally,
@@ -370,7 +369,14 @@ class VLMServer:
                     tokens=sum(len(sample.token_ids) for sample in completion.samples),
                 )  # fmt: skip
                 object.__setattr__(completion, "spans", spans)
-            self._tally.answered(completion, seconds)
+            self._tally.answered(
+                completion.policy,
+                len(completion.prompt_ids),
+                sum(len(sample.token_ids) for sample in completion.samples),
+                completion.policy_version,
+                queue_seconds=completion.queue_s,
+                request_seconds=seconds,
+            )
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
@@ -396,8 +402,14 @@ class VLMServer:
                     sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
                     yield replace(chunk, replica_id=self.replica_id)
         images = sum(self._count_image_tokens(image.width, image.height) - 1 for image in request.images)
-        counted = PolicyTally(1, len(request.prompt_ids) + images, sampled, version)
-        self._tally.streamed(request.policy, counted, first, time.monotonic() - arrived)
+        self._tally.answered(
+            request.policy,
+            len(request.prompt_ids) + images,
+            sampled,
+            version,
+            time_to_first_token_seconds=first,
+            request_seconds=time.monotonic() - arrived,
+        )
 
     async def encode_images(self, images: list[EncodedImage]) -> str:
         """Note images that coming requests will show; the engine may encode them while it has nothing else to do.
@@ -444,7 +456,7 @@ class VLMServer:
         try:
             yield
         except EngineError as error:
-            self._tally.failed(error)
+            self._tally.errors[type(error).__name__] += 1
             if self._engine.dead:
                 self._life.die(f"Its engine has died: {error}")
                 raise ReplicaUnavailableError(f"The engine of replica {self.replica_id} has died: {error}") from error

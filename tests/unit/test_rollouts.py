@@ -48,12 +48,8 @@ class InstantSampler:
         self.opened: list[list[RolloutTask]] = []
         self.lose: set[str] = set()
         self.flat: Callable[[str], bool] = lambda name: False
-        self.at_once: list[int | None] = []
 
-    def give(
-        self, tasks: list[RolloutTask], timeout_s: float, version: int | None = None, at_once: int | None = None
-    ) -> None:
-        self.at_once.append(at_once)
+    def give(self, tasks: list[RolloutTask], timeout_s: float, version: int | None = None) -> None:
         self.started.append(tasks if version is None else [replace(task, min_version=version) for task in tasks])
 
     def open_ahead(self, tasks: list[RolloutTask]) -> None:
@@ -117,12 +113,14 @@ def rollouts_of(run: PolicyConfig, items: int | None = 100) -> tuple[RoundRollou
     return RoundRollouts(sampler, TaskStream(source_of(run, items), run), run), sampler  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("isolation", "at_once"), [("process", 7), ("thread", None)])
-def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: str, at_once: int | None) -> None:
-    run = parse_config({"env": {"isolation": isolation}, "evaluation": {"at_once": 7}})
+@pytest.mark.parametrize(("isolation", "at_once"), [("process", [2, 2, 1]), ("thread", [5])])
+def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: str, at_once: list[int]) -> None:
+    run = parse_config({"env": {"isolation": isolation}, "evaluation": {"at_once": 2}})
     rollouts, sampler = rollouts_of(run)
-    rollouts.evaluate(rollouts._stream.take(3), 10.0)
-    assert sampler.at_once == [at_once]
+    tasks = rollouts._stream.take(5)
+    groups, _ = rollouts.evaluate(tasks, 10.0)
+    assert [len(given) for given in sampler.started] == at_once
+    assert [group.group_id for group in groups] == [task.group_id for task in tasks]
 
 
 def continuous_of(run: PolicyConfig, played: RandomOrder) -> ContinuousRollouts:
