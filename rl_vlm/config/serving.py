@@ -73,8 +73,7 @@ class ServedModelSection(PlainModelSection):
         ge=0,
         description="Memory for features of images, in each learner and each replica of the transformers engine; what "
         "was used longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a "
-        "data set do. Of the images' files, which are sent to a replica once, it keeps a quarter of that, "
-        "at least 4 MiB.",
+        "data set do.",
     )
 
     @property
