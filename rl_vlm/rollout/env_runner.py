@@ -23,7 +23,7 @@ from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
 from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.client import PolicyClient, homes_of
+from rl_vlm.serving.client import PolicyClient, homes
 from rl_vlm.serving.registry import OWN, PolicyKey
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import EncodedImage, TrajectoryGroup
@@ -105,7 +105,7 @@ class RolloutWorker:
     def _connect(self) -> PolicyClient:
         if self._client is None:
             serving = self._run.serving
-            places = homes_of(self._key, self._place, self._num_workers, serving)
+            places = homes(self._key, self._place, self._num_workers, serving)
             self._client = PolicyClient(
                 self._run_id,
                 deadline_s=serving.request_timeout_s,

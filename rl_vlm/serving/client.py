@@ -36,28 +36,18 @@ def home_session(place: int) -> str:
     return f"{_HOME}{place}"
 
 
-def most_replicas(serving: ServingSection) -> int:
-    """How many replicas there can be at a time."""
-    return serving.autoscaling.max_replicas if serving.autoscaling else serving.num_replicas
-
-
-def homes(caller: int, num_callers: int, num_replicas: int) -> range:
-    """The home replicas of one of several callers. Every replica serves at least one caller, and callers are spread
+def homes(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
+    """The home replicas of one of a run's callers. Every replica serves at least one caller, and callers are spread
     evenly.
 
-    With autoscaling `num_replicas` is the most that there can be: places beyond those that run now begin again at the
-    first (`AffinityRouter`), and a replica that is added gets its part of the requests at once.
+    With autoscaling there are homes for the most replicas that there can be: places beyond those that run now begin
+    again at the first (`AffinityRouter`), and a replica that is added gets its part of the requests at once. On shared
+    replicas each caller has one, counted from the policy's own home, so that few replicas must load the policy.
     """
-    return range(caller % num_replicas, num_replicas, num_callers)
-
-
-def homes_of(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
-    """The home replicas of one of a run's callers. On shared replicas each caller has one, counted from the policy's
-    own home, so that few replicas must load the policy.
-    """
-    if not serving.shared:
-        return homes(caller, num_callers, most_replicas(serving))
-    return range(key.home + caller, key.home + caller + 1)
+    if serving.shared:
+        return range(key.home + caller, key.home + caller + 1)
+    count = serving.autoscaling.max_replicas if serving.autoscaling else serving.num_replicas
+    return range(caller % count, count, num_callers)
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):

@@ -109,7 +109,7 @@ class _Acknowledgements:
 class Tenant:
     """One user of the service, with its policy.
 
-    `home`: the place of the replica that its calls go to first (see `client.homes_of`). `deadline`: of its lease.
+    `home`: the place of the replica that its calls go to first (see `client.homes`). `deadline`: of its lease.
     `revision`: of its last change. `acknowledgements`: of its newest versions, whose numbers only grow.
     """
 
