@@ -52,7 +52,7 @@ class RunnerHost:
     async def sample(self, tasks: list[RolloutTask]) -> RolloutResult:
         """As `VLMEnvRunner.sample`."""
         await asyncio.sleep(self._seconds * self._chosen.lognormvariate(0.0, 0.5) * len(tasks))
-        return RolloutResult(groups=[group(task) for task in tasks], timings={"sample": self._seconds})
+        return RolloutResult(groups=[group(task) for task in tasks], seconds=self._seconds)
 
 
 class _Runner:

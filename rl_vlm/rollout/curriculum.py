@@ -35,17 +35,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def numbers_in(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of arguments, with dotted names: `weights.0`."""
-    for name, value in arguments.items():
-        if _is_number(value):
-            yield prefix + name, float(value)
-        elif isinstance(value, Mapping):
-            yield from numbers_in(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            yield from numbers_in({str(place): item for place, item in enumerate(value)}, f"{prefix}{name}.")
-
-
 class Stages:
     """What each stage sets.
 
@@ -86,15 +75,6 @@ class Stages:
             # An argument that only the next stage knows has no value to move from.
             keys = [key for key in before if key in here[name] or key in there]
             found[name] = {key: blend(before[key], after[key], share) if key in after else before[key] for key in keys}
-        return found
-
-    def values(self, stage: int, share: float = 0.0) -> dict[str, dict[str, Any]]:
-        """By name of the environment: the value now of every argument that any stage sets, where it has one."""
-        found = {}
-        for name, arguments in self.arguments(stage, share).items():
-            now = {**self._own[name], **arguments}
-            ever = dict.fromkeys(key for place in range(len(self)) for key in self._of(place, name))
-            found[name] = {key: now[key] for key in ever if key in now}
         return found
 
     def _of(self, stage: int, name: str) -> dict[str, Any]:
@@ -180,9 +160,8 @@ class Curriculum(Mixture):
         return self._stages.share(self.stage, self._done)
 
     def metrics(self) -> dict[str, float]:
-        """Stage (the first is 0), its recent solve rate, tasks handed out in each, and the numbers that stages set."""
+        """Stage (the first is 0), its recent solve rate, and tasks handed out in each."""
         names = self._settings.names
-        share = self._share()
         found = {
             "curriculum/stage": float(self.stage),
             "curriculum/stages": float(len(self._stages)),
@@ -192,9 +171,6 @@ class Curriculum(Mixture):
         }
         if self._newest:
             found["curriculum/solve_rate"] = sum(self._newest) / len(self._newest)
-        for env, arguments in self._stages.values(self.stage, share).items():
-            where = f"curriculum/value/{env}." if env else "curriculum/value/"
-            found |= {where + name: value for name, value in numbers_in(arguments)}
         return found
 
     def state(self) -> dict[str, Any]:

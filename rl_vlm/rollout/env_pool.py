@@ -93,7 +93,6 @@ class EnvPool:
         self.lent = 0  # environments that groups have
         self._batch: asyncio.Task[None] | None = None
         self._batch_calls: list[_Call] = []
-        self.busy_s = 0.0
         self.stuck = 0  # threads that a hanging environment holds
 
     async def borrow(self, count: int) -> list[VisionEnv]:
@@ -184,7 +183,6 @@ class EnvPool:
             elif call.future is None:
                 call.future = self._threads.submit(call.make)
         await asyncio.gather(*(self._wait(call, timeout_s) for call in calls if not call.done))
-        self.busy_s += sum(call.seconds for call in calls)
         return [call.result for call in calls]
 
     async def _wait(self, call: _Call, timeout_s: float) -> None:
@@ -257,7 +255,6 @@ class EnvPools:
     def __init__(self, run: PolicyConfig) -> None:
         self._run = run
         self._pools: dict[tuple[str, str], EnvPool] = {}  # the least recently used first
-        self._closed_busy_s = 0.0
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -306,14 +303,7 @@ class EnvPools:
         idle = [key for key, pool in self._pools.items() if not pool.lent and not pool.stuck and pool is not newest]
         kept = len(self._run.env.parts) if self._run.env.isolation == "process" else _MAX_IDLE
         for key in idle[: max(len(idle) - kept, 0)]:
-            pool = self._pools.pop(key)
-            self._closed_busy_s += pool.busy_s
-            pool.close()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that environments worked, all pools together."""
-        return self._closed_busy_s + sum(pool.busy_s for pool in self._pools.values())
+            self._pools.pop(key).close()
 
     @property
     def stuck(self) -> bool:
@@ -325,7 +315,6 @@ class EnvPools:
         for pool in self._pools.values():
             pool.close()
         self._pools = {}
-        self._closed_busy_s = 0.0
 
 
 class GroupFailedError(RLVLMError):

@@ -56,9 +56,7 @@ class RolloutWorker:
         self._rewards = {name: part.reward for name, part in run.env.parts.items()}
         self._client: PolicyClient | None = None
         self.pools = EnvPools(run)
-        # What results have reported: calls may overlap, and each reports what is new.
-        self._counted_env_s = 0.0  # busy seconds of the pools
-        self._counted_retries = 0
+        self._counted_retries = 0  # calls may overlap, and each reports what is new
         self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
 
     async def open_ahead(self, tasks: list[RolloutTask]) -> None:
@@ -96,9 +94,7 @@ class RolloutWorker:
             else:
                 result.lost[task.group_id] = outcome
         share_images(result.groups)
-        busy = self.pools.busy_s
-        result.timings = {"sample": time.perf_counter() - started, "env": busy - self._counted_env_s}
-        self._counted_env_s = busy
+        result.seconds = time.perf_counter() - started
         result.needs_restart = self.pools.stuck
         return result
 
@@ -154,7 +150,6 @@ class RolloutWorker:
     def close_envs(self) -> None:
         """Forget all environments; new ones are made as tasks need them."""
         self._opened = {}
-        self._counted_env_s = 0.0
         self.pools.close()
 
 

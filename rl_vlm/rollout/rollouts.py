@@ -142,7 +142,7 @@ class Rollouts(ABC):
         self.trajectories = 0  # given to the learner
         self.dropped: Counter[str] = Counter()
         self.requests_by_replica: Counter[str] = Counter()
-        self.timings: dict[str, float] = {}  # seconds of the last iteration: env, runner
+        self.runner_s = 0.0  # of the last iteration: how long a round took a runner, or with a lag a group
         self.metrics: dict[str, float] = {}  # other metrics of the last iteration
         self._spans: list[Span] = []
         self._iteration = 0
@@ -261,15 +261,14 @@ class RoundRollouts(Rollouts):
 
         Lost groups are missing from the batch; those without a gradient are replaced in further rounds.
         """
-        self.timings = {"env": 0.0, "runner": 0.0}
         self._begin(iterations_left)
+        self.runner_s = 0.0
         tasks, self._opened = self._opened or self._stream.take(self._batch), None
         while tasks:
             trace = traceparent()
             self._sampler.give([replace(task, trace=trace) for task in tasks], self._run.rollout.timeout_s, version)
             result = self._sampler.finish(self.stop_requested)
-            self.timings["env"] += result.timings.get("env", 0.0)
-            self.timings["runner"] += result.timings.get("sample", 0.0)
+            self.runner_s += result.seconds
             tasks = self._stream.take(len(self._add(result)))
         return self._take(self._batch, version)
 
@@ -305,7 +304,6 @@ class ContinuousRollouts(Rollouts):
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
         """See `Rollouts`. Exactly `prompts_per_iteration` groups: lost and dropped ones are replaced."""
         lag, batch = self._run.rollout.max_policy_lag, self._batch
-        self.timings = {"env": 0.0, "runner": 0.0}
         self._begin(iterations_left)
         self._take(0, version)  # drops what the newest step has made too old
         self._fill(batch * (min(lag, iterations_left) + 1), version)
@@ -318,8 +316,7 @@ class ContinuousRollouts(Rollouts):
             self._take(0, version)
             if result.groups or result.lost:
                 progress, sampled = time.monotonic(), sampled + len(result.groups)
-                runner_s += result.timings.get("sample", 0.0)
-                self.timings["env"] += result.timings.get("env", 0.0) / self._run.rollout.num_env_runners
+                runner_s += result.seconds
                 self._fill(batch * (min(lag, iterations_left) + 1), version)
             elif time.monotonic() - progress > self._patience_s:
                 raise SamplingError(
@@ -355,7 +352,7 @@ class ContinuousRollouts(Rollouts):
     def _measure(self, sampled: int, runner_s: float) -> None:
         now = time.monotonic()
         elapsed, self._looked = now - self._looked, now
-        self.timings["runner"] = runner_s / max(sampled, 1)
+        self.runner_s = runner_s / max(sampled, 1)
         self.metrics = {
             "rollout/utilisation": min(runner_s / max(elapsed * self._slots, 1e-9), 1.0),
             "rollout/under_way": float(len(self._continuous)),

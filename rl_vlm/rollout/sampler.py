@@ -194,7 +194,7 @@ class Sampler:
     def finish(self, stop_requested: Callable[[], bool] = lambda: False) -> RolloutResult:
         """Wait for all tasks.
 
-        The groups are sorted by their ids, whatever the order in which they arrived; timings are the slowest runner's.
+        The groups are sorted by their ids, whatever the order in which they arrived; seconds are the slowest runner's.
 
         Raises SamplingError, and RoundAbandonedError once `stop_requested()` is true; nothing is under way then.
         """
@@ -206,7 +206,7 @@ class Sampler:
                 answers += self._answers(None, STOP_CHECK_S)
         finally:
             self.clear()
-        return merged(answers, max)
+        return merged(answers, lambda seconds: max(seconds, default=0.0))
 
     def _answers(self, version: int | None, wait_s: float) -> list[RolloutResult]:
         started = time.monotonic()
@@ -330,10 +330,7 @@ def merged(results: Sequence[RolloutResult], timing: Callable[[Iterable[float]],
         whole.spans += result.spans
         dropped.update(result.dropped)
     whole.dropped = dict(dropped)
-    names = {name for result in results for name in result.timings}
-    whole.timings = {
-        name: timing(one.timings[name] for one in results if name in one.timings) for name in sorted(names)
-    }
+    whole.seconds = timing(result.seconds for result in results)
     # Arrival order must not matter: group ids sort in the order in which the driver made them.
     whole.groups.sort(key=lambda group: group.group_id)
     return whole

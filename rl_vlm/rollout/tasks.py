@@ -56,7 +56,7 @@ class RolloutResult:
     groups: list[TrajectoryGroup] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> failed attempts, retried ones included
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: sample, env
+    seconds: float = 0.0  # that the call took
     retries: int = 0  # of requests, by the client
     needs_restart: bool = False  # an environment hangs in a thread of this runner
     spans: list[Span] = field(default_factory=list)  # of tasks that are traced

@@ -611,4 +611,3 @@ def test_short_calls_of_many_groups_get_their_own_results() -> None:
 
     for number, found in enumerate(asyncio.run(many())):
         assert found == [100 * number + 10 * step + k for step in range(5) for k in range(3)]
-    assert pool.busy_s > 0
