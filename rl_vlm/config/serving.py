@@ -175,14 +175,10 @@ class VLLMSection(Section):
         description="Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, "
         "else what vLLM measures.",
     )
-    enable_prefix_caching: bool = Field(True, description="Prompts that begin alike are computed once.")
     rest_while_learning: bool = Field(
         False,
         description="Give the memory of keys and values to the learner while it works, and take it back for sampling. "
         "For one replica and one learner on one GPU, with rollout.max_policy_lag 0.",
-    )
-    mm_processor_cache_gib: float | None = Field(
-        None, ge=0, description="Memory for the pixels of past images; null: 4 GiB on a GPU, 0.5 without; 0: none."
     )
 
 

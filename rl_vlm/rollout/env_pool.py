@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -344,25 +343,3 @@ def reason_of(error: Exception) -> str:
     """The name under which an error is counted: EnvTimeoutError is env_timeout."""
     name = type(error).__name__.removesuffix("Error")
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
-
-
-class TooManyFailuresError(RLVLMError):
-    """Too many groups in a row were lost."""
-
-
-@dataclass(slots=True)
-class FailureBudget:
-    """Counts groups that were lost in a row."""
-
-    limit: int
-    in_a_row: int = 0
-
-    def record(self, succeeded: int, lost: dict[str, str]) -> None:
-        """Count one round; raises TooManyFailuresError at the limit, naming the last reason."""
-        self.in_a_row = 0 if succeeded else self.in_a_row + len(lost)
-        if self.in_a_row >= self.limit:
-            reason = list(lost.values())[-1]
-            raise TooManyFailuresError(
-                f"{self.in_a_row} groups in a row were lost, the last because of: {reason}. Repair the environment or "
-                "the server, or raise rollout.max_consecutive_failures."
-            )

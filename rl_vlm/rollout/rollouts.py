@@ -15,7 +15,6 @@ from typing import Any
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.numerics import are_equal
-from rl_vlm.rollout.env_pool import FailureBudget
 from rl_vlm.rollout.sampler import (
     RESTART_GRACE_S,
     STOP_CHECK_S,
@@ -27,7 +26,7 @@ from rl_vlm.rollout.sampler import (
 )
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream
 from rl_vlm.tracing import Span, traceparent
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
 class GroupBuffer:
@@ -88,31 +87,8 @@ class GroupBuffer:
         self._groups = []
 
 
-class Refill:
-    """Replaces groups without a gradient by further ones, at most `limit` per iteration (dynamic sampling, DAPO, arXiv
-    2503.14476, section 3.2).
-
-    A group whose rewards are all equal has zero advantage under estimators that compare its rewards with each other;
-    with others a configuration has no refill.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = self._left = limit
-
-    def next_iteration(self) -> None:
-        """Allow `limit` groups again."""
-        self._left = self._limit
-
-    def split(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
-        """The groups to learn from, and those to replace. Beyond the limit groups without a gradient are kept."""
-        kept, replaced = [], []
-        for group in groups:
-            if self._left and are_equal(group.rewards):
-                self._left -= 1
-                replaced.append(group)
-            else:
-                kept.append(group)
-        return kept, replaced
+class TooManyFailuresError(RLVLMError):
+    """Too many groups in a row were lost."""
 
 
 # Rollouts: groups for a learner, in rounds or continuously, and what was learned from, dropped and lost.
@@ -136,8 +112,11 @@ class Rollouts(ABC):
         self.crosses_versions = run.rollout.crosses_versions
         self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=self.crosses_versions)
         share = run.algorithm.max_refill
-        self._refill = Refill(max(round(share * self._batch), int(share > 0)))  # a small share of a few is one at least
-        self._failures = FailureBudget(run.rollout.max_consecutive_failures)
+        # Groups without a gradient that may be replaced in an iteration (dynamic sampling, DAPO, arXiv 2503.14476,
+        # section 3.2). A small share of a few is one at least.
+        self._most_refills = max(round(share * self._batch), int(share > 0))
+        self._refills_left = self._most_refills
+        self._lost_in_a_row = 0
         self.stop_requested: Callable[[], bool] = lambda: False
         self.trajectories = 0  # given to the learner
         self.dropped: Counter[str] = Counter()
@@ -182,7 +161,7 @@ class Rollouts(ABC):
             self._sampler.give(tasks[start : start + at_once], timeout_s)
             parts.append(self._sampler.finish(self.stop_requested))
         result = merged(parts, sum)
-        self._failures.record(len(result.groups), result.lost)
+        self._count_failures(result)
         if died := result.dropped.get("runner_died"):
             self.dropped["runner_died"] += died
         return result.groups, result
@@ -191,7 +170,7 @@ class Rollouts(ABC):
         """An iteration begins."""
         self._iteration = self._run.algorithm.iterations - iterations_left - 1
         self._stream.begin(self._iteration)
-        self._refill.next_iteration()
+        self._refills_left = self._most_refills
 
     def _add(self, result: RolloutResult) -> list[TrajectoryGroup]:
         """Count what was sampled and put it into the buffer; returns the groups that must be replaced."""
@@ -201,14 +180,27 @@ class Rollouts(ABC):
             self.dropped["request_retries"] += result.retries
         if result.lost:
             self.dropped["group_lost"] += len(result.lost)
-        self._failures.record(len(result.groups), result.lost)
+        self._count_failures(result)
         self._stream.lose(result.lost)
-        kept, replaced = self._refill.split(result.groups)
+        # Equal rewards have no gradient under estimators that compare them; with others there is no refill.
+        replaced = [group for group in result.groups if are_equal(group.rewards)][: self._refills_left]
         if replaced:
             self.dropped["no_gradient"] += len(replaced)
+        self._refills_left -= len(replaced)
         self._stream.done_with(replaced)
-        self._buffer.add(kept)
+        names = {group.group_id for group in replaced}
+        self._buffer.add(group for group in result.groups if group.group_id not in names)
         return replaced
+
+    def _count_failures(self, result: RolloutResult) -> None:
+        """Raises TooManyFailuresError where too many groups in a row were lost, naming the last reason."""
+        self._lost_in_a_row = 0 if result.groups else self._lost_in_a_row + len(result.lost)
+        if self._lost_in_a_row >= self._run.rollout.max_consecutive_failures:
+            raise TooManyFailuresError(
+                f"{self._lost_in_a_row} groups in a row were lost, the last because of: "
+                f"{list(result.lost.values())[-1]}. Repair the environment or the server, or raise "
+                "rollout.max_consecutive_failures."
+            )
 
     def _take(self, count: int, version: int) -> list[TrajectoryGroup]:
         """Groups for the learner, from the buffer; those that are too old are dropped."""
