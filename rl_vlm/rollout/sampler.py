@@ -1,4 +1,5 @@
-"""The env runners as the driver sees them: which are up, how often they died, and how one that hangs is restarted."""
+"""The driver's side of sampling: it sends tasks to env runners, takes their groups, and replaces runners that die or
+hang."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _PROBE_WAIT_S = 1.0  # a probe waits for the runners that do not answer yet
 
 
 class EnvRunners:
-    """Keeps count of who died, once however many of its calls fail.
+    """The env runners: which are up, and how often they died. A death is counted once, however many calls fail with it.
 
     Args:
         group: actors that Ray restarts when they die.
@@ -91,15 +92,11 @@ class EnvRunners:
         return set(self.all()) - set(self.healthy())
 
 
-# Sampler: the driver's side of sampling. It sends tasks to env runners, takes their groups, and replaces runners that
-# die or hang.
-#
 # Each call of a runner holds a shard of a round (`sharded`) or a single task, whose group is then there when it is
 # complete and not when its round is. An env runner answers several calls at once in threads of its actor
 # (`VLMEnvRunner.concurrent_calls`); further calls wait in Ray's queue in the runner's process. So a runner has work
-# while the driver is busy with the learner, and nothing needs a
-# protocol of submitting and asking: a call that fails names the groups that are lost with it, forgetting a call is to
-# forget its reference, and no result can arrive twice.
+# while the driver is busy with the learner. A call that fails names the groups that are lost with it, and no result
+# can arrive twice.
 
 logger = logging.getLogger(__name__)
 

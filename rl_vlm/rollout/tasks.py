@@ -121,7 +121,7 @@ class DataCursor:
 # it: SPEED-RL, arXiv 2506.09016). Older episodes count less: half after a half-life of episodes of the same task.
 
 _PRIOR, _FLOOR, _HALF_LIFE = 2.0, 0.1, 64.0
-# Tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten
+# Tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten.
 _MAX_KNOWN = 65_536
 
 

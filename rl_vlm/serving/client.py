@@ -25,8 +25,6 @@ from rl_vlm.serving.registry import OWN, PolicyKey, app_name
 from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
 
-# Routing of generation calls: a conversation stays on its replica, new work goes to the least loaded one.
-
 # No replica id begins with this: ids are letters and digits.
 _HOME = "#"
 

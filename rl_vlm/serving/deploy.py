@@ -1,4 +1,4 @@
-"""The Serve application of a service: started, resized, waited for, deleted."""
+"""The Serve application of a service: started, waited for, deleted; and the registry of one that runs share."""
 
 from __future__ import annotations
 
@@ -167,9 +167,6 @@ def deploy_shared(model: ModelReference, config: CommonConfig, run_id: str, keep
     deploy(build_app(model, config, run_id, SHARED_NAMESPACE), run_id)
 
 
-# The first run starts it, and the last one to leave ends it. Tenants hold leases, so that the policy of a crashed run
-# is dropped.
-
 logger = logging.getLogger(__name__)
 
 _FIRST_USER_S = 60.0  # how long a service waits for its first tenant
@@ -219,8 +216,11 @@ def mismatch(name: str, known: CommonConfig, known_digest: str, config: CommonCo
 
 
 class SharedRegistry(Registry):
-    """The registry of a shared service, which also starts and ends the service's application. `find_or_start` makes the
-    actor."""
+    """The registry of a shared service, which also starts and ends the service's application.
+
+    The first run starts it (`find_or_start`), and the last one to leave ends it. Tenants hold leases, so that the
+    policy of a crashed run is dropped.
+    """
 
     def __init__(self, name: str, config: CommonConfig, model: ModelReference) -> None:
         super().__init__(config.serving.sharing.lease_s)
