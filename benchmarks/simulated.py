@@ -49,10 +49,10 @@ class RunnerHost:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._chosen = seconds, random.Random(0)
 
-    async def sample(self, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
+    async def sample(self, tasks: list[RolloutTask]) -> RolloutResult:
         """As `VLMEnvRunner.sample`."""
         await asyncio.sleep(self._seconds * self._chosen.lognormvariate(0.0, 0.5) * len(tasks))
-        return RolloutResult(groups=[group(task) for task in tasks], timings={"sample": self._seconds})
+        return RolloutResult(groups=[group(task) for task in tasks], seconds=self._seconds)
 
 
 class _Runner:

@@ -350,7 +350,7 @@ class PolicyAlgorithm(RunAlgorithm):
         return {
             "weights/version": float(self.version),
             **self._publication,
-            **{f"time/{name}": seconds for name, seconds in self.rollouts.timings.items()},
+            "time/runner": self.rollouts.runner_s,
             **self.rollouts.metrics,
             **self.rollouts.task_metrics,
             **{f"dropped/{reason}": float(count) for reason, count in self.rollouts.dropped.items()},

@@ -183,12 +183,7 @@ class StageSection(Section):
     """One stage."""
 
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,40}$", description="Default: its number.")
-    start: int | None = Field(
-        None, ge=0, description="Episodes or iterations after which it begins (by episodes, iterations)."
-    )
-    until: float | None = Field(
-        None, description="Value of the metric at which it ends (by metric); the last stage has none."
-    )
+    start: int = Field(ge=0, description="Episodes or iterations after which it begins; the first at 0.")
     env: dict[str, Any] = Field(
         default_factory=dict,
         description="Environment arguments, laid over env.kwargs; with env.mixture a name -> arguments.",
@@ -214,63 +209,32 @@ class CurriculumSection(Section):
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
         OnlyWith(("by", "blend"), "stages"),
         OnlyWith(("blend_levels",), "blend"),
-        OnlyWith(("metric", "min_episodes", "fall_back_margin"), "by", ("metric",)),
-        OnlyWith(("prior", "floor", "half_life"), "sampling", ("solve_rate",)),
     )
 
     stages: tuple[StageSection, ...] = ()
-    by: Literal["episodes", "iterations", "metric"] = Field(
-        "episodes", description="What moves a run to the next stage."
-    )
+    by: Literal["episodes", "iterations"] = Field("episodes", description="What moves a run to the next stage.")
     blend: bool = Field(
         False,
         description="Numbers in a stage's arguments and weights move to the next stage's, linearly between the starts.",
     )
     blend_levels: int = Field(8, ge=2, le=64, description="Steps in which they move: environments are made for each.")
-    metric: Literal["solve_rate", "reward"] = Field("solve_rate", description="What `until` is compared with.")
-    window: int = Field(256, ge=1, description="Newest episodes of the stage over which the metric is averaged.")
-    min_episodes: int = Field(256, ge=1, description="Episodes in a stage before it may end, either way.")
-    fall_back_margin: float | None = Field(
-        None,
-        gt=0,
-        description="Go back a stage where the metric is this much below the value that ended the stage before; null: "
-        "never.",
-    )
     sampling: Literal["uniform", "solve_rate"] = Field(
         "uniform",
         description="uniform: each task once per epoch. solve_rate: tasks and environments near a solve rate of one "
         "half first.",
     )
-    prior: float = Field(2.0, gt=0, description="Episodes, half of them solved, that every task is taken to have had.")
-    floor: float = Field(0.1, gt=0, le=1, description="Least weight of a task, as a share of the largest.")
-    half_life: float = Field(64.0, gt=0, description="Episodes of a task after which an older episode counts half.")
 
     def problems(self) -> Iterator[str]:
         """Stages that do not follow each other."""
         yield from super().problems()
-        if self.stages:
-            if len(set(self.names)) < len(self.stages):
-                yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
-            yield from self._thresholds() if self.by == "metric" else self._starts()
-
-    def _starts(self) -> Iterator[str]:
+        if len(set(self.names)) < len(self.stages):
+            yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
         starts = [stage.start for stage in self.stages]
-        known = [start for start in starts if start is not None]
-        if len(known) < len(starts) or known[0] != 0 or sorted(set(known)) != known:
+        if starts and (starts[0] or sorted(set(starts)) != starts):
             yield (
-                f"curriculum.stages: with by {self.by} each stage has a start, the first 0 and each later than the one "
-                f"before; these are {', '.join(str(start) for start in starts)}"
+                "curriculum.stages: the first starts at 0 and each later than the one before; these are "
+                f"{', '.join(map(str, starts))}"
             )
-        if any(stage.until is not None for stage in self.stages):
-            yield f"curriculum.stages: until needs curriculum.by metric; this one goes by {self.by}"
-
-    def _thresholds(self) -> Iterator[str]:
-        if any(stage.start is not None for stage in self.stages):
-            yield "curriculum.stages: start has no effect with by metric: give until, or set by to episodes"
-        if any(stage.until is None for stage in self.stages[:-1]) or self.stages[-1].until is not None:
-            yield "curriculum.stages: with by metric each stage but the last has an until, at which it ends"
-        if self.blend:
-            yield "curriculum.blend needs stages by episodes or iterations: a metric does not say how far it is"
 
     @property
     def names(self) -> tuple[str, ...]:

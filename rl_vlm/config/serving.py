@@ -73,8 +73,7 @@ class ServedModelSection(PlainModelSection):
         ge=0,
         description="Memory for features of images, in each learner and each replica of the transformers engine; what "
         "was used longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a "
-        "data set do. Of the images' files, which are sent to a replica once, it keeps a quarter of that, "
-        "at least 4 MiB.",
+        "data set do.",
     )
 
     @property
@@ -176,14 +175,10 @@ class VLLMSection(Section):
         description="Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, "
         "else what vLLM measures.",
     )
-    enable_prefix_caching: bool = Field(True, description="Prompts that begin alike are computed once.")
     rest_while_learning: bool = Field(
         False,
         description="Give the memory of keys and values to the learner while it works, and take it back for sampling. "
         "For one replica and one learner on one GPU, with rollout.max_policy_lag 0.",
-    )
-    mm_processor_cache_gib: float | None = Field(
-        None, ge=0, description="Memory for the pixels of past images; null: 4 GiB on a GPU, 0.5 without; 0: none."
     )
 
 
@@ -207,13 +202,6 @@ class AutoscalingSection(Section):
 class SharingSection(Section):
     """Replicas that several runs share (`serving.shared`). Those of the run that starts the service count."""
 
-    policies_per_replica: int | None = Field(
-        None,
-        ge=1,
-        description="One more replica for each so many runs, from num_replicas up to replica_limit. Null: always "
-        "num_replicas.",
-    )
-    replica_limit: int = Field(8, ge=1)
     max_lora_rank: int | None = Field(
         None,
         ge=1,
@@ -225,9 +213,6 @@ class SharingSection(Section):
         ge=0,
         description="Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are "
         "computed beside the weights.",
-    )
-    queue_tokens: int = Field(
-        262_144, ge=1, description="Prompt and new tokens of the samples that a replica works on at once, of all runs."
     )
     lease_s: float = Field(
         60.0, gt=0, description="A run that has not been heard of for this long has crashed: its policy is dropped."

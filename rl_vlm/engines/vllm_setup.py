@@ -117,8 +117,6 @@ def engine_args(
         versions = {"enable_lora": True, "max_lora_rank": rank, "max_loras": max_loras, "max_cpu_loras": max_loras + 2}
     settings, on_gpu = serving.vllm, torch.cuda.is_available()
     _check_device(serving, on_gpu)
-    # In GiB of the machine's own memory.
-    cache = settings.mm_processor_cache_gib
     images = {"shortest_edge": text.images.min_pixels, "longest_edge": text.images.max_pixels}
     return AsyncEngineArgs(
         model=str(model),
@@ -137,12 +135,12 @@ def engine_args(
         # wound back. So prompts are never cut there, and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
         max_num_batched_tokens=settings.max_num_batched_tokens if on_gpu else max(16384, serving.max_context),
-        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_prefix_caching=True,
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
         **versions,
         limit_mm_per_prompt={"video": 0},
         mm_processor_kwargs={"images_kwargs": {"size": images}},  # the same limits as our own token counts
-        mm_processor_cache_gb=cache if cache is not None else 4 if on_gpu else 0.5,
+        mm_processor_cache_gb=4 if on_gpu else 0.5,  # GiB of the machine's own memory, for the pixels of past images
         structured_outputs_config={"backend": "xgrammar"},  # type: ignore[arg-type]  # whose grammars know tokens
         generation_config="vllm",  # nothing from the model's generation_config.json
         logprobs_mode="processed_logprobs",  # after mask, temperature, top-k and top-p

@@ -32,14 +32,14 @@ class LabellerService:
         if self._service is None:
             return None, None
         from rl_vlm.models.loading import load_text_side
-        from rl_vlm.serving.client import PolicyClient, homes_of
+        from rl_vlm.serving.client import PolicyClient, homes
 
         self._service.wait_until_ready()
         serving = self._config.serving
         client = PolicyClient(
             self._service.run_id,
             deadline_s=serving.request_timeout_s,
-            homes=homes_of(self._service.key, 0, 1, serving),
+            homes=homes(self._service.key, 0, 1, serving),
             key=self._service.key,
         )
         return client, load_text_side(self._service.model.folder, self._config.model.pixels)

@@ -12,6 +12,8 @@ from rl_vlm.config import CurriculumSection, EnvSection, PolicyConfig
 from rl_vlm.rollout.tasks import Mixture, RolloutTask, TaskItem
 from rl_vlm.types import TrajectoryGroup, UserInputError
 
+_NEWEST = 256  # episodes over which `curriculum/solve_rate` is the mean
+
 
 def blend(here: Any, there: Any, share: float) -> Any:
     """`here` moved by `share` (0 to 1) of the way to `there`.
@@ -31,17 +33,6 @@ def blend(here: Any, there: Any, share: float) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def numbers_in(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of arguments, with dotted names: `weights.0`."""
-    for name, value in arguments.items():
-        if _is_number(value):
-            yield prefix + name, float(value)
-        elif isinstance(value, Mapping):
-            yield from numbers_in(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            yield from numbers_in({str(place): item for place, item in enumerate(value)}, f"{prefix}{name}.")
 
 
 class Stages:
@@ -68,7 +59,7 @@ class Stages:
         settings = self._settings
         if not settings.blend or stage + 1 >= len(settings.stages):
             return 0.0
-        start, end = settings.stages[stage].start or 0, settings.stages[stage + 1].start or 0
+        start, end = settings.stages[stage].start, settings.stages[stage + 1].start
         level = (done - start) * settings.blend_levels // (end - start)
         return min(max(level, 0), settings.blend_levels - 1) / settings.blend_levels
 
@@ -84,15 +75,6 @@ class Stages:
             # An argument that only the next stage knows has no value to move from.
             keys = [key for key in before if key in here[name] or key in there]
             found[name] = {key: blend(before[key], after[key], share) if key in after else before[key] for key in keys}
-        return found
-
-    def values(self, stage: int, share: float = 0.0) -> dict[str, dict[str, Any]]:
-        """By name of the environment: the value now of every argument that any stage sets, where it has one."""
-        found = {}
-        for name, arguments in self.arguments(stage, share).items():
-            now = {**self._own[name], **arguments}
-            ever = dict.fromkeys(key for place in range(len(self)) for key in self._of(place, name))
-            found[name] = {key: now[key] for key in ever if key in now}
         return found
 
     def _of(self, stage: int, name: str) -> dict[str, Any]:
@@ -123,23 +105,19 @@ class Curriculum(Mixture):
     """Lays the arguments and weights of the current stage over a mixture.
 
     By episodes, those are counted that were sampled (also of groups that are not learned from); by iterations, the
-    learner's steps. By metric, a stage ends when the mean over the newest `window` of its own episodes reaches its
-    `until`, and it goes back to the stage before when that mean is `fall_back_margin` below the value which ended that
-    one. After each move `min_episodes` of the new stage come first, so a noisy metric does not make it flicker. Which
-    of its tasks were solved is forgotten at each move.
+    learner's steps. Which of its tasks were solved is forgotten at each move.
 
     Args:
-        run: the stages and when they end, and what Mixture needs.
+        run: the stages and when they begin, and what Mixture needs.
         sizes: size of each training split; None for items without end.
     """
 
     def __init__(self, run: PolicyConfig, sizes: Mapping[str, int | None]) -> None:
         self._settings, self._stages = run.curriculum, Stages(run.curriculum, run.env)
         self.stage = 0
-        super().__init__(self._stages.weights(0), sizes, run.seed, run.curriculum)
+        super().__init__(self._stages.weights(0), sizes, run.seed, run.curriculum.sampling == "solve_rate")
         self._episodes = self._iteration = 0
-        self._in_stage = 0  # episodes since the stage began
-        self._window: deque[tuple[float, float]] = deque(maxlen=run.curriculum.window)  # solved, reward of each episode
+        self._newest: deque[bool] = deque(maxlen=_NEWEST)  # of the stage's episodes, which were solved
         self._in_stages: Counter[int] = Counter()  # tasks handed out in each
 
     def begin(self, iteration: int) -> None:
@@ -159,9 +137,7 @@ class Curriculum(Mixture):
         # What was handed out in an earlier stage says nothing about this one's tasks.
         current = [group for group in groups if group.stage == self.stage]
         super().observe(current)
-        for group in current:
-            self._window.extend((float(one.correct), one.reward) for one in group.trajectories)
-            self._in_stage += len(group)
+        self._newest.extend(one.correct for group in current for one in group.trajectories)
         self._episodes += sum(len(group) for group in groups)
         self._move()
 
@@ -170,31 +146,11 @@ class Curriculum(Mixture):
         super().lose([task for task in tasks if task.stage == self.stage])
 
     def _move(self) -> None:
-        stage = self._stage_by_metric() if self._settings.by == "metric" else self._stage_by_count()
+        stage = max(place for place, stage in enumerate(self._settings.stages) if stage.start <= self._done)
         if stage != self.stage:
-            self.stage, self._in_stage = stage, 0
-            self._window.clear()
+            self.stage = stage
+            self._newest.clear()
             self.forget_rates()
-
-    def _stage_by_count(self) -> int:
-        return max(place for place, stage in enumerate(self._settings.stages) if (stage.start or 0) <= self._done)
-
-    def _stage_by_metric(self) -> int:
-        settings, stage = self._settings, self.stage
-        if self._in_stage < settings.min_episodes:
-            return stage
-        value = self._mean("solve_rate" if settings.metric == "solve_rate" else "reward")
-        until = settings.stages[stage].until
-        if until is not None and value >= until:
-            return stage + 1
-        let_in = settings.stages[stage - 1].until if stage else None
-        if let_in is not None and settings.fall_back_margin is not None and value < let_in - settings.fall_back_margin:
-            return stage - 1
-        return stage
-
-    def _mean(self, metric: str) -> float:
-        place = 0 if metric == "solve_rate" else 1
-        return sum(episode[place] for episode in self._window) / max(len(self._window), 1)
 
     @property
     def _done(self) -> int:
@@ -204,9 +160,8 @@ class Curriculum(Mixture):
         return self._stages.share(self.stage, self._done)
 
     def metrics(self) -> dict[str, float]:
-        """Stage (the first is 0), its recent solve rate, tasks handed out in each, and the numbers that stages set."""
+        """Stage (the first is 0), its recent solve rate, and tasks handed out in each."""
         names = self._settings.names
-        share = self._share()
         found = {
             "curriculum/stage": float(self.stage),
             "curriculum/stages": float(len(self._stages)),
@@ -214,11 +169,8 @@ class Curriculum(Mixture):
             **{f"curriculum/taken/{name}": float(self._in_stages[place]) for place, name in enumerate(names)},
             **super().metrics(),
         }
-        if self._window:
-            found["curriculum/solve_rate"] = self._mean("solve_rate")
-        for env, arguments in self._stages.values(self.stage, share).items():
-            where = f"curriculum/value/{env}." if env else "curriculum/value/"
-            found |= {where + name: value for name, value in numbers_in(arguments)}
+        if self._newest:
+            found["curriculum/solve_rate"] = sum(self._newest) / len(self._newest)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -228,8 +180,7 @@ class Curriculum(Mixture):
             "stage": self.stage,
             "episodes": self._episodes,
             "iteration": self._iteration,
-            "in_stage": self._in_stage,
-            "window": [list(episode) for episode in self._window],
+            "newest": list(self._newest),
             "taken": {str(stage): count for stage, count in self._in_stages.items()},
             "mixture": super().state(),
         }
@@ -243,9 +194,9 @@ class Curriculum(Mixture):
                 "with the curriculum that the run began with."
             )
         self.stage, self._episodes = int(state["stage"]), int(state["episodes"])
-        self._iteration, self._in_stage = int(state["iteration"]), int(state["in_stage"])
-        self._window.clear()
-        self._window.extend((float(solved), float(reward)) for solved, reward in state["window"])
+        self._iteration = int(state["iteration"])
+        self._newest.clear()
+        self._newest.extend(map(bool, state["newest"]))
         self._in_stages = Counter({int(stage): int(count) for stage, count in state["taken"].items()})
         super().restore(state["mixture"])
         self.weights = self._stages.weights(self.stage, self._share())
@@ -256,4 +207,4 @@ def make_task_source(run: PolicyConfig, sizes: Mapping[str, int | None]) -> Mixt
     if run.curriculum.stages:
         return Curriculum(run, sizes)
     weights = {part.name: part.weight for part in run.env.mixture} or {"": 1.0}
-    return Mixture(weights, sizes, run.seed, run.curriculum)
+    return Mixture(weights, sizes, run.seed, run.curriculum.sampling == "solve_rate")

@@ -9,9 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -23,52 +22,35 @@ from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
 from rl_vlm.waiting import note_hung_thread
 
-Timed = tuple[Any, float]  # the result or RLVLMError of a call, and its seconds
+
+class _Call:
+    """A call of an environment, and what became of it. `future` is that of the thread that makes it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.began = 0.0  # on the monotonic clock
+        self.seconds = 0.0
+        self.done = False
+        self.result: Any = None  # or the RLVLMError that it failed with
+        self.future: Future[None] | None = None
+
+    def make(self) -> None:
+        """What a thread does."""
+        self.began = time.monotonic()
+        try:
+            self.result = self._function()
+        except RLVLMError as error:
+            self.result = error
+        except (Exception, SystemExit) as error:
+            # User code may raise anything, and may even exit; it ends an episode, not the runner.
+            self.result = EnvError(f"The environment raised {type(error).__name__}: {error}")
+        self.seconds = time.monotonic() - self.began
+        self.done = True
 
 
-def timed(call: Callable[[], Any]) -> Timed:
-    """The result of a call; what it raises becomes an RLVLMError in its place."""
-    started = time.perf_counter()
-    try:
-        result = call()
-    except RLVLMError as error:
-        result = error
-    except (Exception, SystemExit) as error:
-        # User code may raise anything, and may even exit; it ends an episode, not the runner.
-        result = EnvError(f"The environment raised {type(error).__name__}: {error}")
-    return result, time.perf_counter() - started
-
-
-class CallBatch:
-    """Calls that one thread makes in their order, until the rest is taken from it.
-
-    done: of the calls so far, in their order. began: when the present call began, on the monotonic clock.
-    """
-
-    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
-        self.calls = calls
-        self.done: list[Timed] = []
-        self.began = 0.0
-        self._begun = 0
-        self._taken = False
-        self._lock = threading.Lock()
-
-    def run(self) -> Timed | None:
-        """What the thread does; returns the last call's result, None if it made none."""
-        for call in self.calls:
-            with self._lock:
-                if self._taken:
-                    break
-                self._begun += 1
-                self.began = time.monotonic()
-            self.done.append(timed(call))
-        return self.done[-1] if self.done else None
-
-    def take_rest(self) -> int:
-        """Let the thread end after its present call; returns how many it has begun."""
-        with self._lock:
-            self._taken = True
-            return self._begun
+def _make_all(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        call.make()
 
 
 logger = logging.getLogger(__name__)
@@ -108,9 +90,8 @@ class EnvPool:
         self._call_s = {"reset": _SHORT_CALL_S, "step": _SHORT_CALL_S}
         self._idle: list[VisionEnv] = []
         self.lent = 0  # environments that groups have
-        self._batch: asyncio.Task[list[Timed | asyncio.Task[Timed]]] | None = None
-        self._batch_calls: list[Callable[[], Any]] = []
-        self.busy_s = 0.0
+        self._batch: asyncio.Task[None] | None = None
+        self._batch_calls: list[_Call] = []
         self.stuck = 0  # threads that a hanging environment holds
 
     async def borrow(self, count: int) -> list[VisionEnv]:
@@ -138,13 +119,8 @@ class EnvPool:
 
     async def _build(self, count: int) -> list[Any]:
         """New environments, or the error of each."""
-        if self._inline:
-            built = [timed(self._make) for _ in range(count)]
-        else:
-            limit_s = max(self._timeout_s, self._build_timeout_s)
-            built = await asyncio.gather(*(self._within_deadline(self._make, limit_s) for _ in range(count)))
-        self.busy_s += sum(seconds for _, seconds in built)
-        return [env for env, _ in built]
+        calls = [_Call(self._make) for _ in range(count)]
+        return await self._results(calls, max(self._timeout_s, self._build_timeout_s))
 
     def give_back(self, envs: Sequence[VisionEnv]) -> None:
         """Keep environments whose episodes ended without an error for later groups."""
@@ -154,18 +130,7 @@ class EnvPool:
     def discard(self, envs: Sequence[VisionEnv]) -> None:
         """Close environments that failed, unless one hangs: its thread would be waited for."""
         self.lent -= len(envs)
-        self._close_later(envs)
-
-    def close_surplus(self, keep: int) -> None:
-        """Close idle environments beyond `keep`, those that groups have included."""
-        surplus = self._idle[: max(len(self._idle) + self.lent - keep, 0)]
-        del self._idle[: len(surplus)]
-        self._close_later(surplus)
-
-    def _close_later(self, envs: Sequence[VisionEnv]) -> None:
-        if self.stuck:
-            return
-        for env in envs:
+        for env in envs if not self.stuck else ():
             self._threads.submit(_close_quietly, env)
 
     async def reset(
@@ -179,86 +144,66 @@ class EnvPool:
         """Step each environment with its action; an environment's error is returned in its place."""
         return await self.run([partial(_step, env, action) for env, action in zip(envs, actions, strict=True)])
 
-    async def run(self, calls: Sequence[Callable[[], Any]], kind: Literal["reset", "step"] = "step") -> list[Any]:
-        """Run calls; each gives its result or the RLVLMError that it failed with."""
-        if self._inline:
-            parts = [timed(call) for call in calls]
-        elif self._call_s[kind] < _SHORT_CALL_S:
-            parts = await self._run_batched(calls)
-        else:
-            parts = await asyncio.gather(*(self._within_deadline(call, self._timeout_s) for call in calls))
-        seconds = sum(taken for _, taken in parts)
-        self.busy_s += seconds
-        self._call_s[kind] = 0.7 * self._call_s[kind] + 0.3 * seconds / max(len(calls), 1)
-        return [result for result, _ in parts]
+    async def run(self, functions: Sequence[Callable[[], Any]], kind: Literal["reset", "step"] = "step") -> list[Any]:
+        """Run functions; each gives its result or the RLVLMError that it failed with."""
+        calls = [_Call(function) for function in functions]
+        if self._call_s[kind] < _SHORT_CALL_S and not self._inline:
+            if self._batch is None:
+                self._batch = asyncio.create_task(self._run_batch())
+                self._batch_calls = []
+            self._batch_calls += calls
+            await asyncio.shield(self._batch)
+        results = await self._results(calls, self._timeout_s)
+        seconds = sum(call.seconds for call in calls) / max(len(calls), 1)
+        self._call_s[kind] = 0.7 * self._call_s[kind] + 0.3 * seconds
+        return results
 
-    async def _run_batched(self, calls: Sequence[Callable[[], Any]]) -> list[Timed]:
-        """Run short calls of all groups at this moment in one thread switch.
+    async def _run_batch(self) -> None:
+        """Run short calls of all groups at this moment in one thread switch. Calls that it does not come to because one
+        is not short are left over.
 
         Groups that finish together then send their requests in one call to the policy.
         """
-        if self._batch is None:
-            self._batch = asyncio.get_running_loop().create_task(self._run_batch())
-            self._batch_calls = []
-        start = len(self._batch_calls)
-        self._batch_calls.extend(calls)
-        parts = (await asyncio.shield(self._batch))[start : start + len(calls)]
-        return [await part if isinstance(part, asyncio.Task) else part for part in parts]
-
-    async def _run_batch(self) -> list[Timed | asyncio.Task[Timed]]:
-        """The calls' results, or the tasks that wait for them: a call that is not short holds up only its own group."""
         await asyncio.sleep(0)  # other tasks that are ready add their calls first
         calls, self._batch = self._batch_calls, None
-        batch = CallBatch(calls)
-        loop = asyncio.get_running_loop()
-        ended = threading.Event()
-        future = loop.run_in_executor(self._threads, _noted(batch.run, ended))
-        await asyncio.wait([future], timeout=_PATIENCE_S + 2 * _SHORT_CALL_S * len(calls))
-        if future.done():
-            return list(batch.done)
-        begun = batch.take_rest()
-        waiting = [self._answer(future, [batch.began], self._timeout_s, ended)] if begun else []
-        waiting += [self._within_deadline(call, self._timeout_s) for call in calls[begun:]]
-        return [*batch.done[: max(begun - 1, 0)], *map(loop.create_task, waiting)]
+        left = iter(calls)
+        future = self._threads.submit(_make_all, left)
+        for call in calls:
+            call.future = future
+        await asyncio.wait([asyncio.wrap_future(future)], timeout=_PATIENCE_S + 2 * _SHORT_CALL_S * len(calls))
+        for call in left:  # the thread ends after its present call
+            call.future = None
 
-    async def _within_deadline(self, call: Callable[[], Any], timeout_s: float) -> Timed:
-        began: list[float] = []
-        ended = threading.Event()
+    async def _results(self, calls: Sequence[_Call], timeout_s: float) -> list[Any]:
+        """What the calls give. Those that no thread has makes a thread of their own."""
+        for call in calls:
+            if self._inline:
+                call.make()
+            elif call.future is None:
+                call.future = self._threads.submit(call.make)
+        await asyncio.gather(*(self._wait(call, timeout_s) for call in calls if not call.done))
+        return [call.result for call in calls]
 
-        def work() -> Timed:
-            began.append(time.monotonic())
-            return timed(call)
-
-        # The thread cannot be stopped: after a timeout it keeps running, and the driver restarts this runner.
-        future = asyncio.get_running_loop().run_in_executor(self._threads, _noted(work, ended))
-        return await self._answer(future, began, timeout_s, ended)
-
-    async def _answer(
-        self, future: asyncio.Future[Any], began: list[float], timeout_s: float, ended: threading.Event
-    ) -> Timed:
-        """What a thread gives; `began` holds when it began, once it has.
-
-        The deadline starts then, unless all threads hang.
-
-        `ended` is set when the thread is done.
-        """
-        while True:
-            left = began[0] + timeout_s - time.monotonic() if began else timeout_s
-            if left <= 0 or (not began and self.stuck >= self._max_threads):
+    async def _wait(self, call: _Call, timeout_s: float) -> None:
+        """Wait for a call. The deadline starts when it begins, unless all threads hang."""
+        assert call.future is not None
+        waited = asyncio.wrap_future(call.future)
+        while not waited.done():
+            left = call.began + timeout_s - time.monotonic() if call.began else timeout_s
+            if left <= 0 or (not call.began and self.stuck >= self._max_threads):
                 break
-            done, _ = await asyncio.wait([future], timeout=left)
-            if done:
-                return future.result()  # type: ignore[no-any-return]
-        if began:
+            await asyncio.wait([waited], timeout=left)
+        if call.done:
+            return
+        # The thread cannot be stopped: it keeps running, and the driver restarts this runner.
+        if call.began:
             self.stuck += 1
+            ended = threading.Event()
+            call.future.add_done_callback(lambda _: ended.set())
             note_hung_thread("an environment", ended)
         else:
-            future.cancel()
-        error = EnvTimeoutError(
-            f"The environment did not answer within {timeout_s:g} s: raise env.step_timeout_s, or set "
-            "env.isolation to process."
-        )
-        return error, timeout_s
+            call.future.cancel()
+        call.result, call.seconds = _timed_out(timeout_s), timeout_s
 
     def close(self) -> None:
         """Close all idle environments and the threads."""
@@ -267,16 +212,11 @@ class EnvPool:
         self._threads.shutdown(wait=False)  # environments that failed may still be waiting to be closed
 
 
-def _noted(call: Callable[[], Any], ended: threading.Event) -> Callable[[], Any]:
-    """The call, after which `ended` is set, also where it fails."""
-
-    def noted() -> Any:
-        try:
-            return call()
-        finally:
-            ended.set()
-
-    return noted
+def _timed_out(seconds: float) -> EnvTimeoutError:
+    return EnvTimeoutError(
+        f"The environment did not answer within {seconds:g} s: raise env.step_timeout_s, or set env.isolation to "
+        "process."
+    )
 
 
 def _reset(env: VisionEnv, seed: int, options: dict[str, Any]) -> tuple[Observation, Info]:
@@ -303,9 +243,9 @@ def _close_quietly(env: VisionEnv) -> None:
 
 # Threads of slow environments, which mostly wait: one for each episode as far as that goes.
 _MIN_THREADS, _MAX_THREADS = 32, 256
-# Pools without a group that are kept: an evaluation's variants, and what a curriculum set last.
+# Pools without a group that are kept: an evaluation's variants, and what a curriculum set last. Where each environment
+# is a process of its own, as many as there are environments.
 _MAX_IDLE = 16
-_UNCHANGED = json.dumps({})
 
 
 class EnvPools:
@@ -314,7 +254,6 @@ class EnvPools:
     def __init__(self, run: PolicyConfig) -> None:
         self._run = run
         self._pools: dict[tuple[str, str], EnvPool] = {}  # the least recently used first
-        self._closed_busy_s = 0.0
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -326,14 +265,6 @@ class EnvPools:
         self._pools[key] = pool
         self._close_old(pool)
         return pool
-
-    def close_surplus(self, tasks: Iterable[RolloutTask]) -> None:
-        """Of the environments that played these held-out tasks, close those that training has no use for.
-
-        It has none for changed arguments: those of a curriculum's stages come back as they are asked for.
-        """
-        for key in {self._key(task) for task in tasks} & self._pools.keys():
-            self._pools[key].close_surplus(self._episodes if key[1] == _UNCHANGED else 0)
 
     def _changes(self, task: RolloutTask) -> dict[str, Any]:
         variant = self._run.variant_arguments(task.variant, task.env) if task.variant else {}
@@ -369,15 +300,9 @@ class EnvPools:
     def _close_old(self, newest: EnvPool) -> None:
         # A pool whose environment hangs is kept, so that `stuck` shows it.
         idle = [key for key, pool in self._pools.items() if not pool.lent and not pool.stuck and pool is not newest]
-        for key in idle[: max(len(idle) - _MAX_IDLE, 0)]:
-            pool = self._pools.pop(key)
-            self._closed_busy_s += pool.busy_s
-            pool.close()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that environments worked, all pools together."""
-        return self._closed_busy_s + sum(pool.busy_s for pool in self._pools.values())
+        kept = len(self._run.env.parts) if self._run.env.isolation == "process" else _MAX_IDLE
+        for key in idle[: max(len(idle) - kept, 0)]:
+            self._pools.pop(key).close()
 
     @property
     def stuck(self) -> bool:
@@ -389,7 +314,6 @@ class EnvPools:
         for pool in self._pools.values():
             pool.close()
         self._pools = {}
-        self._closed_busy_s = 0.0
 
 
 class GroupFailedError(RLVLMError):
@@ -419,25 +343,3 @@ def reason_of(error: Exception) -> str:
     """The name under which an error is counted: EnvTimeoutError is env_timeout."""
     name = type(error).__name__.removesuffix("Error")
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
-
-
-class TooManyFailuresError(RLVLMError):
-    """Too many groups in a row were lost."""
-
-
-@dataclass(slots=True)
-class FailureBudget:
-    """Counts groups that were lost in a row."""
-
-    limit: int
-    in_a_row: int = 0
-
-    def record(self, succeeded: int, lost: dict[str, str]) -> None:
-        """Count one round; raises TooManyFailuresError at the limit, naming the last reason."""
-        self.in_a_row = 0 if succeeded else self.in_a_row + len(lost)
-        if self.in_a_row >= self.limit:
-            reason = list(lost.values())[-1]
-            raise TooManyFailuresError(
-                f"{self.in_a_row} groups in a row were lost, the last because of: {reason}. Repair the environment or "
-                "the server, or raise rollout.max_consecutive_failures."
-            )

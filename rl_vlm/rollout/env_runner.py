@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
 from rl_vlm.rollout.episodes import OpenGroup, open_group, run_group
 from rl_vlm.rollout.scoring import score_group
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.serving.client import PolicyClient, homes_of
+from rl_vlm.serving.client import PolicyClient, homes
 from rl_vlm.serving.registry import OWN, PolicyKey
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import EncodedImage, TrajectoryGroup
@@ -57,9 +56,7 @@ class RolloutWorker:
         self._rewards = {name: part.reward for name, part in run.env.parts.items()}
         self._client: PolicyClient | None = None
         self.pools = EnvPools(run)
-        # What results have reported: calls may overlap, and each reports what is new.
-        self._counted_env_s = 0.0  # busy seconds of the pools
-        self._counted_retries = 0
+        self._counted_retries = 0  # calls may overlap, and each reports what is new
         self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
 
     async def open_ahead(self, tasks: list[RolloutTask]) -> None:
@@ -82,20 +79,13 @@ class RolloutWorker:
             logger.debug("opening %s ahead failed: %s", task.group_id, error)
             return None
 
-    async def run(self, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
-        """Sample all tasks; failures of environments and requests are reported in the result, never raised.
-
-        With `at_once`, for held-out tasks, so many at a time, and environments that training does not need are closed
-        afterwards.
-        """
+    async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
+        """Sample all tasks; failures of environments and requests are reported in the result, never raised."""
         started = time.perf_counter()
         client = self._connect()
         dropped: Counter[str] = Counter()
         with continued(tasks[0].trace if tasks else "", f"env_runner-{self._place}") as spans:
-            if at_once is None:
-                outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
-            else:
-                outcomes = await self._attempt_few(tasks, client, dropped, at_once)
+            outcomes = await asyncio.gather(*(self._attempt(task, client, dropped) for task in tasks))
         result = RolloutResult(dropped=dict(dropped), retries=client.retries - self._counted_retries, spans=spans)
         self._counted_retries = client.retries
         for task, outcome in zip(tasks, outcomes, strict=True):
@@ -104,16 +94,14 @@ class RolloutWorker:
             else:
                 result.lost[task.group_id] = outcome
         share_images(result.groups)
-        busy = self.pools.busy_s
-        result.timings = {"sample": time.perf_counter() - started, "env": busy - self._counted_env_s}
-        self._counted_env_s = busy
+        result.seconds = time.perf_counter() - started
         result.needs_restart = self.pools.stuck
         return result
 
     def _connect(self) -> PolicyClient:
         if self._client is None:
             serving = self._run.serving
-            places = homes_of(self._key, self._place, self._num_workers, serving)
+            places = homes(self._key, self._place, self._num_workers, serving)
             self._client = PolicyClient(
                 self._run_id,
                 deadline_s=serving.request_timeout_s,
@@ -147,26 +135,6 @@ class RolloutWorker:
             opened = None
             attempt += 1
 
-    async def _attempt_few(
-        self, tasks: list[RolloutTask], client: PolicyClient, dropped: Counter[str], at_once: int
-    ) -> list[TrajectoryGroup | str]:
-        """`_attempt` of each task, `at_once` at a time.
-
-        No variant's environments are left when the next one's are made.
-        """
-        places = asyncio.Semaphore(at_once)
-
-        async def attempt(task: RolloutTask) -> TrajectoryGroup | str:
-            async with places:
-                return await self._attempt(task, client, dropped)
-
-        outcomes: list[TrajectoryGroup | str] = []
-        for _, part in groupby(tasks, key=lambda task: task.variant):
-            of_variant = list(part)
-            outcomes += await asyncio.gather(*map(attempt, of_variant))
-            self.pools.close_surplus(of_variant)
-        return outcomes
-
     def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
         """What `open_ahead` opened for this task."""
         if task.group_id not in self._opened:
@@ -182,7 +150,6 @@ class RolloutWorker:
     def close_envs(self) -> None:
         """Forget all environments; new ones are made as tasks need them."""
         self._opened = {}
-        self._counted_env_s = 0.0
         self.pools.close()
 
 
@@ -232,9 +199,9 @@ class VLMEnvRunner(RunEnvRunner):
         # The driver has the deadline of a call: it restarts this process.
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def sample(self, *, tasks: list[RolloutTask], at_once: int | None = None) -> RolloutResult:
-        """Sample all tasks, held-out ones `at_once` at a time. Failures are data in the result, never exceptions."""
-        return self._wait_for(self._worker.run(tasks, at_once))
+    def sample(self, *, tasks: list[RolloutTask]) -> RolloutResult:
+        """Sample all tasks. Failures are data in the result, never exceptions."""
+        return self._wait_for(self._worker.run(tasks))
 
     def open_ahead(self, *, tasks: list[RolloutTask]) -> None:
         """Open the episodes that the next `sample` will be asked for."""

@@ -1,4 +1,4 @@
-"""Conversation: the rules of an episode, whoever answers: budgets, unfinished turns, and what ends it."""
+"""Episodes: the rules of a conversation with an environment, and how the policy plays the episodes of a group."""
 
 from __future__ import annotations
 
@@ -83,12 +83,11 @@ class Conversation:
 
 
 # A turn is sampled in one request or, for partial rollouts, in pieces that may come from several versions of the
-# policy. With in-flight updates one request's answer may consist of several versions, too (`Sample.pieces`). A piece
-# that ends because of its
-# length goes on from what was sampled so far: the next request's prompt is the prompt and these tokens, whose keys and
-# values are computed anew under the weights that the replica has by then. So each token's log-probability is that of
-# the version which sampled it, given everything before it (partial rollouts: Kimi k1.5, arXiv 2501.12599, section
-# 2.6.2).
+# policy (Kimi k1.5, arXiv 2501.12599, section 2.6.2). With in-flight updates one request's answer may consist of
+# several versions, too (`Sample.pieces`). A piece that ends because of its length goes on from what was sampled so far:
+# the next request's prompt is the prompt and these tokens, whose keys and values are computed anew under the weights
+# that the replica has by then. So each token's log-probability is that of the version which sampled it, given
+# everything before it.
 
 
 class CompletionClient(Protocol):

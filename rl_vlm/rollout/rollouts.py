@@ -15,7 +15,6 @@ from typing import Any
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.numerics import are_equal
-from rl_vlm.rollout.env_pool import FailureBudget
 from rl_vlm.rollout.sampler import (
     RESTART_GRACE_S,
     STOP_CHECK_S,
@@ -23,10 +22,11 @@ from rl_vlm.rollout.sampler import (
     RoundAbandonedError,
     Sampler,
     SamplingError,
+    merged,
 )
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream
 from rl_vlm.tracing import Span, traceparent
-from rl_vlm.types import TrajectoryGroup
+from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 
 class GroupBuffer:
@@ -87,31 +87,8 @@ class GroupBuffer:
         self._groups = []
 
 
-class Refill:
-    """Replaces groups without a gradient by further ones, at most `limit` per iteration (dynamic sampling, DAPO, arXiv
-    2503.14476, section 3.2).
-
-    A group whose rewards are all equal has zero advantage under estimators that compare its rewards with each other;
-    with others a configuration has no refill.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = self._left = limit
-
-    def next_iteration(self) -> None:
-        """Allow `limit` groups again."""
-        self._left = self._limit
-
-    def split(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
-        """The groups to learn from, and those to replace. Beyond the limit groups without a gradient are kept."""
-        kept, replaced = [], []
-        for group in groups:
-            if self._left and are_equal(group.rewards):
-                self._left -= 1
-                replaced.append(group)
-            else:
-                kept.append(group)
-        return kept, replaced
+class TooManyFailuresError(RLVLMError):
+    """Too many groups in a row were lost."""
 
 
 # Rollouts: groups for a learner, in rounds or continuously, and what was learned from, dropped and lost.
@@ -135,13 +112,16 @@ class Rollouts(ABC):
         self.crosses_versions = run.rollout.crosses_versions
         self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=self.crosses_versions)
         share = run.algorithm.max_refill
-        self._refill = Refill(max(round(share * self._batch), int(share > 0)))  # a small share of a few is one at least
-        self._failures = FailureBudget(run.rollout.max_consecutive_failures)
+        # Groups without a gradient that may be replaced in an iteration (dynamic sampling, DAPO, arXiv 2503.14476,
+        # section 3.2). A small share of a few is one at least.
+        self._most_refills = max(round(share * self._batch), int(share > 0))
+        self._refills_left = self._most_refills
+        self._lost_in_a_row = 0
         self.stop_requested: Callable[[], bool] = lambda: False
         self.trajectories = 0  # given to the learner
         self.dropped: Counter[str] = Counter()
         self.requests_by_replica: Counter[str] = Counter()
-        self.timings: dict[str, float] = {}  # seconds of the last iteration: env, runner
+        self.runner_s = 0.0  # of the last iteration: how long a round took a runner, or with a lag a group
         self.metrics: dict[str, float] = {}  # other metrics of the last iteration
         self._spans: list[Span] = []
         self._iteration = 0
@@ -175,9 +155,13 @@ class Rollouts(ABC):
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
-        self._sampler.give(tasks, timeout_s, at_once=self._run.held_out_at_once)
-        result = self._sampler.finish(self.stop_requested)
-        self._failures.record(len(result.groups), result.lost)
+        at_once = self._run.held_out_at_once or max(len(tasks), 1)
+        parts: list[RolloutResult] = []
+        for start in range(0, len(tasks), at_once):
+            self._sampler.give(tasks[start : start + at_once], timeout_s)
+            parts.append(self._sampler.finish(self.stop_requested))
+        result = merged(parts, sum)
+        self._count_failures(result)
         if died := result.dropped.get("runner_died"):
             self.dropped["runner_died"] += died
         return result.groups, result
@@ -186,7 +170,7 @@ class Rollouts(ABC):
         """An iteration begins."""
         self._iteration = self._run.algorithm.iterations - iterations_left - 1
         self._stream.begin(self._iteration)
-        self._refill.next_iteration()
+        self._refills_left = self._most_refills
 
     def _add(self, result: RolloutResult) -> list[TrajectoryGroup]:
         """Count what was sampled and put it into the buffer; returns the groups that must be replaced."""
@@ -196,14 +180,27 @@ class Rollouts(ABC):
             self.dropped["request_retries"] += result.retries
         if result.lost:
             self.dropped["group_lost"] += len(result.lost)
-        self._failures.record(len(result.groups), result.lost)
+        self._count_failures(result)
         self._stream.lose(result.lost)
-        kept, replaced = self._refill.split(result.groups)
+        # Equal rewards have no gradient under estimators that compare them; with others there is no refill.
+        replaced = [group for group in result.groups if are_equal(group.rewards)][: self._refills_left]
         if replaced:
             self.dropped["no_gradient"] += len(replaced)
+        self._refills_left -= len(replaced)
         self._stream.done_with(replaced)
-        self._buffer.add(kept)
+        names = {group.group_id for group in replaced}
+        self._buffer.add(group for group in result.groups if group.group_id not in names)
         return replaced
+
+    def _count_failures(self, result: RolloutResult) -> None:
+        """Raises TooManyFailuresError where too many groups in a row were lost, naming the last reason."""
+        self._lost_in_a_row = 0 if result.groups else self._lost_in_a_row + len(result.lost)
+        if self._lost_in_a_row >= self._run.rollout.max_consecutive_failures:
+            raise TooManyFailuresError(
+                f"{self._lost_in_a_row} groups in a row were lost, the last because of: "
+                f"{list(result.lost.values())[-1]}. Repair the environment or the server, or raise "
+                "rollout.max_consecutive_failures."
+            )
 
     def _take(self, count: int, version: int) -> list[TrajectoryGroup]:
         """Groups for the learner, from the buffer; those that are too old are dropped."""
@@ -256,15 +253,14 @@ class RoundRollouts(Rollouts):
 
         Lost groups are missing from the batch; those without a gradient are replaced in further rounds.
         """
-        self.timings = {"env": 0.0, "runner": 0.0}
         self._begin(iterations_left)
+        self.runner_s = 0.0
         tasks, self._opened = self._opened or self._stream.take(self._batch), None
         while tasks:
             trace = traceparent()
             self._sampler.give([replace(task, trace=trace) for task in tasks], self._run.rollout.timeout_s, version)
             result = self._sampler.finish(self.stop_requested)
-            self.timings["env"] += result.timings.get("env", 0.0)
-            self.timings["runner"] += result.timings.get("sample", 0.0)
+            self.runner_s += result.seconds
             tasks = self._stream.take(len(self._add(result)))
         return self._take(self._batch, version)
 
@@ -300,7 +296,6 @@ class ContinuousRollouts(Rollouts):
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
         """See `Rollouts`. Exactly `prompts_per_iteration` groups: lost and dropped ones are replaced."""
         lag, batch = self._run.rollout.max_policy_lag, self._batch
-        self.timings = {"env": 0.0, "runner": 0.0}
         self._begin(iterations_left)
         self._take(0, version)  # drops what the newest step has made too old
         self._fill(batch * (min(lag, iterations_left) + 1), version)
@@ -313,8 +308,7 @@ class ContinuousRollouts(Rollouts):
             self._take(0, version)
             if result.groups or result.lost:
                 progress, sampled = time.monotonic(), sampled + len(result.groups)
-                runner_s += result.timings.get("sample", 0.0)
-                self.timings["env"] += result.timings.get("env", 0.0) / self._run.rollout.num_env_runners
+                runner_s += result.seconds
                 self._fill(batch * (min(lag, iterations_left) + 1), version)
             elif time.monotonic() - progress > self._patience_s:
                 raise SamplingError(
@@ -350,7 +344,7 @@ class ContinuousRollouts(Rollouts):
     def _measure(self, sampled: int, runner_s: float) -> None:
         now = time.monotonic()
         elapsed, self._looked = now - self._looked, now
-        self.timings["runner"] = runner_s / max(sampled, 1)
+        self.runner_s = runner_s / max(sampled, 1)
         self.metrics = {
             "rollout/utilisation": min(runner_s / max(elapsed * self._slots, 1e-9), 1.0),
             "rollout/under_way": float(len(self._continuous)),

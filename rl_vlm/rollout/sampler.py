@@ -1,4 +1,5 @@
-"""The env runners as the driver sees them: which are up, how often they died, and how one that hangs is restarted."""
+"""The driver's side of sampling: it sends tasks to env runners, takes their groups, and replaces runners that die or
+hang."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _PROBE_WAIT_S = 1.0  # a probe waits for the runners that do not answer yet
 
 
 class EnvRunners:
-    """Keeps count of who died, once however many of its calls fail.
+    """The env runners: which are up, and how often they died. A death is counted once, however many calls fail with it.
 
     Args:
         group: actors that Ray restarts when they die.
@@ -91,15 +92,11 @@ class EnvRunners:
         return set(self.all()) - set(self.healthy())
 
 
-# Sampler: the driver's side of sampling. It sends tasks to env runners, takes their groups, and replaces runners that
-# die or hang.
-#
 # Each call of a runner holds a shard of a round (`sharded`) or a single task, whose group is then there when it is
 # complete and not when its round is. An env runner answers several calls at once in threads of its actor
 # (`VLMEnvRunner.concurrent_calls`); further calls wait in Ray's queue in the runner's process. So a runner has work
-# while the driver is busy with the learner, and nothing needs a
-# protocol of submitting and asking: a call that fails names the groups that are lost with it, forgetting a call is to
-# forget its reference, and no result can arrive twice.
+# while the driver is busy with the learner. A call that fails names the groups that are lost with it, and no result
+# can arrive twice.
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +121,6 @@ class _Call:
 
     tasks: list[RolloutTask]
     timeout_s: float
-    at_once: int | None = None
     due: float | None = None
     runner: int = 0
     life: int = 0
@@ -165,17 +161,12 @@ class Sampler:
         """Of each task under way, the oldest version that may sample it."""
         return [task.min_version for call in (*self._open.values(), *self._waiting) for task in call.tasks]
 
-    def give(
-        self, tasks: Sequence[RolloutTask], timeout_s: float, version: int | None = None, at_once: int | None = None
-    ) -> None:
-        """Send tasks to the runners; each is sampled by `version` (None: its own) or a newer one. Returns at once.
-
-        Held-out tasks may be bounded: `at_once` of them are played at a time, all runners together.
-        """
+    def give(self, tasks: Sequence[RolloutTask], timeout_s: float, version: int | None = None) -> None:
+        """Send tasks to the runners; each is sampled by `version` (None: its own) or a newer one. Returns at once."""
         self._check_openings()
         self.runners.probe(_PROBE_EVERY_S)
-        shards = self._shards(tasks, at_once) if self._sharded else [[task] for task in tasks]
-        self._waiting += [_Call(shard, timeout_s, at_once and at_once // len(shards)) for shard in shards]
+        shards = self._shards(tasks) if self._sharded else [[task] for task in tasks]
+        self._waiting += [_Call(shard, timeout_s) for shard in shards]
         self._send(version)
 
     def open_ahead(self, tasks: Sequence[RolloutTask]) -> None:
@@ -200,7 +191,7 @@ class Sampler:
     def finish(self, stop_requested: Callable[[], bool] = lambda: False) -> RolloutResult:
         """Wait for all tasks.
 
-        The groups are sorted by their ids, whatever the order in which they arrived; timings are the slowest runner's.
+        The groups are sorted by their ids, whatever the order in which they arrived; seconds are the slowest runner's.
 
         Raises SamplingError, and RoundAbandonedError once `stop_requested()` is true; nothing is under way then.
         """
@@ -212,7 +203,7 @@ class Sampler:
                 answers += self._answers(None, STOP_CHECK_S)
         finally:
             self.clear()
-        return merged(answers, max)
+        return merged(answers, lambda seconds: max(seconds, default=0.0))
 
     def _answers(self, version: int | None, wait_s: float) -> list[RolloutResult]:
         started = time.monotonic()
@@ -235,9 +226,9 @@ class Sampler:
             answers.append(RolloutResult(dropped={"runner_died": deaths}))
         return answers
 
-    def _shards(self, tasks: Sequence[RolloutTask], most: int | None = None) -> list[list[RolloutTask]]:
+    def _shards(self, tasks: Sequence[RolloutTask]) -> list[list[RolloutTask]]:
         """Tasks dealt to the runners in turn, so that a task's place decides its runner."""
-        count = min(len(self.runners.healthy() or self.runners.all()), len(tasks), most or len(tasks))
+        count = min(len(self.runners.healthy() or self.runners.all()), len(tasks))
         return [list(tasks[k::count]) for k in range(count)]
 
     def _send(self, version: int | None) -> None:
@@ -251,7 +242,7 @@ class Sampler:
             busy, runner = least[0]
             heapq.heapreplace(least, (busy + 1, runner))
             tasks = call.tasks if version is None else [replace(task, min_version=version) for task in call.tasks]
-            ref = self.runners.actor(runner).sample.remote(tasks=tasks, at_once=call.at_once)
+            ref = self.runners.actor(runner).sample.remote(tasks=tasks)
             self._open[ref] = replace(call, tasks=tasks, runner=runner, life=self.runners.life(runner))
         self._waiting.clear()
 
@@ -336,10 +327,7 @@ def merged(results: Sequence[RolloutResult], timing: Callable[[Iterable[float]],
         whole.spans += result.spans
         dropped.update(result.dropped)
     whole.dropped = dict(dropped)
-    names = {name for result in results for name in result.timings}
-    whole.timings = {
-        name: timing(one.timings[name] for one in results if name in one.timings) for name in sorted(names)
-    }
+    whole.seconds = timing(result.seconds for result in results)
     # Arrival order must not matter: group ids sort in the order in which the driver made them.
     whole.groups.sort(key=lambda group: group.group_id)
     return whole

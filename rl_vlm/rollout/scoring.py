@@ -116,66 +116,57 @@ CHOICES = ("1", "2")
 _DIGIT = re.compile(r"(?<![\w.])[12](?![\w.]*\w)")
 
 
-@dataclass(frozen=True, slots=True)
-class Opinion:
-    """What a judge said about one answer.
+async def compare(
+    ask: Ask,
+    settings: JudgeSection,
+    gate: asyncio.Semaphore,
+    images: Sequence[EncodedImage],
+    answer: str,
+    reference: str,
+) -> tuple[float, dict[str, float]]:
+    """Ask in both orders; `gate` bounds the questions that are open at once.
 
-    win: 1, 0.5 or 0. value: the mean probability of the answer's choice where the judge gave it, else `win`. first: in
-    how many of the `asked` replies the text that was shown first was preferred. unclear: replies that chose neither.
-    tokens: read and written.
-    asked_besides: 1 with the answer that the group's question for the start is counted with. refused: lost without a
-    question.
+    Returns the answer's value, which is the mean probability of its choice where the judge gives it, and notes. Raises
+    EndpointError where the judge gives no reply in time.
     """
+    ours, theirs = (quoted(text, settings.max_chars) for text in (answer, reference))
+    if ours == theirs:
+        return 0.5, _notes(0.5)
 
-    win: float
-    value: float
-    asked: int = 0
-    asked_besides: int = 0
-    first: int = 0
-    unclear: int = 0
-    tokens: int = 0
-    refused: bool = False
-
-
-class Judge:
-    """Compares answers with a reference through an endpoint; `gate` bounds the questions that are open at once."""
-
-    def __init__(self, ask: Ask, settings: JudgeSection, gate: asyncio.Semaphore) -> None:
-        self._ask, self._settings, self._gate = ask, settings, gate
-
-    async def compare(self, images: Sequence[EncodedImage], answer: str, reference: str) -> Opinion:
-        """Ask in both orders. Raises EndpointError where the judge gives no reply in time."""
-        ours, theirs = (quoted(text, self._settings.max_chars) for text in (answer, reference))
-        if ours == theirs:
-            return Opinion(0.5, 0.5)
-        replies = await all_or_none([self._reply(images, ours, theirs), self._reply(images, theirs, ours)])
-        shown_first = [_preference(reply.text) for reply in replies]
-        win = {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((shown_first[0], shown_first[1]), 0.5)
-        given, swapped = (reply.probabilities if self._settings.probabilities else None for reply in replies)
-        return Opinion(
-            win,
-            (given["1"] + swapped["2"]) / 2 if given and swapped else win,
-            asked=2,
-            first=sum(preference == 1 for preference in shown_first),
-            unclear=sum(preference == 0.5 for preference in shown_first),
-            tokens=sum(reply.prompt_tokens + reply.sampled_tokens for reply in replies),
-        )
-
-    async def _reply(self, images: Sequence[EncodedImage], first: str, second: str) -> Answer:
-        settings = self._settings
+    async def reply(first: str, second: str) -> Answer:
         texts = {"{first}": first, "{second}": second}
         # In one pass: a text that holds a placeholder is left as it is.
         question = re.sub(r"\{first\}|\{second\}", lambda match: texts[match[0]], settings.question)
         message = Message("user", (*images, question))
         choices = CHOICES if settings.guided else ()
-        async with self._gate:
+        async with gate:
             return await ask_again(
-                self._ask,
+                ask,
                 lambda attempt: Question((message,), settings.answer_tokens, 0.0, choices, seed=attempt),
                 attempts=settings.attempts,
                 deadline_s=settings.deadline_s,
                 who="judge",
             )
+
+    replies = await all_or_none([reply(ours, theirs), reply(theirs, ours)])
+    shown_first = [_preference(one.text) for one in replies]
+    win = {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((shown_first[0], shown_first[1]), 0.5)
+    given, swapped = (one.probabilities if settings.probabilities else None for one in replies)
+    value = (given["1"] + swapped["2"]) / 2 if given and swapped else win
+    return value, _notes(win, shown_first, sum(one.prompt_tokens + one.sampled_tokens for one in replies))
+
+
+def _notes(win: float, shown_first: Sequence[float] = (), tokens: int = 0) -> dict[str, float]:
+    """What `judge_metrics` reads: whether the answer won, and the replies' preferences for the text shown first."""
+    return {
+        "judge_win": win,
+        "judge_requests": float(len(shown_first)),
+        "judge_first": shown_first.count(1) / len(shown_first) if shown_first else -1.0,  # -1: nobody was asked
+        "judge_contradicts": float(bool(shown_first) and win == 0.5),
+        "judge_unclear": float(shown_first.count(0.5)),
+        "judge_refused": 0.0,
+        "judge_tokens": float(tokens),
+    }
 
 
 def _preference(text: str) -> float:
@@ -199,21 +190,21 @@ async def judge(answered: AnsweredGroup) -> Noted:
         for place, (one, text) in enumerate(zip(members, texts, strict=True))
         if one.turns[-1].well_formed and not judged_refusal(text, settings.max_chars)
     ]
-    opinions = [Opinion(0.0, 0.0, refused=True)] * len(members)
+    values, notes = [0.0] * len(members), [_notes(0.0) | {"judge_refused": 1.0} for _ in members]
     if asked:
         reference, cost = await _reference(answered)
         gate = _gate_of(settings, asyncio.get_running_loop())
         async with _endpoint_of(answered).open() as ask:
-            panel = Judge(ask, settings, gate)
-            found = await all_or_none(
-                [panel.compare(members[place].images, texts[place], reference) for place in asked]
+            opinions = await all_or_none(
+                [compare(ask, settings, gate, members[place].images, texts[place], reference) for place in asked]
             )
-        for place, opinion in zip(asked, found, strict=True):
-            opinions[place] = opinion
+        for place, opinion in zip(asked, opinions, strict=True):
+            values[place], notes[place] = opinion
         # The group's one question for a reference is counted with its first answer.
-        opinions[0] = replace(opinions[0], asked_besides=int(cost > 0), tokens=opinions[0].tokens + cost)
+        notes[0]["judge_requests"] += cost > 0
+        notes[0]["judge_tokens"] += cost
     seconds = time.monotonic() - started
-    return Noted([one.value for one in opinions], [_notes(one, seconds) for one in opinions])
+    return Noted(values, [{**one, "judge_seconds": seconds} for one in notes])
 
 
 async def _reference(answered: AnsweredGroup) -> tuple[str, int]:
@@ -273,19 +264,6 @@ def _gate_of(settings: JudgeSection, loop: asyncio.AbstractEventLoop) -> asyncio
     """One for all groups of a worker, whose loop it is."""
     elsewhere = settings.endpoint.max_in_flight if settings.endpoint is not None else None
     return asyncio.Semaphore(min(settings.max_in_flight, elsewhere or settings.max_in_flight))
-
-
-def _notes(one: Opinion, seconds: float) -> dict[str, float]:
-    return {
-        "judge_win": one.win,
-        "judge_requests": float(one.asked + one.asked_besides),
-        "judge_first": one.first / one.asked if one.asked else -1.0,  # -1: nobody was asked
-        "judge_contradicts": float(one.asked > 0 and one.win == 0.5),
-        "judge_unclear": float(one.unclear),
-        "judge_refused": float(one.refused),
-        "judge_tokens": float(one.tokens),
-        "judge_seconds": seconds,
-    }
 
 
 OWN = "env"  # the environment's own reward

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_vlm.config import CurriculumSection, PolicyConfig
+from rl_vlm.config import PolicyConfig
 from rl_vlm.numerics import derive_seed
 from rl_vlm.tracing import Span
 from rl_vlm.types import Split, TrajectoryGroup, UserInputError
@@ -56,7 +56,7 @@ class RolloutResult:
     groups: list[TrajectoryGroup] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> failed attempts, retried ones included
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: sample, env
+    seconds: float = 0.0  # that the call took
     retries: int = 0  # of requests, by the client
     needs_restart: bool = False  # an environment hangs in a thread of this runner
     spans: list[Span] = field(default_factory=list)  # of tasks that are traced
@@ -118,40 +118,26 @@ class DataCursor:
 # With n episodes of a task of which s were solved, and a prior of m episodes of which half were, its rate is
 # p = (s + m / 2) / (n + m) and its weight floor + (1 - floor) · 4 p (1 - p): 1 at one half, `floor` where all or none
 # is solved. The variance p (1 - p) of a 0/1 reward is what a group's advantages are made of (prioritised sampling by
-# it: SPEED-RL, arXiv 2506.09016).
-# Older episodes count less: half after `half_life` further episodes of the same task. A task whose last group was lost
-# has the weight `floor`: nothing can be learned from an item that cannot be played.
+# it: SPEED-RL, arXiv 2506.09016). Older episodes count less: half after a half-life of episodes of the same task.
 
-# Tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten
-MAX_KNOWN = 65_536
+_PRIOR, _FLOOR, _HALF_LIFE = 2.0, 0.1, 64.0
+# Tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten.
+_MAX_KNOWN = 65_536
 
 
 class SolveRates:
     """The recent solve rates of tasks by key; a key without episodes has the rate of the prior, one half."""
 
-    def __init__(self, settings: CurriculumSection) -> None:
-        self._prior, self._floor, self._half_life = settings.prior, settings.floor, settings.half_life
+    def __init__(self) -> None:
         self._counts: dict[str, tuple[float, float]] = {}  # key -> (episodes, solved), both faded; least recent first
-        self._lost: set[str] = set()  # keys of `_counts` whose last group was lost
 
     def observe(self, key: str, episodes: int, solved: int) -> None:
         """Add the episodes of one group."""
         before, solved_before = self._counts.pop(key, (0.0, 0.0))
-        fade = 0.5 ** (episodes / self._half_life)
-        self._set(key, (before * fade + episodes, solved_before * fade + solved))
-        self._lost.discard(key)
-
-    def lose(self, key: str) -> None:
-        """A group of this task was lost: its weight is `floor` until another one is complete."""
-        self._set(key, self._counts.pop(key, (0.0, 0.0)))
-        self._lost.add(key)
-
-    def _set(self, key: str, counts: tuple[float, float]) -> None:
-        self._counts[key] = counts
-        if len(self._counts) > MAX_KNOWN:
-            oldest = next(iter(self._counts))
-            del self._counts[oldest]
-            self._lost.discard(oldest)
+        fade = 0.5 ** (episodes / _HALF_LIFE)
+        self._counts[key] = before * fade + episodes, solved_before * fade + solved
+        if len(self._counts) > _MAX_KNOWN:
+            del self._counts[next(iter(self._counts))]
 
     def known(self) -> list[str]:
         """The keys that were tried."""
@@ -160,28 +146,24 @@ class SolveRates:
     def rate(self, key: str) -> float:
         """The recent solve rate."""
         episodes, solved = self._counts.get(key, (0.0, 0.0))
-        return (solved + self._prior / 2) / (episodes + self._prior)
+        return (solved + _PRIOR / 2) / (episodes + _PRIOR)
 
     def weight(self, key: str) -> float:
-        """From `floor` to 1."""
-        if key in self._lost:
-            return self._floor
+        """From `_FLOOR` to 1."""
         rate = self.rate(key)
-        return self._floor + (1 - self._floor) * 4 * rate * (1 - rate)
+        return _FLOOR + (1 - _FLOOR) * 4 * rate * (1 - rate)
 
     def forget(self) -> None:
         """Forget all episodes."""
         self._counts.clear()
-        self._lost.clear()
 
     def state(self) -> list[list[Any]]:
         """What `restore` needs, in JSON's types."""
-        return [[key, *counts, key in self._lost] for key, counts in self._counts.items()]
+        return [[key, *counts] for key, counts in self._counts.items()]
 
     def restore(self, state: list[list[Any]]) -> None:
         """Go back to a saved state."""
-        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved, _ in state}
-        self._lost = {str(key) for key, _, _, lost in state if lost}
+        self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved in state}
 
 
 class SolveRateItems:
@@ -193,11 +175,10 @@ class SolveRateItems:
     Args:
         num_items: size of the split.
         seed: of the draws.
-        settings: prior, floor and half-life.
     """
 
-    def __init__(self, num_items: int, seed: int, settings: CurriculumSection) -> None:
-        self.rates = SolveRates(settings)
+    def __init__(self, num_items: int, seed: int) -> None:
+        self.rates = SolveRates()
         self._num_items, self._seed = num_items, seed
         self._drawn = 0
 
@@ -263,7 +244,7 @@ class Mixture:
 
     A run with one environment is a mixture of one. In each turn every environment earns its share of the weights; the
     one with the largest balance is taken and pays one ("smooth weighted round robin", as in nginx). So a small batch
-    holds all environments, and nothing is drawn that a resume must repeat. With `sampling: solve_rate` an environment's
+    holds all environments, and nothing is drawn that a resume must repeat. By solve rate an environment's
     weight is multiplied by that of its recent solve rate, and its items are drawn likewise; items that are made without
     end are not drawn twice, so they have no rate.
 
@@ -271,23 +252,21 @@ class Mixture:
         weights: weight of each environment by name; a single one has the empty name.
         sizes: size of each training split; None for items without end.
         seed: of orders, draws and environments.
-        settings: how tasks are drawn.
+        by_rate: draw them by solve rate.
     """
 
-    def __init__(
-        self, weights: Mapping[str, float], sizes: Mapping[str, int | None], seed: int, settings: CurriculumSection
-    ) -> None:
+    def __init__(self, weights: Mapping[str, float], sizes: Mapping[str, int | None], seed: int, by_rate: bool) -> None:
         self.weights = dict(weights)
-        self._by_rate = settings.sampling == "solve_rate"
+        self._by_rate = by_rate
         self._balance = dict.fromkeys(weights, 0.0)
-        self._rates = SolveRates(settings)
+        self._rates = SolveRates()
         self._items: dict[str, DataCursor | SolveRateItems] = {}
         self._seeds: dict[str, int] = {}
         for place, name in enumerate(weights):
             self._seeds[name] = own = derive_seed(seed, 20, place) if name else seed
             size = sizes[name]
             if self._by_rate and size is not None and size > 0:
-                self._items[name] = SolveRateItems(size, own, settings)
+                self._items[name] = SolveRateItems(size, own)
             else:
                 self._items[name] = DataCursor(size, own)
         self._taken: Counter[str] = Counter()
@@ -326,17 +305,18 @@ class Mixture:
         for group in groups:
             solved = sum(trajectory.correct for trajectory in group.trajectories)
             self._rates.observe(group.env, len(group), solved)
-            items = self._items[group.env]
-            if isinstance(items, SolveRateItems):
-                items.rates.observe(str(group.index), len(group), solved)
+            self._observe_item(group.env, group.index, len(group), solved)
 
     def lose(self, tasks: Sequence[RolloutTask]) -> None:
-        """Note the tasks whose groups were lost after all attempts: they are drawn no more often than those that are
-        always solved."""
+        """Groups of these tasks were lost after all attempts: it counts as if none of their episodes was solved, since
+        nothing can be learned from an item that cannot be played."""
         for task in tasks:
-            items = self._items[task.env]
-            if isinstance(items, SolveRateItems):
-                items.rates.lose(str(task.index))
+            self._observe_item(task.env, task.index, task.size, 0)
+
+    def _observe_item(self, env: str, index: int, episodes: int, solved: int) -> None:
+        items = self._items[env]
+        if isinstance(items, SolveRateItems):
+            items.rates.observe(str(index), episodes, solved)
 
     def forget_rates(self) -> None:
         """Forget what was solved: the tasks have changed."""

@@ -86,7 +86,7 @@ def rollout(
         "correct": float(np.mean([trajectory.correct for trajectory in trajectories])),
         "turns_mean": float(np.mean([trajectory.num_turns for trajectory in trajectories])),
         "tokens": _tokens(result.groups),
-        "tokens_per_s": _tokens(result.groups) / max(result.timings["sample"], 1e-9),
+        "tokens_per_s": _tokens(result.groups) / max(result.seconds, 1e-9),
     }
 
 
@@ -120,7 +120,7 @@ def _run_tasks(config: PolicyConfig, adapter: Path | None, tasks: list[RolloutTa
             part = loop.run(served.worker.run(tasks[start : start + batch]))
             merged.groups.extend(part.groups)
             merged.lost.update(part.lost)
-            merged.timings["sample"] = merged.timings.get("sample", 0.0) + part.timings["sample"]
+            merged.seconds += part.seconds
     if not merged.groups:
         reason = next(iter(merged.lost.values()), "no tasks")
         raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")

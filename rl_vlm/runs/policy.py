@@ -322,7 +322,7 @@ class PolicyRun(RunLifecycle):
 
     def _to_the_end(self) -> None:
         """What is left of the run. Raises LearnerLostError."""
-        from rl_vlm.rollout.env_pool import TooManyFailuresError
+        from rl_vlm.rollout.rollouts import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
         algorithm = self.algorithm

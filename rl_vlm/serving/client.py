@@ -22,10 +22,8 @@ from rl_vlm import tracing
 from rl_vlm.config import ServingSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.serving.registry import OWN, PolicyKey, app_name
-from rl_vlm.serving.replica import ImagesMissingError, ReplicaUnavailableError, SentImages
+from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
-
-# Routing of generation calls: a conversation stays on its replica, new work goes to the least loaded one.
 
 # No replica id begins with this: ids are letters and digits.
 _HOME = "#"
@@ -36,28 +34,18 @@ def home_session(place: int) -> str:
     return f"{_HOME}{place}"
 
 
-def most_replicas(serving: ServingSection) -> int:
-    """How many replicas there can be at a time."""
-    return serving.autoscaling.max_replicas if serving.autoscaling else serving.num_replicas
-
-
-def homes(caller: int, num_callers: int, num_replicas: int) -> range:
-    """The home replicas of one of several callers. Every replica serves at least one caller, and callers are spread
+def homes(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
+    """The home replicas of one of a run's callers. Every replica serves at least one caller, and callers are spread
     evenly.
 
-    With autoscaling `num_replicas` is the most that there can be: places beyond those that run now begin again at the
-    first (`AffinityRouter`), and a replica that is added gets its part of the requests at once.
+    With autoscaling there are homes for the most replicas that there can be: places beyond those that run now begin
+    again at the first (`AffinityRouter`), and a replica that is added gets its part of the requests at once. On shared
+    replicas each caller has one, counted from the policy's own home, so that few replicas must load the policy.
     """
-    return range(caller % num_replicas, num_replicas, num_callers)
-
-
-def homes_of(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
-    """The home replicas of one of a run's callers. On shared replicas each caller has one, counted from the policy's
-    own home, so that few replicas must load the policy.
-    """
-    if not serving.shared:
-        return homes(caller, num_callers, most_replicas(serving))
-    return range(key.home + caller, key.home + caller + 1)
+    if serving.shared:
+        return range(key.home + caller, key.home + caller + 1)
+    count = serving.autoscaling.max_replicas if serving.autoscaling else serving.num_replicas
+    return range(caller % count, count, num_callers)
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):
@@ -138,7 +126,6 @@ class PolicyClient:
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.retries = 0  # calls that were sent again
-        self.images = SentImages()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request, whatever policy it names, as the client's own. Raises GenerationFailedError."""
@@ -173,13 +160,11 @@ class PolicyClient:
         targets = tuple(map(home_session, self._homes[: len(images)]))
         for part, target in enumerate(targets):
             shown = [image for entry in images[part :: len(targets)] for image in entry]
-            lean = list(self.images.lean(shown, target))
             response = None
             try:
-                response = self._handle.options(session_id=target).encode_images.remote(lean)
+                response = self._handle.options(session_id=target).encode_images.remote(shown)
                 async with asyncio.timeout(_ENCODE_TIMEOUT_S):
-                    replica = await response
-                self.images.arrived(shown, replica, target)
+                    await response
             except (*_RETRYABLE, RayTaskError, TaskCancelledError, RLVLMError, TimeoutError) as error:
                 if response is not None:
                     response.cancel()  # it may still wait for a replica
@@ -231,16 +216,13 @@ class PolicyClient:
         """
         started = time.monotonic()
         attempt = 0
-        lean = self.images.lean_requests(requests, session_id)
         while True:
             left = self._deadline_s - (time.monotonic() - started)
             try:
                 target = session_id if attempt == 0 else ""
-                response = self._handle.options(session_id=target).generate.remote(lean)
+                response = self._handle.options(session_id=target).generate.remote(requests)
                 async with asyncio.timeout(max(left, 0.001)):
-                    completions: list[Completion] = await response
-                self.images.answered(requests, completions, target)
-                return completions
+                    return await response  # type: ignore[no-any-return]
             except TimeoutError as error:
                 response.cancel()
                 raise GenerationFailedError(
@@ -254,10 +236,6 @@ class PolicyClient:
                 reason: Exception = error
             except (RayTaskError, TaskCancelledError, ReplicaUnavailableError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                if isinstance(cause, ImagesMissingError) and lean is not requests:
-                    self.images.forget(session_id)
-                    lean = requests
-                    continue  # at once, and to the same replica
                 if not isinstance(cause, (ReplicaUnavailableError, TaskCancelledError)):
                     raise GenerationFailedError(f"The engine refused {len(requests)} requests: {cause}") from error
                 reason = error
@@ -265,7 +243,6 @@ class PolicyClient:
                 raise GenerationFailedError(f"The engine refused {len(requests)} requests: {error}") from error
             attempt += 1
             self.retries += 1
-            lean = requests  # another replica may take it
             # Full jitter keeps the clients of a dead replica from coming back together.
             pause = random.uniform(0, min(2.0, 0.05 * 2**attempt))
             if time.monotonic() - started + pause >= self._deadline_s:

@@ -1,22 +1,18 @@
-"""The Serve application of a service: started, resized, waited for, deleted."""
+"""The Serve application of a service: started, waited for, deleted; and the registry of one that runs share."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError, RayActorError
-from ray.serve._private.common import DeploymentID
 from ray.serve.config import RequestRouterConfig
-from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -27,6 +23,7 @@ from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import (
     MOST_CALLS,
     SHARED_NAMESPACE,
+    Changes,
     Published,
     Registry,
     Revision,
@@ -38,11 +35,8 @@ from rl_vlm.serving.replica import VLMServer
 from rl_vlm.types import RLVLMError
 from rl_vlm.waiting import within
 
-_ANSWER_S = 30.0
 _DELETE_S = 90.0  # Serve itself waits for 60
 _HEALTH_CHECK_S = 5.0
-
-IfFound = Literal["resize", "keep", "replace"]  # what becomes of an application that is there
 
 
 class ServingError(RLVLMError):
@@ -57,22 +51,15 @@ def initial_replicas(serving: ServingSection) -> int:
     return min(max(serving.num_replicas, autoscaling.min_replicas), autoscaling.max_replicas)
 
 
-def _replicas(serving: ServingSection, wanted: int | None) -> dict[str, Any]:
-    initial, autoscaling = initial_replicas(serving), serving.autoscaling
-    if autoscaling is None:
-        return {"num_replicas": wanted or initial}
-    return {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial}}
-
-
-def build_app(
-    model: ModelReference, config: CommonConfig, run_id: str, namespace: str, replicas: int | None = None
-) -> serve.Application:
-    """The application of a run, or of runs that share it: one deployment, no HTTP route. `replicas` in place of the
-    configuration's number."""
+def build_app(model: ModelReference, config: CommonConfig, run_id: str, namespace: str) -> serve.Application:
+    """The application of a run, or of runs that share it: one deployment, no HTTP route."""
     serving = config.serving
+    count: dict[str, Any] = {"num_replicas": serving.num_replicas}
+    if (autoscaling := serving.autoscaling) is not None:
+        count = {"autoscaling_config": {**autoscaling.model_dump(), "initial_replicas": initial_replicas(serving)}}
     deployment = serve.deployment(VLMServer).options(
         name="policy",
-        **_replicas(serving, replicas),
+        **count,
         max_ongoing_requests=1024,
         health_check_period_s=_HEALTH_CHECK_S,
         health_check_timeout_s=serving.probe_timeout_s + 10.0,
@@ -158,46 +145,27 @@ def wait_for_replicas(
         time.sleep(0.1)
 
 
-def deploy_shared(
-    model: ModelReference, config: CommonConfig, name: str, replicas: int, if_found: IfFound = "resize"
-) -> None:
-    """Start the application of a shared service; of one that is there change the number of its replicas (those that run
-    stay), keep it as it is, or delete it first.
-    """
-    start_serve(config.serving.startup_timeout_s)
-    known = app_name(shared_id(name))
-    deadline = time.monotonic() + config.serving.startup_timeout_s
-    while (found := _application(known, deadline - time.monotonic())) is not None:
-        if if_found == "replace":
-            delete_application(known)
-        elif found.status != ApplicationStatus.DELETING:
-            if config.serving.autoscaling is None and if_found == "resize":
-                _resize(known, replicas)
-            return
-        if time.monotonic() > deadline:
-            raise ServingError(f"Serve does not finish deleting the application {known}.")
-        time.sleep(0.1)
-    app = build_app(model, config, shared_id(name), SHARED_NAMESPACE, replicas=replicas)
-    # Deploying an application again would replace its replicas, so their number is changed from outside.
-    target = serve.RunTarget(
-        app, name=known, route_prefix=None, external_scaler_enabled=config.serving.autoscaling is None
-    )
+def deploy(app: serve.Application, run_id: str) -> None:
+    """Start an application, without waiting for its replicas."""
+    target = serve.RunTarget(app, name=app_name(run_id), route_prefix=None)
     serve.run_many([target], wait_for_applications_running=False)
 
 
-def _resize(app: str, replicas: int) -> None:
-    # The client of what Serve offers over HTTP, which is not open here.
-    controller = get_global_client()._controller
-    ray.get(controller.update_deployment_replicas.remote(DeploymentID("policy", app), replicas), timeout=_ANSWER_S)
+def deploy_shared(model: ModelReference, config: CommonConfig, run_id: str, keep: bool) -> None:
+    """Start the application of a shared service. `keep` one that is there as it is, or delete it first."""
+    timeout_s = config.serving.startup_timeout_s
+    start_serve(timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while (there := _application(app_name(run_id), deadline - time.monotonic())) is not None:
+        if not keep:
+            delete_application(app_name(run_id))
+        elif there.status != ApplicationStatus.DELETING:
+            return
+        if time.monotonic() > deadline:
+            raise ServingError(f"Serve does not finish deleting the application {app_name(run_id)}.")
+        time.sleep(0.1)
+    deploy(build_app(model, config, run_id, SHARED_NAMESPACE), run_id)
 
-
-def delete_shared(name: str) -> None:
-    """Delete the application of a shared service; the cluster's Serve itself stays."""
-    delete_application(app_name(shared_id(name)))
-
-
-# The first run starts it, and the last one to leave ends it. Tenants hold leases, so that the policy of a crashed run
-# is dropped.
 
 logger = logging.getLogger(__name__)
 
@@ -207,97 +175,60 @@ _TICK_S = 1.0
 _TELL_S = 5.0  # how long a service that could not start says why
 _STALL_S = 2.0  # by which a tick is late where this process was stopped, or its machine did not get to it
 _END_S = 120.0  # how long to try to delete the application
-_FEWER_AFTER_S = 30.0  # how long fewer replicas must be wanted before one is stopped
 
 
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """What a run needs of a service. Computed where the run is, whose model folder other nodes need not have under the
-    same path.
+def mismatch(name: str, known: CommonConfig, known_digest: str, config: CommonConfig, digest: str) -> str:
+    """Why a run cannot join the service `name`, which the run `known` has started; empty if it can.
 
-    Attributes:
-        equal: what all runs of a service must agree on, by configuration key.
-        max_lora_rank: the highest rank that a service of this run can hold; None: any.
-        lora_rank: of the run's own adapter.
+    The digests are those of the models, whose folders other nodes need not have under the same path.
     """
-
-    equal: Mapping[str, str]
-    max_context: int
-    max_lora_rank: int | None
-    lora_rank: int
-
-    @classmethod
-    def of(cls, config: CommonConfig, digest: str) -> Requirements:
-        """The requirements of a run; `digest` is its model's."""
-        serving = config.serving
-        engine = serving.expected_engine
-        equal = {
-            "model.path": f"{config.model.path} ({digest})",
-            "model.dtype": config.model.dtype,
-            "model.head_dtype": config.model.head_dtype,
-            "model.min_pixels": str(config.model.pixels.minimum),
-            "model.max_pixels": str(config.model.pixels.maximum),
-            "serving.engine": engine,
-            "serving.quantization": serving.quantization,
-            "serving.gpus_per_replica": f"{serving.gpus_per_replica:g}",
+    there, here = (
+        {
+            "model.dtype": run.model.dtype,
+            "model.head_dtype": run.model.head_dtype,
+            "model.min_pixels": run.model.min_pixels,
+            "model.max_pixels": run.model.max_pixels,
+            "serving.engine": run.serving.expected_engine,
+            "serving.quantization": run.serving.quantization,
+            "serving.gpus_per_replica": run.serving.gpus_per_replica,
         }
-        # Merged weights have the model's own shape, whatever the rank was.
-        ranks = serving.sharing.max_lora_rank or config.lora_rank
-        return cls(equal, serving.max_context, ranks if engine == "vllm" else None, config.lora_rank)
-
-    def mismatch(self, wanted: Requirements, name: str) -> str:
-        """Why a run cannot join the service `name`, which was started for these requirements; empty if it can."""
-        differing = [
-            f"{key} is {_shortened(value)} there and {_shortened(wanted.equal[key])} here"
-            for key, value in self.equal.items()
-            if _compared(value) != _compared(wanted.equal[key])
-        ]
-        if wanted.max_context > self.max_context:
-            differing.append(f"serving.max_context is {self.max_context} there and {wanted.max_context} here")
-        if self.max_lora_rank is not None and wanted.lora_rank > self.max_lora_rank:
-            differing.append(
-                f"adapters of rank {self.max_lora_rank} fit there and model.lora.rank is {wanted.lora_rank} here (the "
-                "run that starts the service sets serving.sharing.max_lora_rank)"
-            )
-        if not differing:
-            return ""
-        return (
-            f"The run does not fit the shared service {name!r}, which runs already: {'; '.join(differing)}. Change "
-            "that, or give serving.shared another name."
+        for run in (known, config)
+    )
+    differing = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
+    if digest != known_digest:
+        differing.append(f"model.path is {known.model.path} there and {config.model.path} here, with other weights")
+    if config.serving.max_context > known.serving.max_context:
+        differing.append(
+            f"serving.max_context is {known.serving.max_context} there and {config.serving.max_context} here"
         )
-
-
-def _compared(value: str) -> str:
-    """The part that is compared: of a model the digest of its weights, wherever they lie."""
-    return value.rpartition(" (")[2]
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= 120 else f"...{value[-117:]}"
-
-
-def wanted_replicas(serving: ServingSection, policies: int) -> int:
-    """How many replicas this many policies get."""
-    sharing = serving.sharing
-    if sharing.policies_per_replica is None:
-        return serving.num_replicas
-    most = max(sharing.replica_limit, serving.num_replicas)
-    return min(max(math.ceil(policies / sharing.policies_per_replica), serving.num_replicas), most)
+    # Merged weights, as of the transformers engine, have the model's own shape, whatever the rank was.
+    if known.serving.expected_engine == "vllm" and config.lora_rank > known.max_lora_rank:
+        differing.append(
+            f"adapters of rank {known.max_lora_rank} fit there and model.lora.rank is {config.lora_rank} here (the run "
+            "that starts the service sets serving.sharing.max_lora_rank)"
+        )
+    if not differing:
+        return ""
+    return (
+        f"The run does not fit the shared service {name!r}, which runs already: {'; '.join(differing)}. Change that, "
+        "or give serving.shared another name."
+    )
 
 
 class SharedRegistry(Registry):
-    """The actor's class; `find_or_start` makes the actor."""
+    """The registry of a shared service, which also starts and ends the service's application.
+
+    The first run starts it (`find_or_start`), and the last one to leave ends it. Tenants hold leases, so that the
+    policy of a crashed run is dropped.
+    """
 
     def __init__(self, name: str, config: CommonConfig, model: ModelReference) -> None:
         super().__init__(config.serving.sharing.lease_s)
-        self._name, self._config, self._reference = name, config, model
-        self._requirements = Requirements.of(config, model.digest)
-        self._opened_at = time.monotonic()
-        self._replicas = 0  # that were asked for last
-        self._fewer_since: float | None = None
+        self._name, self._config, self._model = name, config, model
+        self._opened_at = self._empty_since = time.monotonic()
+        self._deployed = False
         self._had_tenants = False
         self._settled = False  # whether every tenant of an earlier process has had the time to join again
-        self._kept = False  # whether an application was found whose tenants have not all joined again
         self._failure = ""
         self._closing = False
         self._worker: asyncio.Task[None] | None = None
@@ -310,72 +241,80 @@ class SharedRegistry(Registry):
         self,
         policy: str,
         newest: Published | None = None,
-        keeper: bool = False,
-        requirements: Requirements | None = None,
+        config: CommonConfig | None = None,
+        digest: str = "",
     ) -> int | str:
         """As `Registry.join`. A text instead says why the run cannot join; an empty one: come again soon."""
         self._ensure_working()
         if self._closing:
             return self._failure
-        if requirements is not None and (reason := self._requirements.mismatch(requirements, self._name)):
+        if config and (reason := mismatch(self._name, self._config, self._model.digest, config, digest)):
             return reason
         self._had_tenants = True
-        return await super().join(policy, newest, keeper)
+        return await super().join(policy, newest)
 
-    async def watch(self, replica_id: str, since: Revision | None, *args: Any, **options: Any) -> Any:
+    async def watch(self, replica_id: str, since: Revision | None, *args: Any) -> Changes | None:
         """See Registry."""
         self._ensure_working()
-        return await super().watch(replica_id, since, *args, **options)
+        return await super().watch(replica_id, since, *args)
 
     def _expected(self) -> Collection[str]:
         return ()  # replicas load what they are asked for
 
     def _present(self) -> Collection[str] | None:
-        return frozenset(tenant.policy for tenant in self._tenants.policies) if self._settled else None
+        return frozenset(self._tenants) if self._settled else None
 
     async def status(self) -> dict[str, Any]:
-        """As `Registry.status`, and the state of the service."""
-        return {
-            **await super().status(),
-            "name": self._name,
-            "failure": self._failure,
-            "closing": self._closing,
-            "keepers": len(self._tenants) - len(self._tenants.policies),
-            "wanted_replicas": self._replicas,
-        }
+        """As `Registry.status`, and why the service could not be started."""
+        return {**await super().status(), "failure": self._failure}
 
     # What it does by itself.
 
     async def _work(self) -> None:
-        """Start the replicas, drop crashed tenants, adapt the number of replicas to that of policies, and end the
-        service."""
+        """Start the replicas, drop crashed tenants, and end the service."""
         while not self._closing:
             try:
-                now = time.monotonic()
-                await self._settle(now)
-                for tenant in self._tenants.expired(now):
-                    logger.warning("policy %s is dropped: its run has not renewed its lease", tenant.policy)
-                    await self.leave(tenant.policy)
-                if self._is_over(now):
+                await self._drop_crashed()
+                if self._is_over():
                     break
-                await self._scale(now)
+                if not self._deployed:
+                    await self._deploy()
             except Exception as error:
                 # A full disk, a controller that is being restarted: each may be over at the next attempt.
                 logger.warning("shared service %s: %r", self._name, error)
-                if not (self._replicas or self._kept):  # never started: tenants are told
-                    self._failure = f"The shared service {self._name!r} could not be started: {error}"
+                if self._failure:
                     break
             await self._tick()
         await self._end()
 
-    async def _settle(self, now: float) -> None:
-        """After the length of a lease every tenant of an earlier process has joined again."""
-        if not self._settled and now - self._opened_at >= self._config.serving.sharing.lease_s:
+    async def _drop_crashed(self) -> None:
+        """Drop tenants whose lease has ended, those of an earlier process after the length of a lease."""
+        now = time.monotonic()
+        for policy in [policy for policy, tenant in self._tenants.items() if tenant.deadline < now]:
+            logger.warning("policy %s is dropped: its run has not renewed its lease", policy)
+            await self.leave(policy)
+        if not self._settled and now - self._opened_at >= self._lease_s:
             self._settled = True
-            if self._kept:
-                self._replicas = 0  # their number is set anew
-            self._tenants.revision += 1
+            self._grow()
             await self._notify()
+        if self._tenants:
+            self._empty_since = now
+
+    def _is_over(self) -> bool:
+        patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
+        return time.monotonic() - self._empty_since >= patience
+
+    async def _deploy(self) -> None:
+        """Start the application. An earlier process of this actor may have done so, whose tenants join again. What
+        another service left over may have another model, and is replaced."""
+        restarted = _was_restarted()
+        try:
+            await asyncio.to_thread(deploy_shared, self._model, self._config, shared_id(self._name), restarted)
+            self._deployed = True
+        except Exception as error:
+            if not restarted:  # tenants are told
+                self._failure = f"The shared service {self._name!r} could not be started: {error}"
+            raise
 
     async def _tick(self) -> None:
         """Wait. If that took much longer than it should, this process was stopped and tenants could not renew their
@@ -384,34 +323,8 @@ class SharedRegistry(Registry):
         began = clock()
         await asyncio.sleep(_TICK_S)
         if (late := clock() - began - _TICK_S) > _STALL_S:
-            self._tenants.excuse(late)
-
-    def _is_over(self, now: float) -> bool:
-        if len(self._tenants):
-            return False
-        patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
-        return now - max(self._tenants.empty_since, self._opened_at) >= patience
-
-    async def _scale(self, now: float) -> None:
-        wanted = wanted_replicas(self._config.serving, len(self._tenants.policies))
-        if wanted >= self._replicas:
-            self._fewer_since = None
-        elif self._fewer_since is None:
-            self._fewer_since = now
-        if wanted > self._replicas or (self._fewer_since is not None and now - self._fewer_since >= _FEWER_AFTER_S):
-            deploying = (self._reference, self._config, self._name, wanted, self._if_found())
-            await asyncio.to_thread(deploy_shared, *deploying)
-            self._replicas, self._fewer_since = wanted, None
-
-    def _if_found(self) -> IfFound:
-        """What becomes of an application that is there."""
-        if self._settled or self._replicas:
-            return "keep" if self._kept and not self._settled else "resize"
-        # An earlier process of this actor started it, whose tenants join again; or another service left it, perhaps
-        # with another model.
-        self._kept = True  # also where the cluster does not say
-        self._kept = _was_restarted()
-        return "keep" if self._kept else "replace"
+            for tenant in self._tenants.values():
+                tenant.deadline += late
 
     async def _end(self) -> None:
         """Delete the application, then this actor. A run that joins meanwhile is told to come again."""
@@ -421,7 +334,7 @@ class SharedRegistry(Registry):
         deadline = time.monotonic() + _END_S
         while True:
             try:
-                await asyncio.to_thread(delete_shared, self._name)
+                await asyncio.to_thread(delete_application, app_name(shared_id(self._name)))
                 break
             except Exception as error:
                 # Serve's controller is being restarted, or Serve is gone: then replicas end by themselves.

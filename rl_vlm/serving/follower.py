@@ -20,7 +20,7 @@ from ray.util import metrics
 
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineStats
 from rl_vlm.serving.registry import POLL_S, Changes, Published, Revision
-from rl_vlm.types import Completion, RLVLMError, UserInputError
+from rl_vlm.types import RLVLMError, UserInputError
 
 # The state machine of a replica, without Ray and without a clock of its own.
 
@@ -57,7 +57,7 @@ class Lifecycle:
     probe_after_s: float
     load_patience_s: float = 60.0
     max_failed_probes: int = 2
-    started: bool = False
+    started: bool = False  # it has asked the registry, and loaded what it must have before it serves
     asleep: bool = False  # its engine has given memory away, and takes no requests until it has it again
     failed_probes: int = 0
     load_error: str = ""  # why a version is not loaded, while loads keep failing
@@ -85,10 +85,6 @@ class Lifecycle:
             # Where loading fails, another replica may have started already.
             return Admission.ELSEWHERE if self.load_error else Admission.WAIT
         return Admission.WAIT if self.asleep else Admission.NOW
-
-    def start(self) -> None:
-        """The replica has asked the registry, and loaded what it must have before it serves."""
-        self.started = True
 
     def load(self) -> None:
         """A version was loaded, so loading works."""
@@ -141,36 +137,14 @@ class Lifecycle:
 # waits for a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its run, policy, part (`serving`),
 # Serve application and replica.
 
-_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300]
-_GAUGES = {
-    "running_samples": "Samples that are being generated",
-    "waiting_samples": "Samples that have not begun",
-    "mean_batch": "Samples per decode step",
-    "image_cache_hit_rate": "Images whose features were cached, since the start",
-    "prefix_cache_hit_rate": "Prompt tokens found in the prefix cache, since the start",
-    "adapter_version": "Adapter version that the replica serves",
-    "adapter_swap_seconds": "From the adapter's arrival to its being served, the last time",
-    "publish_seconds": "From publication to this replica's acknowledgement, the last time",
-}
+# The histograms leave out observations beyond this number between two reports; the counters hold all.
+_MAX_OBSERVATIONS = 10_000
 _HISTOGRAMS = {
     "queue_seconds": "From a request's arrival to its first forward pass, of whole answers",
     "time_to_first_token_seconds": "From a streamed request's arrival to its first token",
     "request_seconds": "From a request's arrival to its answer",
 }
-_COUNTERS = {
-    "requests_total": "Requests answered",
-    "prompt_tokens_total": "Prompt tokens, image tokens included",
-    "generated_tokens_total": "Sampled tokens",
-    "adapter_swaps_total": "Adapter versions loaded",
-    "replica_starts_total": "Replicas started; more than one per place: they were replaced",
-}
-_POLICY_COUNTERS = {
-    "policy_requests_total": "Requests answered, by policy",
-    "policy_prompt_tokens_total": "Prompt tokens, by policy",
-    "policy_generated_tokens_total": "Sampled tokens, by policy",
-}
-# The histograms leave out observations beyond this number between two reports; the counters hold all.
-_MAX_OBSERVATIONS = 10_000
+_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300]
 
 
 @dataclass(slots=True)
@@ -181,13 +155,6 @@ class PolicyTally:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     version: int = 0  # the newest that has answered
-
-    def add(self, other: PolicyTally) -> None:
-        """Count what `other` has counted, too."""
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.generated_tokens += other.generated_tokens
-        self.version = max(self.version, other.version)
 
 
 @dataclass(slots=True)
@@ -202,26 +169,17 @@ class ReplicaTally:
         default_factory=lambda: {name: deque(maxlen=_MAX_OBSERVATIONS) for name in _HISTOGRAMS}
     )
 
-    def answered(self, completion: Completion, seconds: float) -> None:
-        """One request got its answer."""
+    def answered(self, policy: str, prompt_tokens: int, sampled: int, version: int, **seconds: float | None) -> None:
+        """One request got its answer; `seconds` are observations of the histograms."""
         self.requests += 1
-        self.observations["queue_seconds"].append(completion.queue_s)
-        self.observations["request_seconds"].append(seconds)
-        sampled = sum(len(sample.token_ids) for sample in completion.samples)
-        counted = PolicyTally(1, len(completion.prompt_ids), sampled, completion.policy_version)
-        self.by_policy.setdefault(completion.policy, PolicyTally()).add(counted)
-
-    def streamed(self, policy: str, counted: PolicyTally, first_token_s: float | None, seconds: float) -> None:
-        """One stream of a policy has ended well."""
-        self.requests += 1
-        self.by_policy.setdefault(policy, PolicyTally()).add(counted)
-        self.observations["request_seconds"].append(seconds)
-        if first_token_s is not None:
-            self.observations["time_to_first_token_seconds"].append(first_token_s)
-
-    def failed(self, error: BaseException) -> None:
-        """One request failed."""
-        self.errors[type(error).__name__] += 1
+        own = self.by_policy.setdefault(policy, PolicyTally())
+        own.requests += 1
+        own.prompt_tokens += prompt_tokens
+        own.generated_tokens += sampled
+        own.version = max(own.version, version)
+        for name, value in seconds.items():
+            if value is not None:
+                self.observations[name].append(value)
 
     def report(self, stats: EngineStats, version: int, state: str) -> dict[str, Any]:
         """Everything as plain values, for the registry and its readers."""
@@ -236,6 +194,42 @@ class ReplicaTally:
         }
 
 
+# Name -> description and value. Rates are 0 before anything was looked up.
+_GAUGES: dict[str, tuple[str, Callable[[ReplicaTally, EngineStats], float]]] = {
+    "running_samples": ("Samples that are being generated", lambda _, stats: stats.running),
+    "waiting_samples": ("Samples that have not begun", lambda _, stats: stats.waiting),
+    "mean_batch": ("Samples per decode step", lambda _, stats: stats.mean_batch),
+    "image_cache_hit_rate": (
+        "Images whose features were cached, since the start",
+        lambda _, stats: stats.image_cache_hits / max(stats.image_cache_hits + stats.image_cache_misses, 1),
+    ),
+    "prefix_cache_hit_rate": (
+        "Prompt tokens found in the prefix cache, since the start",
+        lambda _, stats: stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
+    ),
+    "adapter_swap_seconds": (
+        "From the adapter's arrival to its being served, the last time",
+        lambda _, stats: stats.last_swap_s,
+    ),
+    "publish_seconds": (
+        "From publication to this replica's acknowledgement, the last time",
+        lambda tally, _: tally.publish_s,
+    ),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[ReplicaTally, EngineStats], int]]] = {
+    "requests_total": ("Requests answered", lambda tally, _: tally.requests),
+    "prompt_tokens_total": ("Prompt tokens, image tokens included", lambda _, stats: stats.prompt_tokens),
+    "generated_tokens_total": ("Sampled tokens", lambda _, stats: stats.generated_tokens),
+    "adapter_swaps_total": ("Adapter versions loaded", lambda _, stats: stats.adapter_swaps),
+    "replica_starts_total": ("Replicas started; more than one per place: they were replaced", lambda _, __: 1),
+}
+_POLICY_COUNTERS: dict[str, tuple[str, Callable[[PolicyTally], int]]] = {
+    "policy_requests_total": ("Requests answered, by policy", lambda own: own.requests),
+    "policy_prompt_tokens_total": ("Prompt tokens, by policy", lambda own: own.prompt_tokens),
+    "policy_generated_tokens_total": ("Sampled tokens, by policy", lambda own: own.generated_tokens),
+}
+
+
 class RayMetrics:
     """Sends a replica's counts to `ray.util.metrics`."""
 
@@ -248,58 +242,42 @@ class RayMetrics:
             return metric
 
         # The tag `policy` of a policy's counters replaces the default tag.
-        self._gauges = {name: make(metrics.Gauge, name, text) for name, text in _GAUGES.items()}
-        self._counters = {n: make(metrics.Counter, n, text) for n, text in {**_COUNTERS, **_POLICY_COUNTERS}.items()}
+        self._counters = {
+            name: make(metrics.Counter, name, text) for name, (text, _) in {**_COUNTERS, **_POLICY_COUNTERS}.items()
+        }
         self._counters["errors_total"] = make(
             metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",)
         )
-        self._histograms = {name: make(metrics.Histogram, name, text, _SECONDS) for name, text in _HISTOGRAMS.items()}
+        self._gauges = {name: make(metrics.Gauge, name, text) for name, (text, _) in _GAUGES.items()}
+        self._histograms = {name: make(metrics.Histogram, name, text, _BUCKETS) for name, text in _HISTOGRAMS.items()}
+        self._version = make(metrics.Gauge, "adapter_version", "Adapter version that the replica serves")
         self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered")
         self._sent: Counter[tuple[str, ...]] = Counter()  # by counter and the value of its tag
 
     def send(self, tally: ReplicaTally, stats: EngineStats, version: int) -> None:
         """Report what has changed since the last call."""
-        self._count("requests_total", tally.requests)
-        self._count("prompt_tokens_total", stats.prompt_tokens)
-        self._count("generated_tokens_total", stats.generated_tokens)
-        self._count("adapter_swaps_total", stats.adapter_swaps)
-        self._count("replica_starts_total", 1)
-        for kind, total in tally.errors.items():
-            self._count("errors_total", total, kind=kind)
+        for name, (_, total) in _COUNTERS.items():
+            self._count(name, total(tally, stats))
+        for kind, count in tally.errors.items():
+            self._count("errors_total", count, kind=kind)
         for policy, own in list(tally.by_policy.items()):
-            self._count("policy_requests_total", own.requests, policy=policy)
-            self._count("policy_prompt_tokens_total", own.prompt_tokens, policy=policy)
-            self._count("policy_generated_tokens_total", own.generated_tokens, policy=policy)
+            for name, (_, of_policy) in _POLICY_COUNTERS.items():
+                self._count(name, of_policy(own), policy=policy)
             self._policy_version.set(own.version, tags={"policy": policy})
-        for key in list(self._sent):
-            if key[0] in _POLICY_COUNTERS and key[1] not in tally.by_policy:
-                del self._sent[key]
+        for key in [key for key in self._sent if key[0] in _POLICY_COUNTERS and key[1] not in tally.by_policy]:
+            del self._sent[key]
         for name, values in tally.observations.items():
             while values:
                 self._histograms[name].observe(values.popleft())
-        for name, value in gauges(tally, stats, version).items():
-            self._gauges[name].set(value)
+        self._version.set(version)
+        for name, (_, value) in _GAUGES.items():
+            self._gauges[name].set(value(tally, stats))
 
     def _count(self, name: str, total: int, **tags: str) -> None:
         key = (name, *tags.values())
         if total > self._sent[key]:
             self._counters[name].inc(total - self._sent[key], tags=tags)
             self._sent[key] = total
-
-
-def gauges(tally: ReplicaTally, stats: EngineStats, version: int) -> dict[str, float]:
-    """The values of the moment; rates are 0 before anything was looked up."""
-    images = stats.image_cache_hits + stats.image_cache_misses
-    return {
-        "running_samples": stats.running,
-        "waiting_samples": stats.waiting,
-        "mean_batch": stats.mean_batch,
-        "image_cache_hit_rate": stats.image_cache_hits / max(images, 1),
-        "prefix_cache_hit_rate": stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
-        "adapter_version": version,
-        "adapter_swap_seconds": stats.last_swap_s,
-        "publish_seconds": tally.publish_s,
-    }
 
 
 logger = logging.getLogger("ray.serve")
@@ -411,18 +389,15 @@ class Follower:
         registry = self._registry()
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
         report["loaded"] = {name: policy.loaded for name, policy in self.policies.items()}
-        first = not self._life.started
         # Each wait has a deadline: an answer of a dead process may never arrive, and no error be raised.
-        async with asyncio.timeout(_ANSWER_S + (0.0 if first else POLL_S)):
+        async with asyncio.timeout(_ANSWER_S + POLL_S):
             changes: Changes | None = await registry.watch.remote(
-                self._replica_id, self._since, report, self._life.asleep, at_once=first
+                self._replica_id, self._since, report, self._life.asleep
             )
         if changes is not None:
             self._note(changes)
-        if first:
-            await self._start()
-        elif changes is not None and changes.sleep != self._life.asleep:
-            await self._sleep(changes.sleep)
+            if changes.sleep != self._life.asleep:
+                await self._sleep(changes.sleep)
         await self._notify()
 
     def _note(self, changes: Changes) -> None:
@@ -436,17 +411,6 @@ class Follower:
                 policy.newest, policy.error = newest, ""
             if policy.in_use and policy.behind:
                 self._load_soon(policy)
-
-    async def _start(self) -> None:
-        """Let requests come, once what must be loaded before is loaded."""
-        if self._eager:
-            loads = [policy.loading for policy in self.policies.values() if policy.loading is not None]
-            if loads:
-                await asyncio.wait(loads, timeout=1.0)
-            if not self.policies or any(policy.behind for policy in self.policies.values()):
-                await asyncio.sleep(_PAUSE_S)  # its run may not have joined yet
-                return
-        self._life.start()
 
     async def _sleep(self, asleep: bool) -> None:
         """Sleep, or wake. The next call of `watch` tells the registry."""
@@ -463,6 +427,10 @@ class Follower:
                 self._life.asleep = reached
 
     async def _notify(self) -> None:
+        """Let requests come once what must be loaded before is loaded, and look again at those that wait."""
+        known = self.policies.values()
+        if not self._eager or (known and not any(policy.behind for policy in known)):  # its run may join in a moment
+            self._life.started = True
         async with self._changed:
             self._changed.notify_all()
 

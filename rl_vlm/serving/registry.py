@@ -12,7 +12,6 @@ import asyncio
 import math
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.types import POLICY, RLVLMError
 
-# Which policy a client asks for, and where its calls go first. No Ray.
+SHARED_NAMESPACE = "rl_vlm"  # of shared services: one for all jobs, so that they find each other's services
+
+# A replica that has not asked for this long is not waited for: it died, or its node left.
+LIVE_WINDOW_S = 15.0
+# Every replica keeps a call open; beyond this number of calls a publication would wait for one of them to end.
+MOST_CALLS = 10_000
+_LOOK_S = 1.0  # how often to look whether a replica that is waited for is still there
+# How long one open `watch` call lasts before the replica asks again.
+POLL_S = 5.0
+# Versions whose acknowledgements are kept: a replica may be slower than the learner.
+_REMEMBERED = 32
+
+Revision = tuple[str, int]  # of a registry's process, and in it
+
+
+class PublishError(RLVLMError):
+    """A version cannot be published, because it is not new or its bytes differ from the version's first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +53,14 @@ class PolicyKey:
 OWN = PolicyKey()  # of a run with its own replicas
 
 
-# The tenants of a service: each has one policy, the versions of that policy, and a lease. No Ray actor is needed here.
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published version: its hash, and a reference to the payload, whose bytes each node fetches once."""
 
-# Versions whose acknowledgements are kept: a replica may be slower than the learner.
-_REMEMBERED = 32
-
-
-class PublishError(RLVLMError):
-    """A version cannot be published, because it is not new or its bytes differ from the version's first ones."""
+    version: int
+    sha256: str
+    ref: ObjectRef
+    policy: str = POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,178 +76,6 @@ class PublishReport:
     def seconds(self) -> float:
         """From publication to the last acknowledgement."""
         return max(self.acked.values(), default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A published version: its hash, and a reference to the payload, whose bytes each node fetches once."""
-
-    version: int
-    sha256: str
-    ref: ObjectRef
-    policy: str = POLICY
-
-
-@dataclass(slots=True)
-class _Acknowledgements:
-    """The acknowledgements of one version: replica id -> seconds since its publication."""
-
-    sha256: str
-    published_at: float
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-class Versions:
-    """The versions of one policy, whose numbers only grow, and which replicas have acknowledged them."""
-
-    def __init__(self) -> None:
-        self.newest: Published | None = None
-        self._remembered: OrderedDict[int, _Acknowledgements] = OrderedDict()  # by version, oldest first
-
-    def add(self, published: Published) -> bool:
-        """Make a version the newest; False for a repeated call with an equal hash. Raises PublishError."""
-        if self.newest is not None and published.version <= self.newest.version:
-            if (published.version, published.sha256) == (self.newest.version, self.newest.sha256):
-                return False
-            raise PublishError(
-                f"Version {published.version} cannot follow version {self.newest.version}: versions only grow."
-            )
-        self.newest = published
-        self._remembered[published.version] = _Acknowledgements(published.sha256, time.monotonic())
-        while len(self._remembered) > _REMEMBERED:
-            self._remembered.popitem(last=False)
-        return True
-
-    def ack(self, replica_id: str, version: int, sha256: str) -> float:
-        """Note that a replica serves a version; returns the seconds since its publication, 0 for an unknown version."""
-        known = self._remembered.get(version)
-        if known is None or known.sha256 != sha256:
-            return 0.0
-        seconds = known.seconds[replica_id] = time.monotonic() - known.published_at
-        return seconds
-
-    def acks(self, version: int) -> dict[str, float]:
-        """Replica id -> seconds from publication to its acknowledgement."""
-        known = self._remembered.get(version)
-        return known.seconds if known is not None else {}
-
-    def report(self, version: int, live: Collection[str]) -> PublishReport:
-        """Which of the live replicas have acknowledged a version."""
-        acked = dict(self.acks(version))
-        return PublishReport(version, acked, tuple(sorted(set(live) - acked.keys())))
-
-    def acknowledged(self, live: Collection[str]) -> PublishReport | None:
-        """The report of the newest version that any replica has; None before the first acknowledgement."""
-        version = next((version for version in reversed(self._remembered) if self.acks(version)), None)
-        return None if version is None else self.report(version, live)
-
-
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """One user of the service.
-
-    `home`: the place of the replica that its calls go to first (see `client.homes_of`); -1 for a keeper, which has no
-    policy and only keeps the service up. `deadline`: of its lease. `revision`: of its last change.
-    """
-
-    policy: str
-    home: int
-    deadline: float
-    versions: Versions = field(default_factory=Versions)
-    revision: int = 0
-
-    @property
-    def keeper(self) -> bool:
-        """Whether it has no policy."""
-        return self.home < 0
-
-
-class Tenants:
-    """All tenants by policy. Times are seconds of the caller's clock.
-
-    Args:
-        lease_s: how long a tenant stays without renewing its lease.
-        now: the time of this call.
-    """
-
-    def __init__(self, lease_s: float, now: float) -> None:
-        self._lease_s = lease_s
-        self._tenants: dict[str, Tenant] = {}
-        self._left: set[str] = set()
-        self.revision = 0  # grows with every change
-        self.empty_since = now
-
-    def join(self, policy: str, keeper: bool, now: float) -> Tenant:
-        """The tenant of this policy, new or known. Policies of different runs have different names."""
-        if (known := self._tenants.get(policy)) is not None:
-            known.deadline = now + self._lease_s
-            return known
-        taken = {tenant.home for tenant in self._tenants.values()}
-        home = -1 if keeper else next(place for place in range(len(taken) + 1) if place not in taken)
-        tenant = self._tenants[policy] = Tenant(policy, home, now + self._lease_s)
-        self.touch(tenant)
-        return tenant
-
-    def touch(self, tenant: Tenant) -> None:
-        """Note that a tenant has changed."""
-        self.revision += 1
-        tenant.revision = self.revision
-
-    def get(self, policy: str) -> Tenant | None:
-        """The tenant of a policy."""
-        return self._tenants.get(policy)
-
-    def renew(self, policy: str, now: float) -> bool:
-        """Prolong a lease; False for a policy without a tenant."""
-        tenant = self._tenants.get(policy)
-        if tenant is not None:
-            tenant.deadline = now + self._lease_s
-        return tenant is not None
-
-    def remove(self, policy: str, now: float) -> bool:
-        """Forget a tenant and its versions; False for a policy without one."""
-        if self._tenants.pop(policy, None) is None:
-            return False
-        self._left.add(policy)
-        self.revision += 1
-        if not self._tenants:
-            self.empty_since = now
-        return True
-
-    def excuse(self, seconds: float) -> None:
-        """Prolong all leases by a time in which the service could not receive renewals."""
-        for tenant in self._tenants.values():
-            tenant.deadline += seconds
-
-    def expired(self, now: float) -> list[Tenant]:
-        """Tenants whose lease has ended."""
-        return [tenant for tenant in self._tenants.values() if tenant.deadline < now]
-
-    @property
-    def left(self) -> frozenset[str]:
-        """Policies that had a tenant and have none now."""
-        return frozenset(self._left - self._tenants.keys())
-
-    @property
-    def policies(self) -> list[Tenant]:
-        """Tenants with a policy."""
-        return [tenant for tenant in self._tenants.values() if not tenant.keeper]
-
-    def __len__(self) -> int:
-        return len(self._tenants)
-
-
-SHARED_NAMESPACE = "rl_vlm"  # of shared services: one for all jobs, so that they find each other's services
-
-# A replica that has not asked for this long is not waited for: it died, or its node left.
-LIVE_WINDOW_S = 15.0
-# Every replica keeps a call open; beyond this number of calls a publication would wait for one of them to end.
-MOST_CALLS = 10_000
-_LOOK_S = 1.0  # how often to look whether a replica that is waited for is still there
-# How long one open `watch` call lasts before the replica asks again.
-POLL_S = 5.0
-
-Revision = tuple[str, int]  # of a registry's process, and in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +96,54 @@ class Changes:
     sleep: bool
 
 
+@dataclass(slots=True)
+class _Acknowledgements:
+    """The acknowledgements of one version: replica id -> seconds since its publication."""
+
+    sha256: str
+    published_at: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Tenant:
+    """One user of the service, with its policy.
+
+    `home`: the place of the replica that its calls go to first (see `client.homes`). `deadline`: of its lease.
+    `revision`: of its last change. `acknowledgements`: of its newest versions, whose numbers only grow.
+    """
+
+    home: int
+    deadline: float
+    revision: int = 0
+    newest: Published | None = None
+    acknowledgements: dict[int, _Acknowledgements] = field(default_factory=dict)
+
+
 class Registry:
     """The actor's class; `start_registry` makes the actor. All methods are coroutines on one event loop."""
 
     def __init__(self, lease_s: float = math.inf) -> None:
-        self._tenants = Tenants(lease_s, time.monotonic())
-        self._process = uuid.uuid4().hex
+        self._lease_s = lease_s
+        self._tenants: dict[str, Tenant] = {}  # by policy
+        self._left: set[str] = set()  # policies that had a tenant and have none now
+        self._revision: Revision = (uuid.uuid4().hex, 0)  # which grows with every change
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
         self._seen: dict[str, float] = {}  # replica -> when it last asked
         self._sleep = False  # whether replicas are to sleep (`serving.vllm.rest_while_learning`)
         self._asleep: set[str] = set()  # replicas that do
         self._changed = asyncio.Condition()
 
-    async def _notify(self) -> None:
+    async def _notify(self, changed: Tenant | None = None) -> None:
+        """Wake all calls that wait."""
+        if changed is not None:
+            self._grow()
+            changed.revision = self._revision[1]
         async with self._changed:
             self._changed.notify_all()
+
+    def _grow(self) -> None:
+        self._revision = (self._revision[0], self._revision[1] + 1)
 
     async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for a condition; False if it does not become true in time."""
@@ -278,24 +154,32 @@ class Registry:
 
     # What tenants call.
 
-    async def join(self, policy: str, newest: Published | None = None, keeper: bool = False) -> int | str:
+    async def join(self, policy: str, newest: Published | None = None) -> int | str:
         """Take a tenant in, with its newest version if it has one; returns the place of its home replica.
 
-        A repeated call changes nothing.
+        A repeated call changes nothing. Policies of different runs have different names.
         """
-        tenant = self._tenants.join(policy, keeper, time.monotonic())
+        if not await self.renew(policy):
+            taken = {tenant.home for tenant in self._tenants.values()}
+            home = next(place for place in range(len(taken) + 1) if place not in taken)
+            self._tenants[policy] = Tenant(home, time.monotonic() + self._lease_s)
+            self._left.discard(policy)
+            await self._notify(self._tenants[policy])
         if newest is not None:
             await self.publish(newest)
-        await self._notify()
-        return tenant.home
+        return self._tenants[policy].home
 
     async def renew(self, policy: str) -> bool:
         """Prolong a lease; False: it had ended, or the registry was restarted, so join again."""
-        return self._tenants.renew(policy, time.monotonic())
+        if (tenant := self._tenants.get(policy)) is not None:
+            tenant.deadline = time.monotonic() + self._lease_s
+        return tenant is not None
 
     async def leave(self, policy: str) -> None:
         """Forget a tenant and, on every replica, its versions."""
-        if self._tenants.remove(policy, time.monotonic()):
+        if self._tenants.pop(policy, None) is not None:
+            self._left.add(policy)
+            self._grow()
             await self._notify()
 
     async def publish(self, published: Published) -> bool:
@@ -304,39 +188,44 @@ class Registry:
 
         A repeated call with an equal hash changes nothing. Raises PublishError.
         """
-        tenant = self._tenants.get(published.policy)
-        if tenant is None:
+        if not await self.renew(published.policy):
             return False
-        self._tenants.renew(published.policy, time.monotonic())
-        if tenant.versions.add(published):
-            self._tenants.touch(tenant)
-            self._sleep = False  # to sample with it
-            await self._notify()
+        tenant = self._tenants[published.policy]
+        newest, known = tenant.newest, tenant.acknowledgements
+        if newest is not None and published.version <= newest.version:
+            if (published.version, published.sha256) == (newest.version, newest.sha256):
+                return True
+            raise PublishError(
+                f"Version {published.version} cannot follow version {newest.version}: versions only grow."
+            )
+        tenant.newest = published
+        known[published.version] = _Acknowledgements(published.sha256, time.monotonic())
+        if len(known) > _REMEMBERED:
+            del known[next(iter(known))]
+        self._sleep = False  # to sample with it
+        await self._notify(tenant)
         return True
 
     async def acknowledged(self, policy: str = POLICY) -> PublishReport | None:
         """Which replicas have loaded the newest version that any replica has; None before the first acknowledgement."""
-        tenant = self._tenants.get(policy)
-        return None if tenant is None else tenant.versions.acknowledged(self._expected())
+        known = self._tenants[policy].acknowledgements if policy in self._tenants else {}
+        newest = next((version for version in reversed(known) if known[version].seconds), None)
+        return None if newest is None else self._report(newest, known[newest])
+
+    def _report(self, version: int, known: _Acknowledgements) -> PublishReport:
+        missing = set(self._expected()) - known.seconds.keys()
+        return PublishReport(version, dict(known.seconds), tuple(sorted(missing)))
 
     def _expected(self) -> Collection[str]:
         """Replicas that load every version."""
         return self._live()
 
     async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """Who has acknowledged a version of a run's own service, once `expected` replicas have (or a newer one is out),
-        at most `timeout_s` later.
-        """
-        tenant = self._tenants.get(POLICY)
-        assert tenant is not None
-        versions = tenant.versions
-
-        def complete() -> bool:
-            newest = versions.newest
-            return (newest is not None and newest.version != version) or len(versions.acks(version)) >= expected
-
-        await self._wait(complete, timeout_s)
-        return versions.report(version, self._live())
+        """Who has acknowledged a version of a run's own service, once `expected` replicas have, at most `timeout_s`
+        later."""
+        known = self._tenants[POLICY].acknowledgements[version]
+        await self._wait(lambda: len(known.seconds) >= expected, timeout_s)
+        return self._report(version, known)
 
     async def let_sleep(self, sleep: bool, timeout_s: float) -> list[str]:
         """Tell all replicas to sleep until the next version, or to wake; returns the replicas that do not do so
@@ -355,19 +244,13 @@ class Registry:
     # What replicas call.
 
     async def watch(
-        self,
-        replica_id: str,
-        since: Revision | None,
-        report: dict[str, Any] | None = None,
-        asleep: bool = False,
-        at_once: bool = False,
+        self, replica_id: str, since: Revision | None, report: dict[str, Any] | None = None, asleep: bool = False
     ) -> Changes | None:
         """What has changed since a revision (None: everything); None after a while without a change.
 
         Args:
             report: the replica's own report (see `ReplicaTally`).
             asleep: whether the replica sleeps.
-            at_once: answer without waiting for a change.
         """
         self._seen[replica_id] = time.monotonic()
         if report is not None:
@@ -375,20 +258,12 @@ class Registry:
         if asleep != (replica_id in self._asleep):
             self._asleep ^= {replica_id}
             await self._notify()
-
-        def news() -> bool:
-            return since != self._revision or asleep != self._sleep
-
-        if not (at_once or news() or await self._wait(news, POLL_S)):
+        if not await self._wait(lambda: since != self._revision or asleep != self._sleep, POLL_S):
             return None
         self._seen[replica_id] = time.monotonic()
-        known = since[1] if since is not None and since[0] == self._process else -1
-        changed = {t.policy: t.versions.newest for t in self._tenants.policies if t.revision > known}
-        return Changes(self._revision, changed, self._tenants.left, self._present(), self._sleep)
-
-    @property
-    def _revision(self) -> Revision:
-        return self._process, self._tenants.revision
+        known = since[1] if since is not None and since[0] == self._revision[0] else -1
+        changed = {policy: tenant.newest for policy, tenant in self._tenants.items() if tenant.revision > known}
+        return Changes(self._revision, changed, frozenset(self._left), self._present(), self._sleep)
 
     def _present(self) -> Collection[str] | None:
         return None
@@ -400,7 +275,10 @@ class Registry:
         """
         self._seen[replica_id] = time.monotonic()
         tenant = self._tenants.get(policy)
-        seconds = tenant.versions.ack(replica_id, version, sha256) if tenant is not None else 0.0
+        known = tenant.acknowledgements.get(version) if tenant is not None else None
+        if known is None or known.sha256 != sha256:
+            return 0.0
+        seconds = known.seconds[replica_id] = time.monotonic() - known.published_at
         await self._notify()
         return seconds
 
@@ -414,13 +292,13 @@ class Registry:
         live, now = self._live(), time.monotonic()
         self._reports = {replica: report for replica, report in self._reports.items() if replica in live}
         policies: dict[str, dict[str, Any]] = {
-            tenant.policy: {
-                "version": newest.version if (newest := tenant.versions.newest) else 0,
+            policy: {
+                "version": newest.version if (newest := tenant.newest) else 0,
                 "sha256": newest.sha256 if newest else "",
                 "home": tenant.home,
                 "lease_left_s": tenant.deadline - now,
             }
-            for tenant in self._tenants.policies
+            for policy, tenant in self._tenants.items()
         }
         return {
             "version": max((policy["version"] for policy in policies.values()), default=0),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import ipaddress
 import logging
 import math
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,19 +21,18 @@ import ray
 from ray import serve
 from ray.serve._private import replica
 
-from rl_vlm.config import CommonConfig, PolicyConfig, ServedModelSection
+from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import kv_cache_bytes, max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.serving.fair_queue import QUANTUM, Gate, cost_of
+from rl_vlm.serving.fair_queue import QUANTUM, FairQueue, cost_of
 from rl_vlm.serving.follower import (
     Admission,
     Follower,
     Lifecycle,
     NotLoadedError,
-    PolicyTally,
     RayMetrics,
     ReplicaState,
     ReplicaTally,
@@ -75,130 +72,11 @@ def keep_to_loopback() -> None:
     replica.add_port_to_grpc_server = on_loopback
 
 
-# Each image travels to a replica once: `SentImages` leaves out what it has been sent, `ImageCache` puts it back there.
-#
-# A conversation shows its earlier pictures again in every turn, and rows of a data set come again in every epoch. An
-# image without its bytes still has its hash, by which the replica finds it. A replica that has not got it, because it
-# is another one than the client believes or because it has dropped it, says so, and is sent the whole request.
-
-_LEAST = 4 << 20  # bytes of a cache: a client leaves images out in any case
-_REPLICAS, _HASHES = 64, 4096  # that a client remembers: the replicas that it met last, and of each the images
-
-
-class ImagesMissingError(RLVLMError):
-    """A request leaves out bytes of images that this replica does not have: send it whole."""
-
-
-class ImageCache:
-    """The images that a replica has been sent, up to `limit` bytes; what was shown longest ago is dropped."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._bytes = 0
-
-    @classmethod
-    def of(cls, model: ServedModelSection) -> ImageCache:
-        """A replica's cache: a quarter of the memory that it may use for image features."""
-        return cls(max(model.image_cache_bytes // 4, _LEAST))
-
-    def whole(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """The requests with the bytes of all their images. Raises ImagesMissingError."""
-        found = self.images(image for request in requests for image in request.images)
-        return [
-            replace(request, images=tuple(found[image.sha256] for image in request.images))
-            if any(not image.png for image in request.images)
-            else request
-            for request in requests
-        ]
-
-    def images(self, shown: Iterable[EncodedImage]) -> dict[str, EncodedImage]:
-        """These images with their bytes, by hash; they are kept.
-
-        Raises ImagesMissingError, and RLVLMError for an image that has not got the hash that it says.
-        """
-        found: dict[str, EncodedImage] = {}
-        missing: set[str] = set()
-        for image in shown:
-            png = image.png or self._kept.get(image.sha256)
-            if png is None:
-                missing.add(image.sha256)
-                continue
-            self._keep(image.sha256, png)
-            found.setdefault(image.sha256, image if image.png else replace(image, png=png))
-        if lacking := missing - found.keys():  # one may come whole behind a copy without bytes
-            raise ImagesMissingError(f"{len(lacking)} images were left out that this replica does not have.")
-        while self._bytes > self._limit:
-            self._bytes -= len(self._kept.popitem(last=False)[1])
-        return found
-
-    def _keep(self, sha256: str, png: bytes) -> None:
-        # On shared replicas one policy's image must not take the place of another's: features are kept by hash, too.
-        known = self._kept.get(sha256)
-        if known != png:
-            if known is not None or hashlib.sha256(png).hexdigest() != sha256:
-                raise RLVLMError(f"Image {sha256[:12]} has other bytes than its hash says.")
-            self._kept[sha256] = png
-            self._bytes += len(png)
-        self._kept.move_to_end(sha256)
-
-
-class SentImages:
-    """What a client has sent to which replica.
-
-    A call is made to a target: a replica's id, or a home (`home_session`), which is taken for the replica that answered
-    there last.
-    """
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()  # replica -> hashes, the latest last
-        self._homes: dict[str, str] = {}
-        self.left_out = self.sent = 0  # bytes
-
-    def lean(self, images: Iterable[EncodedImage], target: str) -> tuple[EncodedImage, ...]:
-        """The images, without the bytes of those that the replica at `target` has been sent."""
-        known = self._of.get(self._homes.get(target, target), OrderedDict())
-        return tuple(replace(image, png=b"") if image.sha256 in known else image for image in images)
-
-    def lean_requests(self, requests: Sequence[GenerationRequest], target: str) -> list[GenerationRequest]:
-        """The requests with their images so reduced, in a new list."""
-        return [
-            replace(request, images=self.lean(request.images, target)) if request.images else request
-            for request in requests
-        ]
-
-    def answered(self, requests: Sequence[GenerationRequest], completions: Sequence[Completion], target: str) -> None:
-        """These requests were answered: the replica that did it has their images."""
-        if completions:
-            self.arrived((image for request in requests for image in request.images), completions[0].replica_id, target)
-
-    def arrived(self, images: Iterable[EncodedImage], replica: str, target: str) -> None:
-        """The replica has these images."""
-        if target and target != replica:
-            self._homes[target] = replica
-        known = self._of.setdefault(replica, OrderedDict())
-        self._of.move_to_end(replica)
-        for image in images:
-            if image.sha256 in known:
-                self.left_out += len(image.png)
-            else:
-                self.sent += len(image.png)
-            known[image.sha256] = None
-            known.move_to_end(image.sha256)
-        while len(known) > _HASHES:
-            known.popitem(last=False)
-        while len(self._of) > _REPLICAS:
-            self._of.popitem(last=False)
-
-    def forget(self, target: str) -> None:
-        """The replica at `target` lacks what it was taken to have."""
-        self._of.pop(self._homes.pop(target, target), None)
-
-
 logger = logging.getLogger("ray.serve")
 
 _EXIT_DELAY_S = 0.5  # so that the reason reaches Serve's log
 _STEP_POLL_S = 0.1  # how often a probe checks whether the engine has done a step
+_QUEUE_TOKENS = 262_144  # prompt and new tokens of the samples that a shared replica works on at once, of all runs
 _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
@@ -274,14 +152,13 @@ class VLMServer:
         self.replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._life = Lifecycle(config.serving.probe_after_s, load_patience_s=config.serving.publish_timeout_s)
         self._tally = ReplicaTally()
-        self._images = ImageCache.of(config.model)
         self._metrics = RayMetrics(config.name, app_name(run_id), self.replica_id)
         text = load_text_side(folder, config.model.pixels)
         self._count_image_tokens = text.images.count_tokens
         self._probe_ids = text.codec.encode_prompt([Message.of("user", "1")]).token_ids
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
-        self._gate = Gate(config.serving.sharing.queue_tokens, QUANTUM) if config.serving.shared else None
+        self._queue = FairQueue(_QUEUE_TOKENS) if config.serving.shared else None
         self._follower = Follower(
             self.replica_id,
             self._engine,
@@ -302,8 +179,8 @@ class VLMServer:
             self._tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
 
     def _forget(self, policy: str) -> None:
-        if self._gate is not None:
-            self._gate.queue.forget(policy)
+        if self._queue is not None:
+            self._queue.forget(policy)
         self._tally.by_policy.pop(policy, None)
 
     def _end_application(self) -> None:
@@ -323,10 +200,9 @@ class VLMServer:
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Answer a batch of one policy; every completion names this replica.
 
-        Raises ReplicaUnavailableError, ImagesMissingError or EngineError.
+        Raises ReplicaUnavailableError or EngineError.
         """
         arrived, arrived_ns = time.monotonic(), time.time_ns()
-        requests = self._images.whole(requests)
         policy = await self._admit(requests)
         admitted = time.monotonic()
         with self._counting_errors():
@@ -336,11 +212,11 @@ class VLMServer:
         return completions
 
     async def _in_turns(self, policy: str, requests: list[GenerationRequest]) -> list[Completion]:
-        if (gate := self._gate) is None:
+        if (queue := self._queue) is None:
             return await self._engine.generate(requests)
 
         async def enter(part: list[GenerationRequest]) -> list[Completion]:
-            async with gate.entered(policy, sum(map(cost_of, part))):
+            async with queue.entered(policy, sum(map(cost_of, part))):
                 return await self._engine.generate(part)
 
         answers = await all_or_none([enter(part) for part in _parts(requests)])
@@ -369,16 +245,22 @@ class VLMServer:
                     tokens=sum(len(sample.token_ids) for sample in completion.samples),
                 )  # fmt: skip
                 object.__setattr__(completion, "spans", spans)
-            self._tally.answered(completion, seconds)
+            self._tally.answered(
+                completion.policy,
+                len(completion.prompt_ids),
+                sum(len(sample.token_ids) for sample in completion.samples),
+                completion.policy_version,
+                queue_seconds=completion.queue_s,
+                request_seconds=seconds,
+            )
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
         arrived = time.monotonic()
-        (request,) = self._images.whole([request])
         policy = await self._admit([request])
         async with AsyncExitStack() as stack:
-            if self._gate is not None:
-                await stack.enter_async_context(self._gate.entered(policy, cost_of(request)))
+            if self._queue is not None:
+                await stack.enter_async_context(self._queue.entered(policy, cost_of(request)))
             pieces = await stack.enter_async_context(aclosing(self._pieces(request, arrived)))  # type: ignore[type-var]
             async for piece in pieces:
                 yield piece
@@ -395,17 +277,19 @@ class VLMServer:
                     sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
                     yield replace(chunk, replica_id=self.replica_id)
         images = sum(self._count_image_tokens(image.width, image.height) - 1 for image in request.images)
-        counted = PolicyTally(1, len(request.prompt_ids) + images, sampled, version)
-        self._tally.streamed(request.policy, counted, first, time.monotonic() - arrived)
+        self._tally.answered(
+            request.policy,
+            len(request.prompt_ids) + images,
+            sampled,
+            version,
+            time_to_first_token_seconds=first,
+            request_seconds=time.monotonic() - arrived,
+        )
 
-    async def encode_images(self, images: list[EncodedImage]) -> str:
-        """Note images that coming requests will show; the engine may encode them while it has nothing else to do.
-
-        Returns this replica's id. Raises ImagesMissingError.
-        """
+    async def encode_images(self, images: list[EncodedImage]) -> None:
+        """Note images that coming requests will show; the engine may encode them while it has nothing else to do."""
         self._ensure_started()
-        self._engine.encode_images(list(self._images.images(images).values()))
-        return self.replica_id
+        self._engine.encode_images(images)
 
     async def _admit(self, requests: Sequence[GenerationRequest]) -> str:
         """Return once these requests may start, and the policy that they ask for."""
@@ -443,7 +327,7 @@ class VLMServer:
         try:
             yield
         except EngineError as error:
-            self._tally.failed(error)
+            self._tally.errors[type(error).__name__] += 1
             if self._engine.dead:
                 self._life.die(f"Its engine has died: {error}")
                 raise ReplicaUnavailableError(f"The engine of replica {self.replica_id} has died: {error}") from error
@@ -501,9 +385,12 @@ class VLMServer:
     async def status(self) -> dict[str, Any]:
         """This replica's id and report, and per policy the loaded version and how many parts of calls wait."""
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
-        waiting = self._gate.queue.waiting() if self._gate is not None else {}
         policies = {
-            name: {"version": policy.loaded, "waiting": waiting.get(name, 0), "error": policy.error}
+            name: {
+                "version": policy.loaded,
+                "waiting": self._queue.waiting(name) if self._queue is not None else 0,
+                "error": policy.error,
+            }
             for name, policy in self._follower.policies.items()
         }
         return {"replica_id": self.replica_id, **report, "policies": policies}

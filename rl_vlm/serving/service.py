@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray import serve
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
@@ -33,10 +32,10 @@ from rl_vlm.config import CommonConfig
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.serving.deploy import (
-    Requirements,
     ServingError,
     build_app,
     delete_application,
+    deploy,
     find_or_start,
     forget_serve,
     start_serve,
@@ -61,7 +60,6 @@ class PolicyService:
         run: its sections `serving` and `model` say what is served.
         name: of the policy where replicas are shared, else of the service.
         model: the base model.
-        keeper: only keep a shared service up, without a policy.
 
     Attributes:
         run_id: of the application.
@@ -71,12 +69,11 @@ class PolicyService:
     started.
     """
 
-    def __init__(self, config: CommonConfig, name: str, model: ModelReference, *, keeper: bool = False) -> None:
+    def __init__(self, config: CommonConfig, name: str, model: ModelReference) -> None:
         self.model, self._config, self._serving = model, config, config.serving
-        self._shared, self._keeper = config.serving.shared, keeper
+        self._shared = config.serving.shared
         self.run_id = shared_id(self._shared) if self._shared else name
         self.key = PolicyKey(name) if self._shared else OWN
-        self._requirements = Requirements.of(config, model.digest)
         self._newest: Published | None = None
         self._ready = False
         self._stopped = threading.Event()
@@ -109,8 +106,7 @@ class PolicyService:
             # in it.
             start = ray.remote(start_serve).options(num_cpus=0, scheduling_strategy="DEFAULT")
             ray.get(start.remote(timeout_s), timeout=2 * timeout_s)
-        target = serve.RunTarget(app, name=app_name(self.run_id), route_prefix=None)
-        serve.run_many([target], wait_for_applications_running=False)
+        deploy(app, self.run_id)
 
     def _join(self, timeout_s: float) -> int:
         """Join the service, which is started if it is shared and not there; one that is ending is waited for."""
@@ -132,7 +128,7 @@ class PolicyService:
     def _ask_to_join(self) -> Any:
         if self._shared:
             self._registry = find_or_start(self._shared, self._config, self.model)
-            asked = self._registry.join.remote(self.key.policy, self._newest, self._keeper, self._requirements)
+            asked = self._registry.join.remote(self.key.policy, self._newest, self._config, self.model.digest)
         else:
             asked = self._registry.join.remote(self.key.policy, self._newest)
         return ray.get(asked, timeout=_ATTEMPT_S)
@@ -276,7 +272,7 @@ def kept_up(config: CommonConfig) -> Iterator[None]:
         yield
         return
     name = f"keeper-{uuid.uuid4().hex[:8]}"
-    service = PolicyService(config, name, ModelReference.of(config.model.path), keeper=True)
+    service = PolicyService(config, name, ModelReference.of(config.model.path))
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from rl_vlm.asking.endpoints import EngineClient, ServedEndpoint
 from rl_vlm.config import load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import load_text_side, resolve_model
-from rl_vlm.rollout.scoring import Judge, Opinion
+from rl_vlm.rollout.scoring import compare
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.caption.lesson import confused
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, picture_of
@@ -29,19 +29,21 @@ TRICKS = (
 )  # fmt: skip
 
 
-def judged(comparisons: list[tuple[EncodedImage, str, str]]) -> list[Opinion]:
-    """What the tiny judge says about (image, answer, reference), asked as a run asks."""
+def judged(comparisons: list[tuple[EncodedImage, str, str]]) -> list[float]:
+    """Whether the tiny judge prefers the answer (1, 0.5 or 0), of (image, answer, reference), asked as a run asks."""
     folder = resolve_model("tiny-judge")
     engine, settings = TransformersEngine(folder), load_config(CONFIG).env.reward.judge
 
-    async def compare() -> list[Opinion]:
+    async def ask_all() -> list[float]:
+        gate = asyncio.Semaphore(64)
         async with ServedEndpoint(EngineClient(engine), load_text_side(folder)).open() as ask:
-            panel = Judge(ask, settings, asyncio.Semaphore(64))
-            found = await asyncio.gather(*(panel.compare([image], *texts) for image, *texts in comparisons))
+            found = await asyncio.gather(
+                *(compare(ask, settings, gate, [image], *texts) for image, *texts in comparisons)
+            )
         await engine.close()
-        return found
+        return [notes["judge_win"] for _, notes in found]
 
-    return asyncio.run(compare())
+    return asyncio.run(ask_all())
 
 
 @pytest.mark.acceptance
@@ -51,7 +53,7 @@ def test_the_true_caption_beats_a_confused_one_of_the_same_form() -> None:
     rng = Random(0)
     pairs = [(picture_of(scene), caption_of(scene), confused(rng, caption_of(scene))) for scene in scenes]
     opinions = judged(pairs)
-    wins, bias = np.mean([one.win for one in opinions]), np.mean([one.win == 0.5 for one in opinions])
+    wins, bias = np.mean(opinions), np.mean([win == 0.5 for win in opinions])
     print(f"true against confused: wins {wins:.2f}, orders contradict each other in {bias:.2f}")
     assert wins >= 0.62  # 0.5 without a look, and with a judge that always prefers one place
 
@@ -61,7 +63,7 @@ def test_the_true_caption_beats_a_confused_one_of_the_same_form() -> None:
 def test_no_trick_beats_the_true_caption() -> None:
     scenes = [caption_item("test", index) for index in range(20)]
     opinions = judged([(picture_of(scene), trick, caption_of(scene)) for trick in TRICKS for scene in scenes])
-    wins = np.array([one.win for one in opinions]).reshape(len(TRICKS), -1).mean(1)
+    wins = np.array(opinions).reshape(len(TRICKS), -1).mean(1)
     for trick, share in zip(TRICKS, wins, strict=True):
         print(f"{share:.2f} {trick}")
     assert wins.max() <= 0.25, TRICKS[wins.argmax()]

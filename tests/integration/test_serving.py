@@ -14,10 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
-from core_support import picture, request, text_side
 from ray import serve
 from serving_support import RUN_ID, Adapters, ask, client, replicas, served, until
 
@@ -26,11 +24,11 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.serving import replica as replica_module
-from rl_vlm.serving.client import PolicyClient, home_session
+from rl_vlm.serving.client import home_session
 from rl_vlm.serving.registry import app_name, registry_name
 from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.serving.service import PolicyService
-from rl_vlm.types import Completion, SampleChunk
+from rl_vlm.types import SampleChunk
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,41 +100,6 @@ def test_replicas_listen_on_loopback_alone_and_answer_there(
     by_grpc = serve.get_deployment_handle("policy", app_name(RUN_ID)).options(_by_reference=False)
     (answer,) = by_grpc.generate.remote([ask(tiny_folder, "hello")]).result(timeout_s=60)
     assert answer.replica_id
-
-
-def test_images_that_a_replica_was_sent_are_left_out_and_answers_stay_the_same(
-    policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path
-) -> None:
-    text, images = text_side(tiny_folder), [picture(np.random.default_rng(k), 64, 64) for k in range(4)]
-    turns = [request(text, [*images[:shown], "Which?"], temperature=0.0) for shown in range(1, 5)]
-
-    async def converse(one: PolicyClient, replica: str = "") -> list[Completion]:
-        answers: list[Completion] = []
-        for turn in turns:
-            answers.append(await one.generate(replace(turn, preferred_replica=replica)))
-            replica = answers[-1].replica_id
-        return answers
-
-    async def both() -> None:
-        first, other = client(), client()
-        answers = await converse(first)
-        assert len({answer.replica_id for answer in answers}) == 1
-        assert first.images.sent == sum(len(image.png) for image in images)
-        assert first.images.left_out == sum(len(image.png) for turn in turns[:-1] for image in turn.images)
-        # A client that errs about what the other replica has: it is told, and answered there.
-        elsewhere = next(k for k in await _replica_ids() if k != answers[0].replica_id)
-        other.images.arrived(images, elsewhere, "")
-        again = await converse(other, elsewhere)
-        assert {answer.replica_id for answer in again} == {elsewhere} and other.retries == 0
-        assert [a.samples[0].token_ids.tolist() for a in again] == [a.samples[0].token_ids.tolist() for a in answers]
-
-    asyncio.run(asyncio.wait_for(both(), 120))
-
-
-async def _replica_ids() -> list[str]:
-    handle = serve.get_deployment_handle("policy", app_name(RUN_ID))
-    found = [await handle.options(session_id=home_session(place)).status.remote() for place in range(2)]
-    return [status["replica_id"] for status in found]
 
 
 def test_a_request_waits_for_its_version(

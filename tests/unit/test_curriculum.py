@@ -11,12 +11,10 @@ from task_support import solved_group
 
 from rl_vlm.config import parse_config
 from rl_vlm.rollout.curriculum import Curriculum, make_task_source
-from rl_vlm.rollout.tasks import TaskStream
+from rl_vlm.rollout.tasks import RolloutTask, TaskItem, TaskStream
 from rl_vlm.types import UserInputError
 
 SIZES = [{"start": 0, "env": {"size": 3}}, {"start": 8, "env": {"size": 4}}, {"start": 20, "env": {"size": 5}}]
-LADDER = [{"name": "easy", "until": 0.75, "env": {"size": 3}}, {"name": "mid", "until": 0.75}, {"name": "hard"}]
-HYSTERESIS = {"by": "metric", "stages": LADDER, "window": 8, "min_episodes": 8, "fall_back_margin": 0.5}
 MIXTURE = [{"name": "count", "id": "Shapes-v0"}, {"name": "walk", "id": "GridWalk-v0", "weight": 2.0}]
 
 
@@ -65,56 +63,23 @@ def test_stages_change_with_the_learners_steps() -> None:
     assert seen == [3, 3, 4, 4, 5, 4]
 
 
-def test_blended_arguments_reach_the_tasks_and_the_metrics() -> None:
+def test_blended_arguments_reach_the_tasks() -> None:
     stages = [{"start": 0, "env": {"tau": 100.0}}, {"start": 8, "env": {"tau": 20.0}}]
     curriculum = source(stages=stages, blend=True, blend_levels=4)
     seen = []
     for _ in range(5):
         (item,) = curriculum.take(1)
         seen.append(item.arguments["tau"])
-        assert curriculum.metrics()["curriculum/value/tau"] == seen[-1]
         curriculum.observe([solved_group([1, 0], stage=curriculum.stage)])
     assert seen == [100.0, 80.0, 60.0, 40.0, 20.0]
 
 
-# --- by a metric
-
-
-def play(curriculum: Curriculum, *shares: float) -> list[int]:
-    """Groups of four episodes with these solve rates; the stage after each."""
-    found = []
-    for share in shares:
-        solved = round(4 * share)
-        curriculum.observe([solved_group([1.0] * solved + [0.0] * (4 - solved), stage=curriculum.stage)])
-        found.append(curriculum.stage)
-    return found
-
-
-def test_a_stage_ends_where_the_window_reaches_the_threshold() -> None:
-    # Means of the newest 8 episodes: 0.5 (too few), 0.625, 0.75.
-    assert play(source(**HYSTERESIS), 0.5, 0.75, 0.75) == [0, 0, 1]
-
-
-def test_a_lucky_group_does_not_end_a_stage_before_its_least_episodes() -> None:
-    assert play(source(**HYSTERESIS), 1.0, 0.0, 1.0, 0.5, 1.0) == [0, 0, 0, 1, 1]
-
-
-def test_a_stage_is_left_backwards_only_beyond_the_margin() -> None:
-    # Threshold 0.75 and margin 0.5: exactly 0.25 stays, less goes back.
-    assert play(source(**HYSTERESIS), 1, 1, 0.25, 0.25, 0.25, 0.25) == [0, 1, 1, 1, 1, 1]
-    assert play(source(**HYSTERESIS), 1, 1, 0.25, 0.0, 1, 1) == [0, 1, 1, 0, 0, 1]
-    assert play(source(**{**HYSTERESIS, "fall_back_margin": None}), 1, 1, 0, 0, 0, 0) == [0, 1, 1, 1, 1, 1]
-
-
-def test_the_metric_may_be_the_reward() -> None:
-    curriculum = source(by="metric", metric="reward", stages=[{"until": 0.5}, {}], window=4, min_episodes=4)
-    curriculum.observe([solved_group([0.4, 0.4, 0.4, 0.4])])
-    assert curriculum.stage == 0
-    curriculum.observe([solved_group([0.6, 0.6, 0.4, 0.4])])  # none is solved
-    assert curriculum.stage == 1
-
-
 # --- state
+
+
+def lost(item: TaskItem) -> RolloutTask:
+    """The task of an item, whose group was lost."""
+    return RolloutTask("lost", item.index, "train", 0, 0, 4, 1.0, 0, env=item.env, stage=item.stage)
 
 
 def drive(curriculum: Any, rounds: int, rng: np.random.Generator) -> list[Any]:
@@ -123,7 +88,7 @@ def drive(curriculum: Any, rounds: int, rng: np.random.Generator) -> list[Any]:
     for _ in range(rounds):
         items = curriculum.take(5)
         taken += items
-        curriculum.lose([item for item in items if item.index % 11 == 5])
+        curriculum.lose([lost(item) for item in items if item.index % 11 == 5])
         curriculum.observe(
             [
                 solved_group([(item.index + k) % 3 == 0 for k in range(4)], item.env, item.index, item.stage)
@@ -139,7 +104,6 @@ CASES: dict[str, dict[str, Any]] = {
         "stages": [{"start": 0, "env": {"walk": {"size": 3}}}, {"start": 70, "env": {"walk": {"size": 5}}}],
         "blend": True,
     },
-    "metric": {**HYSTERESIS, "stages": [{"until": 0.3}, {"until": 0.7}, {}], "window": 30},
     "solve_rate": {"sampling": "solve_rate", "stages": [{"start": 0}, {"start": 70}]},
     "without stages": {"sampling": "solve_rate"},
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -30,23 +29,14 @@ class OneIsSlow(ShapesEnv):
         self.gate = Path(gate)
 
     def reset(self, **more: Any) -> Any:
-        started = time.monotonic()
         self.index = more["options"]["index"]
-        found = super().reset(**more)
-        self.note(started)
-        return found
+        return super().reset(**more)
 
     def step(self, action: str) -> StepResult:
         started = time.monotonic()
         while self.index == 0 and not self.gate.exists() and time.monotonic() - started < 300:
             time.sleep(0.02)
-        time.sleep(1 if self.index == 0 else 0)
-        found = super().step(action)
-        self.note(started)
-        return found
-
-    def note(self, started: float) -> None:
-        self.gate.with_name(f"spent-{uuid.uuid4().hex}").write_text(str(time.monotonic() - started))
+        return super().step(action)
 
 
 def run_of(lag: int, gate: Path = Path(), **rollout: Any) -> PolicyConfig:
@@ -73,7 +63,7 @@ def runner(tiny_folder: Path, tmp_path: Path) -> Iterator[VLMEnvRunner]:
 
 
 def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner, tmp_path: Path) -> None:
-    first = runner.sample(tasks=tasks(1, 1))  # environments and model are warm
+    runner.sample(tasks=tasks(1, 1))  # environments and model are warm
     with ThreadPoolExecutor(4) as calls:  # as Ray's threads of the actor
         slow, *others = [calls.submit(runner.sample, tasks=[task]) for task in tasks(0, 4)]
         assert not wait(others, timeout=240).not_done and not slow.done()
@@ -81,10 +71,6 @@ def test_a_slow_group_does_not_hold_up_the_others(runner: VLMEnvRunner, tmp_path
         results = [future.result(120) for future in (slow, *others)]
     assert [[g.group_id for g in result.groups] for result in results] == [[f"{k:06d}"] for k in range(4)]
     assert all(not result.lost and len(result.groups[0]) == 2 for result in results)
-    # Each second of an environment is reported once, by whichever call ends first; threads take some time as well.
-    spent = sum(float(note.read_text()) for note in tmp_path.glob("spent-*"))
-    reported = sum(result.timings["env"] for result in (first, *results))
-    assert spent > 2 and 0.7 * spent < reported < 1.5 * spent
 
 
 def test_a_runner_has_room_for_its_share_of_the_groups_and_an_evaluation() -> None:

@@ -1,77 +1,108 @@
-"""Turns and the queue in front of a shared engine: nobody is starved, work inside is bounded, nothing is lost. No Ray, no clock."""
+"""The queue in front of a shared engine: no policy is starved, work inside is bounded, nothing is lost. No Ray, no clock."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
+from random import Random
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.serving.fair_queue import DeficitRoundRobin, FairQueue, Gate
+from rl_vlm.serving.fair_queue import FairQueue
 
-QUANTUM = 100
+
+class Work:
+    """Work that waits in a queue or is inside, and the order in which it entered."""
+
+    def __init__(self, capacity: int) -> None:
+        self.queue = FairQueue(capacity)
+        self.order: list[str] = []
+        self._leave: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def push(self, policy: str, cost: int, name: str) -> None:
+        """Queue a piece of work."""
+        self._leave[name] = asyncio.Event()
+
+        async def work() -> None:
+            async with self.queue.entered(policy, cost):
+                self.order.append(name)
+                await self._leave[name].wait()
+
+        self.tasks[name] = asyncio.ensure_future(work())
+
+    async def leave(self, name: str) -> None:
+        """A piece of work is done."""
+        self._leave[name].set()
+        await self.settle()
+
+    @staticmethod
+    async def settle() -> None:
+        """Until all that can enter has entered."""
+        for _ in range(6):
+            await asyncio.sleep(0)
 
 
 def test_a_greedy_policy_does_not_keep_a_modest_one_waiting() -> None:
     """A thousand large items wait; what another policy brings then is served with them, share by share."""
-    queue: FairQueue[str] = FairQueue(capacity=400, quantum=QUANTUM)
-    for number in range(1000):
-        queue.push("greedy", 90, f"greedy {number}")
-    inside: deque[tuple[str, int]] = deque()
-    served: Counter[str] = Counter()
-    order: list[str] = []
 
-    def admit() -> None:
-        while (item := queue.pop()) is not None:
-            name = item.split()[0]
-            inside.append((name, 90 if name == "greedy" else 30))
-            served[name] += inside[-1][1]
-            order.append(name)
+    async def story() -> None:
+        work, served, done = Work(capacity=400), Counter[str](), 0
+        for number in range(1000):
+            work.push("greedy", 90, f"greedy {number}")
+        await work.settle()
+        assert len(work.order) == 2  # half of the capacity stays free for others
+        for number in range(60):
+            work.push("modest", 30, f"modest {number}")
+        await work.settle()
+        assert work.order[2].startswith("modest")
+        while served["modest"] < 60 * 30:
+            name = work.order[done]
+            done += 1
+            served[name.split()[0]] += 90 if name.startswith("greedy") else 30
+            await work.leave(name)
+            if 0 < served["modest"] < 60 * 30:
+                assert abs(served["greedy"] - served["modest"]) <= 4 * 90
+        for task in work.tasks.values():
+            task.cancel()
 
-    admit()
-    assert order == ["greedy"] * 2  # half of the capacity stays free for others
-    for number in range(60):
-        queue.push("modest", 30, f"modest {number}")
-    admit()
-    assert "modest" in order[2:4]
-    while served["modest"] < 60 * 30:
-        name, cost = inside.popleft()
-        queue.leave(name, cost)
-        admit()
-        if 0 < served["modest"] < 60 * 30:
-            assert abs(served["greedy"] - 180 - served["modest"]) <= 2 * (QUANTUM + 90)
-    assert order.count("modest") == 60 and order.count("greedy") < 60
+    asyncio.run(story())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    pushes=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 250)), min_size=1, max_size=60),
+    pushes=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 250)), min_size=1, max_size=40),
     capacity=st.integers(50, 600),
-    choices=st.randoms(use_true_random=False),
+    seed=st.integers(0, 1000),
 )
 def test_everything_enters_once_in_its_order_and_never_too_much_at_a_time(
-    pushes: list[tuple[str, int]], capacity: int, choices: np.random.Generator
+    pushes: list[tuple[str, int]], capacity: int, seed: int
 ) -> None:
-    queue: FairQueue[int] = FairQueue(capacity, QUANTUM)
-    waiting = list(enumerate(pushes))
-    inside: list[int] = []
-    entered: list[int] = []
-    while waiting or len(entered) < len(pushes):
-        if waiting and choices.random() < 0.5:
-            number, (policy, cost) = waiting.pop(0)
-            queue.push(policy, cost, number)
-        while (item := queue.pop()) is not None:
-            inside.append(item)
-            entered.append(item)
-            total = sum(pushes[k][1] for k in inside)
-            assert total <= capacity or len(inside) == 1
-            own = [pushes[k][1] for k in inside if pushes[k][0] == pushes[item][0]]
-            assert sum(own) <= max(capacity // 2, 1) or len(own) == 1
-        if inside and choices.random() < 0.5:
-            gone = inside.pop(choices.randrange(len(inside)))  # type: ignore[attr-defined]
-            queue.leave(*pushes[gone])
+    async def story() -> list[str]:
+        work, chosen, waiting = Work(capacity), Random(seed), list(enumerate(pushes))
+        inside: list[str] = []
+        seen = 0
+        while waiting or len(work.order) < len(pushes):
+            if waiting and chosen.random() < 0.5:
+                number, (policy, cost) = waiting.pop(0)
+                work.push(policy, cost, str(number))
+                await work.settle()
+            for name in work.order[seen:]:
+                inside.append(name)
+                costs = [pushes[int(one)] for one in inside]
+                assert sum(cost for _, cost in costs) <= capacity or len(inside) == 1
+                own = [cost for policy, cost in costs if policy == pushes[int(name)][0]]
+                assert sum(own) <= max(capacity // 2, 1) or len(own) == 1
+            seen = len(work.order)
+            if inside and chosen.random() < 0.5:
+                await work.leave(inside.pop(chosen.randrange(len(inside))))
+        for name in inside:
+            await work.leave(name)
+        await asyncio.gather(*work.tasks.values())
+        return work.order
+
+    entered = list(map(int, asyncio.run(story())))
     assert sorted(entered) == list(range(len(pushes)))
     for policy in "abcd":
         mine = [k for k in entered if pushes[k][0] == policy]
@@ -80,38 +111,42 @@ def test_everything_enters_once_in_its_order_and_never_too_much_at_a_time(
 
 def test_a_call_that_is_cancelled_gives_its_place_back() -> None:
     async def story() -> None:
-        gate = Gate(capacity=10, quantum=5)
-        entered: list[str] = []
-        leave = asyncio.Event()
-
-        async def work(policy: str, name: str, cost: int = 10) -> None:
-            async with gate.entered(policy, cost):
-                entered.append(name)
-                await leave.wait()
-
-        tasks = {name: asyncio.ensure_future(work(name[0], name)) for name in ("a1", "b1", "b2", "c1")}
-        await asyncio.sleep(0.01)
-        assert entered == ["a1"]  # as large as the capacity
-        tasks["b1"].cancel()  # while it waits
-        tasks["a1"].cancel()  # while it is inside
-        await asyncio.sleep(0.01)
-        assert len(entered) == 2 and "b1" not in entered
-        leave.set()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert sorted(entered) == ["a1", "b2", "c1"]
-        assert (gate.queue.inside, gate.queue.waiting()) == (0, {})
+        work = Work(capacity=10)
+        for name in ("a1", "b1", "b2", "c1"):
+            work.push(name[0], 10, name)
+        await work.settle()
+        assert work.order == ["a1"]  # as large as the capacity
+        work.tasks["b1"].cancel()  # while it waits
+        work.tasks["a1"].cancel()  # while it is inside
+        await work.settle()
+        assert len(work.order) == 2 and "b1" not in work.order
+        for name in ("b2", "c1"):
+            await work.leave(name)
+        await asyncio.gather(*work.tasks.values(), return_exceptions=True)
+        assert sorted(work.order) == ["a1", "b2", "c1"]
+        assert not any(work.queue.waiting(policy) for policy in "abc")
 
     asyncio.run(story())
 
 
-@settings(max_examples=200, deadline=None)
-@given(costs=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1000), min_size=2), steps=st.integers(50, 2000))
-def test_of_names_that_always_have_work_none_gets_ahead(costs: dict[str, int], steps: int) -> None:
-    turns, used = DeficitRoundRobin(QUANTUM), Counter[str]()
-    for _ in range(steps):
-        name = turns.next(costs)
-        assert name is not None
-        turns.charge(name, costs[name])
-        used[name] += costs[name]
-    largest = max(costs.values())
-    assert max(used.values()) - min(used[name] for name in costs) <= 2 * (QUANTUM + largest)
+def test_a_policy_that_was_idle_has_saved_nothing() -> None:
+    async def story() -> None:
+        work = Work(capacity=20)
+        work.push("idle", 10, "idle 0")
+        await work.settle()
+        await work.leave("idle 0")
+        for number in range(10):
+            work.push("busy", 10, f"busy {number}")
+        await work.settle()
+        for number in range(8):
+            await work.leave(f"busy {number}")
+        for number in range(4):
+            work.push("idle", 10, f"idle {1 + number}")
+        await work.settle()
+        for name in ("idle 1", "busy 8"):
+            await work.leave(name)
+        assert {"idle 2", "busy 9"} <= set(work.order)  # side by side
+        for task in work.tasks.values():
+            task.cancel()
+
+    asyncio.run(story())

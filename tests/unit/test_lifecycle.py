@@ -13,7 +13,7 @@ from rl_vlm.serving.follower import Admission, Lifecycle, ReplicaState
 
 def serving() -> Lifecycle:
     life = Lifecycle(probe_after_s=10.0)
-    life.start()
+    life.started = True
     life.load()
     life.observe(0, now=0.0)
     return life
@@ -23,7 +23,7 @@ def test_a_replica_admits_nothing_before_it_has_asked_for_the_newest_adapter() -
     life = Lifecycle(probe_after_s=10.0)
     assert life.state is ReplicaState.STARTING
     assert life.admission is Admission.WAIT
-    life.start()
+    life.started = True
     assert life.state is ReplicaState.SERVING
     assert life.admission is Admission.NOW
 
@@ -77,7 +77,7 @@ def test_a_first_load_that_fails_does_not_leave_it_starting_for_ever() -> None:
 
 def test_patience_begins_anew_after_a_success_and_has_no_end_for_an_adapter_that_is_wrong() -> None:
     life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
-    life.start()
+    life.started = True
     life.fail_load("no space left", now=0.0)
     life.load()
     life.fail_load("no space left", now=100.0)
@@ -95,7 +95,7 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
     life = serving()
     life.die("the engine core has died")
     life.die("something else")
-    for event in (life.start, life.load, lambda: life.pass_probe(1.0), lambda: life.observe(99, 1.0)):
+    for event in (life.load, lambda: life.pass_probe(1.0), lambda: life.observe(99, 1.0)):
         event()
         assert life.state is ReplicaState.DEAD
     assert life.death == "the engine core has died"

@@ -103,7 +103,6 @@ def test_groups_are_the_same_and_open_once(engine: TransformersEngine, tiny_fold
         assert [one[:2] for one in found] == [one[:2] for one in wanted]
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one[2], other[2], atol=1e-5)
-        assert result.timings["env"] > 0  # opening counts, wherever it was done
 
     in_loop(run)
 

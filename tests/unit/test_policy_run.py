@@ -14,7 +14,7 @@ from rl_vlm.config import parse_config
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
-from rl_vlm.rollout.env_pool import TooManyFailuresError
+from rl_vlm.rollout.rollouts import TooManyFailuresError
 from rl_vlm.rollout.sampler import SamplingError
 from rl_vlm.runs.policy import PolicyRun, _check_tasks
 from rl_vlm.types import RLVLMError, UserInputError

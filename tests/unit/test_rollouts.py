@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.config import PolicyConfig, parse_config
-from rl_vlm.rollout.env_pool import TooManyFailuresError
-from rl_vlm.rollout.rollouts import ContinuousRollouts, GroupBuffer, Refill, RoundRollouts
+from rl_vlm.rollout.rollouts import ContinuousRollouts, GroupBuffer, RoundRollouts, TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError
 from rl_vlm.rollout.tasks import Mixture, RolloutResult, RolloutTask, TaskStream
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -48,12 +47,8 @@ class InstantSampler:
         self.opened: list[list[RolloutTask]] = []
         self.lose: set[str] = set()
         self.flat: Callable[[str], bool] = lambda name: False
-        self.at_once: list[int | None] = []
 
-    def give(
-        self, tasks: list[RolloutTask], timeout_s: float, version: int | None = None, at_once: int | None = None
-    ) -> None:
-        self.at_once.append(at_once)
+    def give(self, tasks: list[RolloutTask], timeout_s: float, version: int | None = None) -> None:
         self.started.append(tasks if version is None else [replace(task, min_version=version) for task in tasks])
 
     def open_ahead(self, tasks: list[RolloutTask]) -> None:
@@ -117,12 +112,14 @@ def rollouts_of(run: PolicyConfig, items: int | None = 100) -> tuple[RoundRollou
     return RoundRollouts(sampler, TaskStream(source_of(run, items), run), run), sampler  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("isolation", "at_once"), [("process", 7), ("thread", None)])
-def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: str, at_once: int | None) -> None:
-    run = parse_config({"env": {"isolation": isolation}, "evaluation": {"at_once": 7}})
+@pytest.mark.parametrize(("isolation", "at_once"), [("process", [2, 2, 1]), ("thread", [5])])
+def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: str, at_once: list[int]) -> None:
+    run = parse_config({"env": {"isolation": isolation}, "evaluation": {"at_once": 2}})
     rollouts, sampler = rollouts_of(run)
-    rollouts.evaluate(rollouts._stream.take(3), 10.0)
-    assert sampler.at_once == [at_once]
+    tasks = rollouts._stream.take(5)
+    groups, _ = rollouts.evaluate(tasks, 10.0)
+    assert [len(given) for given in sampler.started] == at_once
+    assert [group.group_id for group in groups] == [task.group_id for task in tasks]
 
 
 def continuous_of(run: PolicyConfig, played: RandomOrder) -> ContinuousRollouts:
@@ -212,7 +209,18 @@ def test_groups_without_a_gradient_are_replaced_up_to_the_bound() -> None:
 
 def test_a_group_whose_rewards_only_rounding_tells_apart_is_replaced() -> None:
     rounded, told = group("rounded", 0, (0.1 + 0.2, 0.3)), group("told", 0, (0.3, 0.3001))
-    assert Refill(5).split([rounded, told]) == ([told], [rounded])
+    rollouts, _ = rollouts_of(run_of(refill=3.0))
+    assert [one.group_id for one in rollouts._add(RolloutResult(groups=[rounded, told]))] == ["rounded"]
+    assert len(rollouts._buffer) == 1
+
+
+def test_failures_in_a_row_stop_the_run_and_a_success_forgives() -> None:
+    rollouts, _ = rollouts_of(parse_config({"rollout": {"max_consecutive_failures": 4}}))
+    rollouts._add(RolloutResult(lost={"a": "x", "b": "y", "c": "z"}))
+    rollouts._add(RolloutResult(groups=[group("d", 0)], lost={"e": "x"}))
+    rollouts._add(RolloutResult(lost={"f": "x", "g": "x"}))
+    with pytest.raises(TooManyFailuresError, match="the reason"):
+        rollouts._add(RolloutResult(lost={"h": "x", "i": "the reason"}))
 
 
 def test_refilling_continues_at_the_same_task_after_a_resume() -> None:

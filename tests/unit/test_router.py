@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from rl_vlm.config import AutoscalingSection, ServingSection
-from rl_vlm.serving.client import AffinityRouter, home_session, homes, most_replicas
+from rl_vlm.serving.client import AffinityRouter, home_session, homes
+from rl_vlm.serving.registry import OWN
 
 
 @pytest.mark.parametrize("callers", range(1, 9))
 @pytest.mark.parametrize("replicas", range(1, 9))
 def test_every_replica_is_a_home_and_the_load_is_even(callers: int, replicas: int) -> None:
-    of_callers = [list(homes(caller, callers, replicas)) for caller in range(callers)]
+    of_callers = [list(homes(OWN, caller, callers, ServingSection(num_replicas=replicas))) for caller in range(callers)]
     assert all(of_callers)  # nobody is without
     seen = [place for places in of_callers for place in places]
     counts = [seen.count(place) for place in range(replicas)]
@@ -40,9 +41,5 @@ def test_replicas_that_autoscaling_adds_get_their_part_of_the_requests(callers: 
         ranked = asyncio.run(AffinityRouter.choose_replicas(state, candidates, request))  # type: ignore[arg-type]
         return ranked[0][0].replica_id.unique_id
 
-    places = [place for caller in range(callers) for place in homes(caller, callers, most_replicas(serving))]
+    places = [place for caller in range(callers) for place in homes(OWN, caller, callers, serving)]
     assert {first_choice(place) for place in places} == {replica.replica_id.unique_id for replica in candidates}
-
-
-def test_without_autoscaling_the_number_of_replicas_is_the_most() -> None:
-    assert most_replicas(ServingSection(num_replicas=3)) == 3

@@ -35,7 +35,6 @@ class Runner:
         self.outcomes: list[Exception | None] = []
         self.opened: list[str] = []
         self.asked: list[tuple[str, int]] = []  # id and version of each task that was sent here
-        self.at_once: list[int | None] = []  # of each call
         self.running: list[Reference] = []
         self.killed = 0
         self.sample = SimpleNamespace(remote=self._sample)
@@ -52,8 +51,7 @@ class Runner:
             if reference.value is HANGS:
                 reference.value = DEAD
 
-    def _sample(self, tasks: list[RolloutTask], at_once: int | None = None) -> Reference:
-        self.at_once.append(at_once)
+    def _sample(self, tasks: list[RolloutTask]) -> Reference:
         self.asked += [(task.group_id, task.min_version) for task in tasks]
         return self._outcome(RolloutResult(lost={task.group_id: "played" for task in tasks}))
 
@@ -111,8 +109,8 @@ def sampler_of(manager: Manager) -> Sampler:
     return Sampler(runners_of(manager), sharded=True)
 
 
-def finished(sampler: Sampler, timeout_s: float = 30, at_once: int | None = None) -> RolloutResult:
-    sampler.give(TASKS, timeout_s, at_once=at_once)
+def finished(sampler: Sampler, timeout_s: float = 30) -> RolloutResult:
+    sampler.give(TASKS, timeout_s)
     return sampler.finish()
 
 
@@ -122,16 +120,6 @@ def test_a_runner_that_dies_while_it_samples_loses_its_shard_to_another(manager:
     result = finished(sampler)
     assert result.dropped == {"runner_died": 1} and len(result.lost) == 4 and sampler.runners.restarts == 1
     assert finished(sampler).dropped == {} and sampler.runners.restarts == 1
-
-
-def test_held_out_items_that_are_bounded_are_so_over_all_runners(manager: Manager) -> None:
-    sampler = sampler_of(manager)
-    for at_once, shares in ((None, [None, None]), (5, [2, 2]), (2, [1, 1]), (1, [1])):
-        for runner in manager.runners.values():
-            runner.at_once.clear()
-        finished(sampler, at_once=at_once)
-        assert [share for runner in manager.runners.values() for share in runner.at_once] == shares
-    assert len(manager.runners[1].asked) == 2 + 2 + 2 + 4  # a single runner plays all that one item at a time leaves
 
 
 @pytest.mark.parametrize("sharded", [True, False])

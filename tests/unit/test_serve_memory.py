@@ -12,7 +12,7 @@ from rl_vlm.config import load_config
 from rl_vlm.models.memory.needs import max_kv_tokens
 from rl_vlm.models.memory.shape import GIB, ModelShape
 from rl_vlm.runs import serve as module
-from rl_vlm.serving.deploy import _replicas
+from rl_vlm.serving.deploy import initial_replicas
 
 FEWER = ["serving.num_replicas=3", "serving.autoscaling={min_replicas: 1, max_replicas: 2}"]
 
@@ -44,4 +44,4 @@ def test_the_adapter_is_waited_for_on_the_replicas_that_there_are(
 
     monkeypatch.setattr(module.ray, "get", lambda value, timeout: value)
     module._wait_for_adapter(SimpleNamespace(report=SimpleNamespace(remote=report)), run)
-    assert asked == [2] == [_replicas(run.serving, None)["autoscaling_config"]["initial_replicas"]]
+    assert asked == [2] == [initial_replicas(run.serving)]

@@ -75,11 +75,11 @@ def test_a_controller_that_is_gone_at_the_end_does_not_make_a_run_fail(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("if_found", "done"),
-    [("resize", ["resized to 2"]), ("keep", []), ("replace", ["deleted", "deployed"])],
+    ("keep", "done"),
+    [(True, []), (False, ["deleted", "deployed"])],
 )
 def test_what_becomes_of_an_application_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, if_found: Any, done: list[str]
+    monkeypatch: pytest.MonkeyPatch, keep: bool, done: list[str]
 ) -> None:
     seen: list[str] = []
     there = {"rl-vlm-shared-s": SimpleNamespace(status=ApplicationStatus.RUNNING)}
@@ -97,6 +97,5 @@ def test_what_becomes_of_an_application_that_is_there(
     monkeypatch.setattr(deploy, "serve", played_serve)
     monkeypatch.setattr(deploy, "start_serve", lambda timeout_s: None)
     monkeypatch.setattr(deploy, "build_app", lambda *_, **__: None)
-    monkeypatch.setattr(deploy, "_resize", lambda app, replicas: seen.append(f"resized to {replicas}"))
-    deploy_shared(None, PolicyConfig(), "s", 2, if_found)  # type: ignore[arg-type]
+    deploy_shared(None, PolicyConfig(), "shared-s", keep)  # type: ignore[arg-type]
     assert seen == done

@@ -25,7 +25,7 @@ from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving import deploy, follower, registry
-from rl_vlm.serving.deploy import Requirements, SharedRegistry
+from rl_vlm.serving.deploy import SharedRegistry
 from rl_vlm.serving.follower import Follower, Lifecycle, NotLoadedError, ReplicaTally
 from rl_vlm.serving.registry import Published
 from rl_vlm.types import UserInputError
@@ -79,20 +79,14 @@ class World:
 
     def __init__(self, run: PolicyConfig, model: Path) -> None:
         self.run, self.model = run, ModelReference.of(str(model))
-        self.requirements = Requirements.of(run, self.model.digest)
         self.skipped_s = 0.0  # by which the registry's clock is ahead
-        self.deployed: list[int] = []
-        self.how: list[str] = []  # what was to become of an application that is there
+        self.kept: list[bool] = []  # for each deployment, whether an application that was there was kept
         self.restarted = False  # the actor, by Ray
         self.gone: list[str] = []
         for module in (registry, deploy):  # put back by the fixture
             module.time = SimpleNamespace(monotonic=self.now)  # type: ignore[attr-defined]
         self.registry = self._registry()
         self.replicas: list[Replica] = []
-
-    def deploy(self, count: int, how: str) -> None:
-        self.deployed.append(count)
-        self.how.append(how)
 
     def now(self) -> float:
         return time.monotonic() + self.skipped_s
@@ -115,8 +109,8 @@ class World:
         )  # type: ignore[arg-type]  # fmt: skip
         self.replicas.append(Replica(engine, follower, life, changed, asyncio.create_task(follower.run())))
 
-    async def join(self, policy: str, newest: Published | None = None, keeper: bool = False) -> int:
-        home = await self.registry.join(policy, newest, keeper, self.requirements)
+    async def join(self, policy: str, newest: Published | None = None) -> int:
+        home = await self.registry.join(policy, newest, self.run, self.model.digest)
         assert isinstance(home, int), home
         return home
 
@@ -146,9 +140,9 @@ def world(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for module in (registry, deploy):
             monkeypatch.setattr(module, "time", time)
         found = World(run, tiny_folder)
-        monkeypatch.setattr(deploy, "deploy_shared", lambda m, r, name, count, how: found.deploy(count, how))
+        monkeypatch.setattr(deploy, "deploy_shared", lambda m, r, run_id, keep: found.kept.append(keep))
         monkeypatch.setattr(deploy, "_was_restarted", lambda: found.restarted)
-        monkeypatch.setattr(deploy, "delete_shared", found.gone.append)
+        monkeypatch.setattr(deploy, "delete_application", found.gone.append)
         context = SimpleNamespace(current_actor="itself")
         ended = SimpleNamespace(
             kill=lambda actor, no_restart: found.gone.append(actor), get_runtime_context=lambda: context
@@ -157,7 +151,6 @@ def world(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, seconds in {
             "_TICK_S": 0.01,
             "_LINGER_S": 0.05,
-            "_FEWER_AFTER_S": 0.05,
             "_TELL_S": 0.05,
         }.items():
             monkeypatch.setattr(deploy, name, seconds)
@@ -201,7 +194,7 @@ def test_versions_never_cross_policies(world: Any, seed: int) -> None:
 
     async def story() -> None:
         async with world() as place:
-            await place.join("keeper", keeper=True)
+            await place.join("keeper")
             tenants: dict[str, tuple[str, Published | None]] = {}
             bodies: dict[tuple[str, int], str] = {}
             alive: set[str] = set()
@@ -237,7 +230,7 @@ def test_versions_never_cross_policies(world: Any, seed: int) -> None:
                 elif action == "kill" and chosen.random() < 0.3:
                     if chosen.random() < 0.5:
                         place.restart_registry()
-                        await place.join("keeper", keeper=True)
+                        await place.join("keeper")
                         for policy, newest in tenants.values():
                             assert not await place.registry.renew(policy)
                             await place.join(policy, newest)
@@ -327,33 +320,31 @@ def test_a_crashed_tenant_is_dropped_and_the_last_one_ends_the_service(world: An
             for policy in "bc":
                 await place.registry.leave(policy)
             await until(lambda: len(place.gone) == 2)
-            assert place.gone == ["test", "itself"]
-            assert await place.registry.join("d", None, False, place.requirements) == ""  # come again soon
+            assert place.gone == ["rl-vlm-shared-test", "itself"]
+            assert await place.registry.join("d", None, place.run, place.model.digest) == ""  # come again soon
 
     asyncio.run(story())
 
 
-def test_a_restarted_registry_does_not_end_the_service_where_scaling_fails_once(
+def test_a_restarted_registry_does_not_end_the_service_where_deploying_fails_once(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
         async with world() as here:
             await here.join("a")
-            await until(lambda: here.deployed)
+            await until(lambda: here.kept)
             here.restart_registry()
             here.restarted = True
             await here.join("a")
             failures = [RuntimeError("Serve's controller is busy")]
 
-            def scale(model: Any, run: Any, name: str, count: int, if_found: str) -> None:
+            def failing_once(model: Any, run: Any, run_id: str, keep: bool) -> None:
                 if failures:
                     raise failures.pop()
-                here.deployed.append(count)
+                here.kept.append(keep)
 
-            monkeypatch.setattr(deploy, "deploy_shared", scale)
-            deployed = len(here.deployed)
-            here.registry._ensure_working()
-            await until(lambda: len(here.deployed) > deployed)
+            monkeypatch.setattr(deploy, "deploy_shared", failing_once)
+            await until(lambda: here.kept == [False, True])
             assert not failures and not here.gone and not here.registry._closing
 
     asyncio.run(story())
@@ -388,11 +379,11 @@ def test_a_restarted_registry_drops_nobody_who_joins_again(world: Any) -> None:
                 await place.join(policy)
                 assert await place.publish(policy, 1, policy)
                 await replica.open(policy, 1)
-            await until(lambda: place.how == ["replace"])  # what another service left over has another model
+            await until(lambda: place.kept == [False])  # what another service left over has another model
             waiting = asyncio.create_task(replica.open("a", 2))
             place.restarted = True
             place.restart_registry()
-            await until(lambda: place.how[1:] == ["keep"])  # which a replica's question sets off
+            await until(lambda: place.kept[1:] == [True])  # which a replica's question sets off
             assert replica.engine.newest.keys() == {"a", "b"} and not waiting.done()
             await place.join("a", place.version("a", 2, "a 2"))
             await asyncio.wait_for(waiting, 5)
@@ -400,7 +391,6 @@ def test_a_restarted_registry_drops_nobody_who_joins_again(world: Any) -> None:
                 place.skipped_s += 0.6 * place.run.serving.sharing.lease_s
                 assert await place.registry.renew("a")
             await until(lambda: replica.engine.newest.keys() == {"a"})
-            await until(lambda: place.how[2:] == ["resize"])
             await place.join("c")
             await until(lambda: "c" in replica.follower.policies)
             await place.registry.leave("c")
@@ -415,7 +405,7 @@ def test_a_registry_that_was_stopped_blames_nobody_for_its_own_silence(
     async def story() -> None:
         async with world(replicas=0) as place:
             monkeypatch.setattr(deploy, "_STALL_S", 0.2)
-            place.registry._tenants._lease_s = 1.0
+            place.registry._lease_s = 1.0
             await place.join("a")
             await asyncio.sleep(0.05)
             time.sleep(1.5)  # as SIGSTOP does; a's calls wait meanwhile

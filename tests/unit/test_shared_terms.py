@@ -1,4 +1,4 @@
-"""Which runs fit a shared service, how many replicas it has, where its policies live, and what a sweep makes of `shared`."""
+"""Which runs fit a shared service, and what a sweep makes of `shared`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core_support import run_config
 
 from rl_vlm.config.sweep import SweepConfig
 from rl_vlm.models.digest import hash_model
-from rl_vlm.serving.deploy import Requirements, wanted_replicas
+from rl_vlm.serving.deploy import mismatch
 from rl_vlm.types import UserInputError
 
 
@@ -35,9 +35,7 @@ def config(folder: Path, **dotted: Any) -> Any:
 def test_a_run_that_asks_for_more_or_other_than_is_there_is_told_what(
     tiny_folder: Path, here: dict[str, Any], told: str
 ) -> None:
-    reason = Requirements.of(config(tiny_folder), "digest").mismatch(
-        Requirements.of(config(tiny_folder, **here), "digest"), "s"
-    )
+    reason = mismatch("s", config(tiny_folder), "digest", config(tiny_folder, **here), "digest")
     assert told in reason and bool(reason) == bool(told)
 
 
@@ -45,7 +43,7 @@ def test_vllm_holds_adapters_up_to_a_rank(tiny_folder: Path) -> None:
     def held(**dotted: Any) -> str:
         first = config(tiny_folder, serving__engine="vllm", model__lora__rank=8, **dotted)
         joins = config(tiny_folder, serving__engine="vllm", model__lora__rank=16)
-        return Requirements.of(first, "digest").mismatch(Requirements.of(joins, "digest"), "s")
+        return mismatch("s", first, "digest", joins, "digest")
 
     assert "adapters of rank 8 fit there and model.lora.rank is 16 here" in held()
     assert held(serving__sharing__max_lora_rank=16) == ""
@@ -53,20 +51,13 @@ def test_vllm_holds_adapters_up_to_a_rank(tiny_folder: Path) -> None:
 
 def test_a_model_is_known_by_its_weights_wherever_it_lies(tiny_folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_folder, tmp_path / "copy")
-    first = Requirements.of(config(tiny_folder), hash_model(tiny_folder))
-    assert first.mismatch(Requirements.of(config(copy), hash_model(copy)), "s") == ""
+    there = config(tiny_folder), hash_model(tiny_folder)
+    assert mismatch("s", *there, config(copy), hash_model(copy)) == ""
     weights = next(copy.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    assert "model.path is" in first.mismatch(Requirements.of(config(copy), hash_model(copy)), "s")
-
-
-@pytest.mark.parametrize(("policies", "replicas"), [(0, 2), (4, 2), (5, 3), (8, 4), (100, 5)])
-def test_replicas_for_a_number_of_policies(tiny_folder: Path, policies: int, replicas: int) -> None:
-    sharing = {"serving__sharing__policies_per_replica": 2, "serving__sharing__replica_limit": 5}
-    assert wanted_replicas(config(tiny_folder, serving__num_replicas=2, **sharing).serving, policies) == replicas
-    assert wanted_replicas(config(tiny_folder, serving__num_replicas=2).serving, policies) == 2
+    assert "model.path is" in mismatch("s", *there, config(copy), hash_model(copy))
 
 
 @pytest.mark.parametrize(

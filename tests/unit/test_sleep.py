@@ -181,7 +181,7 @@ def test_replicas_wake_without_a_version_when_they_are_told() -> None:
 
 def test_a_resting_replica_is_not_probed() -> None:
     life = Lifecycle(probe_after_s=10.0)
-    life.start()
+    life.started = True
     life.asleep = True
     assert not life.probe_due(1e9) and life.admission is Admission.WAIT
     life.asleep = False
