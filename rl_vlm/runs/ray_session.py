@@ -21,6 +21,7 @@ from ray.exceptions import AuthenticationError
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
+from rl_vlm.machine import available_cores
 from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.memory import adapters_mib, object_store_mib
 from rl_vlm.types import RLVLMError, UserInputError
@@ -129,8 +130,8 @@ def joins_cluster() -> bool:
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Whole CPUs that this process may use, at least one."""
+    return max(int(available_cores()), 1)
 
 
 def check_resources(config: CommonConfig) -> None:
@@ -321,7 +322,7 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
         with _keeping_our_signal_handler():
             _init_with_retry(
                 address="local",
-                num_cpus=config.resources.num_cpus or max(available_cpus(), 1),
+                num_cpus=config.resources.num_cpus or available_cpus(),
                 include_dashboard=config.resources.dashboard,
                 object_store_memory=object_store_mib(config) << 20,
                 resources={
