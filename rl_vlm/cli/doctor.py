@@ -27,7 +27,8 @@ from rl_vlm.config import TrainConfig
 from rl_vlm.files import cache_place
 from rl_vlm.machine import available_cores, available_memory
 from rl_vlm.monitoring.overview import token_file
-from rl_vlm.runs.addresses import is_loopback
+from rl_vlm.runs.addresses import ClusterError, cluster_address, is_loopback, ray_folder
+from rl_vlm.types import UserInputError
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -170,8 +171,22 @@ _WORKERS = "ray::"  # begins the name of what they start
 
 def ray_checks() -> Iterator[Check]:
     """The token's file, and the ports of the nodes of Ray on this machine."""
+    yield from _place()
     yield _token()
     yield _ray_ports(_open_ports())
+
+
+def _place() -> Iterator[Check]:
+    try:
+        folder, moved = ray_folder()
+        yield _check("ray folder", not moved, moved or str(folder), "Set RAY_TMPDIR to a short folder that is yours.")
+    except UserInputError as error:
+        yield Check("ray folder", "fail", str(error), "Set RAY_TMPDIR to a short folder that is yours.")
+    if os.environ.get("RAY_ADDRESS"):
+        try:
+            yield Check("ray cluster", "ok", cluster_address())
+        except ClusterError as error:
+            yield Check("ray cluster", "fail", str(error), "Start the cluster, or unset RAY_ADDRESS.")
 
 
 def _token() -> Check:

@@ -1,8 +1,24 @@
-"""Addresses of processes, without Ray."""
+"""Where Ray is: the address of a cluster to join, and the folder of a private one. It does not import Ray."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from rl_vlm.types import RLVLMError, UserInputError
+
+_CONNECT_S = 10.0
+_LONGEST_SOCKET = 107  # characters of a Unix socket's path
+_FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+class ClusterError(RLVLMError):
+    """Ray's own processes did not start, or the cluster to join does not answer."""
 
 
 def is_loopback(address: str) -> bool:
@@ -10,3 +26,89 @@ def is_loopback(address: str) -> bool:
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return (mapped or parsed).is_loopback
+
+
+def cluster_address() -> str:
+    """The address that RAY_ADDRESS names; for `auto`, and in a Ray job, the cluster that this process belongs to, or
+    the one that `ray start` has started here.
+
+    Raises ClusterError, within seconds, where nobody listens there: Ray would try for a quarter of an hour.
+    """
+    named = os.environ.get("RAY_ADDRESS", "")
+    address = named if named not in ("", "auto") else _cluster_above() or _started_here()
+    if not address:
+        raise cannot_join(named or "auto", "`ray start` has started none on this machine")
+    if "://" in address:  # of Ray Client
+        return address
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise cannot_join(address, getattr(error, "strerror", None) or error) from error
+    return address
+
+
+def cannot_join(address: str, reason: object) -> ClusterError:
+    """The error about a cluster that does not answer."""
+    return ClusterError(
+        f"The Ray cluster at {address} cannot be joined ({reason}): start it with `ray start --head`, name another one "
+        "in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
+    )
+
+
+def _cluster_above() -> str:
+    """The cluster whose worker has started this process: its raylet is among the processes above."""
+    for process in psutil.Process().parents():
+        try:
+            options = dict(word.partition("=")[::2] for word in process.cmdline())
+        except psutil.Error:
+            continue
+        if address := options.get("--gcs-address"):
+            return address
+    return ""
+
+
+def _started_here() -> str:
+    """What `ray start` wrote. (Ray itself would take any cluster of this machine, another user's private one too.)"""
+    try:
+        return (_temporary()[1] / "ray/ray_current_cluster").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _temporary() -> tuple[str, Path]:
+    """The folder for temporary files by Ray's rules, and the variable that names it."""
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
+    return name, Path(os.environ[name] if name else "/tmp")
+
+
+def ray_folder() -> tuple[Path, str]:
+    """Where a private Ray keeps its files, and a sentence if that is not where the environment says.
+
+    Raises UserInputError where there is no place at all.
+    """
+    name, wanted = _temporary()
+    problem = _problem(wanted / "ray")
+    if not problem:
+        return wanted / "ray", ""
+    for other in _FALLBACKS:
+        if not _problem(Path(other, "ray")):
+            return Path(other, "ray"), f"{name or 'The folder'} {wanted} {problem}: Ray keeps its files in {other}/ray."
+    raise UserInputError(f"{name or 'The folder'} {wanted} {problem}: set RAY_TMPDIR to a short folder that is yours.")
+
+
+def _problem(folder: Path) -> str:
+    longest = _LONGEST_SOCKET - len(f"/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
+    if len(str(folder)) > longest:
+        return f"is too long for Ray's sockets ({len(str(folder)) - 4} of {longest - 4} characters)"
+    return "" if can_write(folder) else "cannot be written"
+
+
+def can_write(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made where it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True

@@ -6,10 +6,12 @@ import importlib.metadata
 import logging
 import math
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,9 +24,9 @@ from ray.exceptions import AuthenticationError
 from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
 from rl_vlm.machine import available_cores
-from rl_vlm.runs.addresses import is_loopback
+from rl_vlm.runs.addresses import ClusterError, can_write, cannot_join, cluster_address, is_loopback, ray_folder
 from rl_vlm.runs.memory import adapters_mib, object_store_mib
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.types import UserInputError
 
 # The head node of a private cluster: without the processes that a run does not use, with ports on loopback alone, and
 # out of reach of signals that are meant for the run.
@@ -221,10 +223,6 @@ def _check_placement(config: CommonConfig, offered: Mapping[str, float]) -> None
         )
 
 
-class ClusterError(RLVLMError):
-    """Ray's own processes did not start."""
-
-
 def _init_with_retry(**settings: Any) -> None:
     """`ray.init`, tried again: Ray gives the raylet 30 s and has no setting for it, and a busy machine may need
     more."""
@@ -249,20 +247,17 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
     """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
     # A job's own runtime environment may name some of them, and Ray refuses to have two values.
     variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
+    address = cluster_address()
     try:
         with _keeping_our_signal_handler():
-            ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
+            ray.init(address=address, runtime_env={"env_vars": variables}, **common)
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
-        address = os.environ.get("RAY_ADDRESS", "auto")
         if _WRONG_TOKEN in f"{error} {error.__cause__}":  # Ray says it to the innermost error only
             raise ClusterError(
                 f"The Ray cluster at {address} asks for its token, as those of `ray start` do: set "
                 "RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
             ) from error
-        raise ClusterError(
-            f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with "
-            "`ray start --head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
-        ) from error
+        raise cannot_join(address, str(error).strip().splitlines()[0]) from error
     _check_driver_gpu(config)
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
@@ -281,6 +276,13 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
             "The Ray cluster has no token: whoever reaches its ports can run code on every node. Start it with "
             "RAY_AUTH_MODE=token."
         )
+
+
+def _need_no_home() -> None:
+    """Give the private cluster a token where Ray could not write one into the home folder."""
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not given and not can_write(Path("~/.ray").expanduser()):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextmanager
@@ -319,9 +321,14 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
         _join(config, given, common)
     else:
         check_resources(config)
+        folder, moved = ray_folder()
+        if moved:
+            logger.warning("%s", moved)
+        _need_no_home()
         with _keeping_our_signal_handler():
             _init_with_retry(
                 address="local",
+                _temp_dir=str(folder),
                 num_cpus=config.resources.num_cpus or available_cpus(),
                 include_dashboard=config.resources.dashboard,
                 object_store_memory=object_store_mib(config) << 20,
