@@ -241,7 +241,9 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
         try:
             text = file.read_text()
         except OSError as error:
-            raise UserInputError(f"Cannot read the config {file}: {error.strerror or error}.") from error
+            names = difflib.get_close_matches(file.name, [near.name for near in file.parent.glob("*.y*ml")], n=1)
+            hint = f" Did you mean {file.parent / names[0]}?" if names else ""
+            raise UserInputError(f"Cannot read the config {file}: {error.strerror or error}.{hint}") from error
         except UnicodeDecodeError as error:
             raise UserInputError(f"The config {file} is not a text file ({error.reason}).") from error
         try:

@@ -226,6 +226,9 @@ def test_a_file_that_is_no_config_is_explained(tmp_path: Path, content: bytes, w
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match=r"Cannot read the config .*nowhere.yaml: No such file"):
         load_config(tmp_path / "nowhere.yaml")
+    (tmp_path / "quickstart.yaml").write_text("")
+    with pytest.raises(UserInputError, match=r"Did you mean .*/quickstart.yaml\?"):
+        load_config(tmp_path / "quickstrat.yaml")
     with pytest.raises(UserInputError, match="Is a directory"):
         load_config(tmp_path)
 
