@@ -197,7 +197,9 @@ class ChatRequest(BaseModel):
     def _without_what_changes_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if not _changes_nothing(name, value)}
+        kept = {name: value for name, value in data.items() if not _changes_nothing(name, value)}
+        # JSON has one kind of number, and some clients write 6.0 for 6.
+        return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in kept.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

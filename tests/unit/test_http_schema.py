@@ -28,6 +28,7 @@ CHANGES: list[dict[str, Any]] = [
     {"frequency_penalty": 2}, {"frequency_penalty": 2.1}, {"repetition_penalty": 0.001}, {"min_p": 1}, {"min_p": -0.1},
     {"ignore_eos": False, "choice": ["a"]},
     {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"enable_thinking": None}}, {"chat_template_kwargs": {"x": 1}},
+    {"max_tokens": 4.0}, {"max_tokens": 4.5}, {"max_tokens": "4"}, {"max_tokens": True}, {"n": 1.0}, {"temperature": 1},
     {"length_penalty": 1.0}, {"length_penalty": 2.0}, {"use_beam_search": False}, {"use_beam_search": True},
     {"stop_token_ids": []}, {"stop_token_ids": [5]}, {"bad_words": []}, {"bad_words": ["a"]}, {"echo": False}, {"echo": True},
     {"request_id": "mine"}, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
