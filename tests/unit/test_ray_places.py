@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.runs import addresses
-from rl_vlm.runs.addresses import ClusterError, cluster_address, ray_folder
+from rl_vlm.runs import surroundings
+from rl_vlm.runs.surroundings import ClusterError, cluster_address, ray_folder
 from rl_vlm.types import UserInputError
 
 
@@ -66,7 +66,7 @@ def test_a_child_of_a_clusters_worker_joins_that_cluster(listening: str) -> None
     assert done.stdout.strip() == listening
 
 
-CHILD = "from rl_vlm.runs.addresses import cluster_address; print(cluster_address())"
+CHILD = "from rl_vlm.runs.surroundings import cluster_address; print(cluster_address())"
 
 
 def test_ray_stays_where_the_environment_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +87,6 @@ def test_a_folder_that_will_not_do_is_replaced_and_told(
 
 
 def test_no_place_at_all_is_an_error_that_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "can_write", lambda _: False)
+    monkeypatch.setattr(surroundings, "can_write", lambda _: False)
     with pytest.raises(UserInputError, match="RAY_TMPDIR"):
         ray_folder()

