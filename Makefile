@@ -29,6 +29,7 @@ install: $(STAMP) ## Create the environment with everything that the tests need
 
 $(STAMP): $(REQUIREMENTS) requirements/kustomize.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' || { echo "error: $(PYTHON) is not Python 3.11 or 3.12: name one of these with PYTHON=..."; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.8'

@@ -28,7 +28,7 @@ from rl_vlm.types import Trajectory, TrajectoryGroup
 if TYPE_CHECKING:
     from rl_vlm.algorithms.policy import PolicyAlgorithm
 
-_EARLY = 2  # iterations that are measured whatever `sight.every` says: a stale adapter shows in the second
+_EARLY = 2  # iterations that the gate looks at whatever `sight.every` says: a stale adapter shows in the second
 
 
 class SightProbe:
@@ -60,7 +60,8 @@ class SightProbe:
     def measure(self, groups: Sequence[TrajectoryGroup]) -> tuple[dict[str, float], list[Fault]]:
         """Metrics of some trajectories of an iteration, before it is learned from, and the faults that they show."""
         done, every = self._algorithm.updates, self._settings.every
-        if not every or (done % every and done >= _EARLY):
+        is_early = done < _EARLY and self._settings.gate != "off"
+        if not every or (done % every and not is_early):
             return {}, []
         chosen = [group.trajectories[0] for group in groups if group.trajectories[0].images][: self._settings.samples]
         if not chosen:
@@ -68,7 +69,7 @@ class SightProbe:
         # With a lag the learner's weights are newer than those that sampled: only what the learner does can be told.
         fresh = all(trajectory.oldest_version == self._algorithm.version for trajectory in chosen)
         self.agreement = self.effect = float("nan")
-        faults = self._compared(chosen, counterfactuals=fresh and done < _EARLY)
+        faults = self._compared(chosen, counterfactuals=fresh and is_early)
         if np.isnan(self.effect):
             return {}, faults
         metrics = {"sight/kl_blank": self.effect}
@@ -80,7 +81,8 @@ class SightProbe:
         """The faults that the learner's log-probabilities of these trajectories show."""
         chosen = list(trajectories)
         try:
-            learner = self._algorithm.learners.call(lambda learner: learner.sight_logprobs(chosen, counterfactuals))
+            with self._algorithm.replicas_at_rest():  # the learner may need their memory
+                learner = self._algorithm.learners.call(lambda learner: learner.sight_logprobs(chosen, counterfactuals))
         except LearnerLostError:  # the next update replaces it
             return []
         except UnfitImagesError as error:

@@ -25,8 +25,10 @@ from packaging.version import InvalidVersion, Version
 
 from rl_vlm.config import TrainConfig
 from rl_vlm.files import cache_place
+from rl_vlm.machine import available_cores, available_memory
 from rl_vlm.monitoring.overview import token_file
-from rl_vlm.runs.addresses import is_loopback
+from rl_vlm.runs.surroundings import ClusterError, cluster_address, is_loopback, ray_folder
+from rl_vlm.types import UserInputError
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -92,27 +94,6 @@ def _machine() -> Iterator[Check]:
 
 def _free_of(free: int, total: int) -> str:
     return f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
-
-
-def available_cores() -> float:
-    """CPU cores that this process may use: its affinity and its control group's quota."""
-    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        return cores if quota == "max" else min(cores, int(quota) / int(period))
-    except (OSError, ValueError):
-        return cores
-
-
-def available_memory() -> tuple[int, int]:
-    """Memory in bytes, (all, free), within the control group's limit."""
-    memory = psutil.virtual_memory()
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or "max"
-        return memory.total, memory.available
-    return min(limit, memory.total), min(limit - used, memory.available)
 
 
 def _rendering() -> Iterator[Check]:
@@ -190,8 +171,22 @@ _WORKERS = "ray::"  # begins the name of what they start
 
 def ray_checks() -> Iterator[Check]:
     """The token's file, and the ports of the nodes of Ray on this machine."""
+    yield from _place()
     yield _token()
     yield _ray_ports(_open_ports())
+
+
+def _place() -> Iterator[Check]:
+    try:
+        folder, moved = ray_folder()
+        yield _check("ray folder", not moved, moved or str(folder), "Set RAY_TMPDIR to a short folder that is yours.")
+    except UserInputError as error:
+        yield Check("ray folder", "fail", str(error), "Set RAY_TMPDIR to a short folder that is yours.")
+    if os.environ.get("RAY_ADDRESS"):
+        try:
+            yield Check("ray cluster", "ok", cluster_address())
+        except ClusterError as error:
+            yield Check("ray cluster", "fail", str(error), "Start the cluster, or unset RAY_ADDRESS.")
 
 
 def _token() -> Check:

@@ -39,6 +39,7 @@ MaxNewTokens = Annotated[
 Seed = Annotated[int | None, typer.Option(min=0, help="Default: the configuration's.")]
 MinPixels = Annotated[int | None, typer.Option(min=1, help="Smaller images are enlarged to this.")]
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="Larger images are reduced to this.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results that --out holds.")]
 _EXAMPLE = "Example: rl-vlm eval configs/quickstart.yaml --run-dir runs/quickstart --against base --out eval.json"
 
 
@@ -57,6 +58,7 @@ def evaluate(
         typer.Option(help="Write results.json; beside it the items (.items.jsonl), a page (.md) and a figure (.png)."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Ask only what the items file beside --out lacks.")] = False,
+    overwrite: Overwrite = False,
     against: Annotated[
         str | None, typer.Option(help="Compare on the same items with `base`, a run folder or an adapter folder.")
     ] = None,
@@ -101,13 +103,14 @@ def evaluate(
     if max_new_tokens is not None:
         run = run.model_copy(update={"rollout": run.rollout.with_turns_of(max_new_tokens)})
     source = run_dir if endpoint else _source(config, adapter, run_dir)
-    _check_out(out, needed=resume)
+    _check_out(out, resume, overwrite)
     from rl_vlm.evaluation.heldout import EvaluationOptions
     from rl_vlm.runs.train import kind_of
 
     options = EvaluationOptions(
         blind=blind,
         resume=resume,
+        overwrite=overwrite,
         against=against,
         split=tuple(dict.fromkeys(name.value for name in split or ())),
         benchmark_runs=benchmark_runs,
@@ -143,13 +146,14 @@ def rollout(
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
     out: Out = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""
     from rl_vlm.config import of_policy
 
     changes = {"model.path": model, "env.id": env, "model.min_pixels": min_pixels, "model.max_pixels": max_pixels}
     run = of_policy(_load(config, overrides, changes, needs=("model", "env")))
-    _check_out(out)
+    _check_out(out, overwrite=overwrite)
     from rl_vlm.models.weights import find_trained
     from rl_vlm.runs import play
     from rl_vlm.types import SamplingParams
@@ -196,11 +200,13 @@ def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, A
     return load_run(config, words)
 
 
-def _check_out(out: Path | None, needed: bool = False) -> None:
-    """Refuse an output file that cannot be written before the work starts, not after it."""
+def _check_out(out: Path | None, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse an output file that cannot be written, or whose content would be lost, before the work starts."""
     from rl_vlm.types import UserInputError
 
-    if out is None and needed:
+    if out is None and resume:
         raise UserInputError("--resume goes on from the items file beside --out: give the --out of the former command.")
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserInputError(f"--out {out} cannot be written: name a file in a folder that exists.")
+    if out is not None and out.exists() and not (resume or overwrite):
+        raise UserInputError(f"--out {out} exists: choose another file, or add --overwrite.")

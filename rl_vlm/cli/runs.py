@@ -40,11 +40,13 @@ def train(
     refuse_both(resume, overwrite)
     run = load_run(config, overrides)
     from rl_vlm.runs import train as training
+    from rl_vlm.runs.run_folder import check_run_dir
 
+    folder = _run_folder(run_dir, config if resume else None, training.default_run_dir(run))
     if dry_run:
+        check_run_dir(folder, resume, overwrite)
         _print_findings(run.name, training.inspect_run(run))
         return
-    folder = _run_folder(run_dir, config if resume else None, training.default_run_dir(run))
     _print_result(training.train(run, folder, resume=resume, overwrite=overwrite), folder)
 
 
@@ -134,11 +136,13 @@ def sft(
     refuse_both(resume, overwrite)
     job = load_sft_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
     from rl_vlm.runs import sft as tuning
+    from rl_vlm.runs.run_folder import check_run_dir
 
+    folder = _run_folder(run_dir, config if resume else None, tuning.default_run_dir(job))
     if dry_run:
+        check_run_dir(folder, resume, overwrite)
         _print_findings(job.name, tuning.inspect_sft(job)[0])
         return
-    folder = _run_folder(run_dir, config if resume else None, tuning.default_run_dir(job))
     _print_result(tuning.sft(job, folder, resume=resume, overwrite=overwrite, progress=say), folder)
 
 

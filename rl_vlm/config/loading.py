@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from pydantic_core import to_jsonable_python
 from rl_vlm.config.learner import without_preset_keys
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
-from rl_vlm.config.section import Problems, Section, keys_of, section_of
+from rl_vlm.config.section import Problems, Section, WrittenFloat, WrittenInt, keys_of, section_of
 from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
@@ -44,9 +45,33 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
 
-# YAML 1.1 wants a point and a sign in a number with an exponent: 1e-3 would be text.
-EXPONENTS = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
-_StrictLoader.add_implicit_resolver(*EXPONENTS)
+# YAML 1.2's core schema (chapter 10.3.2). PyYAML's own is that of YAML 1.1, where `off` is a boolean, `010` is 8 and
+# `1:30` is 90.
+_CORE = (
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+    ("merge", r"<<", ["<"]),
+)
+_StrictLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in _CORE:
+    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> WrittenInt | WrittenFloat:
+    number: WrittenInt | WrittenFloat
+    if node.tag.endswith("int"):
+        number = WrittenInt(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
+    else:
+        number = WrittenFloat(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    number.text = node.value
+    return number
+
+
+for _tag in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
 
 
 def load_yaml(text: str) -> Any:
@@ -216,7 +241,9 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
         try:
             text = file.read_text()
         except OSError as error:
-            raise UserInputError(f"Cannot read the config {file}: {error.strerror or error}.") from error
+            names = difflib.get_close_matches(file.name, [near.name for near in file.parent.glob("*.y*ml")], n=1)
+            hint = f" Did you mean {file.parent / names[0]}?" if names else ""
+            raise UserInputError(f"Cannot read the config {file}: {error.strerror or error}.{hint}") from error
         except UnicodeDecodeError as error:
             raise UserInputError(f"The config {file} is not a text file ({error.reason}).") from error
         try:
@@ -281,16 +308,38 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 def save_config(config: TrainConfig | SFTConfig, path: Path) -> None:
     """Write the resolved configuration, atomically.
 
-    What YAML holds comes back as it was: as JSON nan would be null, a date a text.
+    What YAML holds comes back as it was: as JSON nan would be null.
     """
-    write_atomic(path, yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    write_atomic(path, _dumped(config))
+
+
+def _dumped(config: TrainConfig | SFTConfig) -> str:
+    return str(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def changes_since(path: Path, config: TrainConfig | SFTConfig) -> dict[str, tuple[Any, Any]]:
+    """The keys that a saved configuration has otherwise: key -> (saved, now)."""
+    saved, now = (dict(_leaves(load_yaml(text))) for text in (path.read_text(), _dumped(config)))
+    values = {key: (saved.get(key), now.get(key)) for key in [*saved, *now]}
+    return {key: pair for key, pair in values.items() if str(pair[0]) != str(pair[1])}  # as text nan equals itself
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes what only Python holds, such as a path or numpy's numbers, as JSON would."""
 
 
-_Dumper.add_implicit_resolver(*EXPONENTS)  # a text that the loader would take for a number is quoted
+for _tag, _pattern, _first in _CORE:  # quotes texts that YAML 1.1 or 1.2 would read as something else
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+for _date in (datetime.date, datetime.datetime):  # which YAML 1.2 has not
+    _Dumper.add_representer(_date, lambda dumper, value: dumper.represent_str(value.isoformat()))
 _Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
 
 

@@ -31,6 +31,7 @@ class EvaluationOptions:
 
     blind: bool = False
     resume: bool = False
+    overwrite: bool = False
     against: str | None = None
     split: tuple[Split, ...] = ()
     benchmark_runs: int = 0
@@ -43,7 +44,7 @@ class EvaluationOptions:
     def refuse_any(self, why: str) -> None:
         """Raise UserInputError for the first option that is set."""
         for option in fields(self):
-            if getattr(self, option.name) != option.default:
+            if option.name != "overwrite" and getattr(self, option.name) != option.default:
                 raise UserInputError(f"--{option.name.replace('_', '-')}: {why}")
 
 

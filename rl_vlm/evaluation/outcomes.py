@@ -165,12 +165,12 @@ class OutcomeLog:
     Args:
         path: the items file; None keeps outcomes in memory alone.
         identity: names and values that decide the outcomes: model, adapter, environment and the like.
-        resume: go on from the file; without it an unfinished one is refused and a finished one replaced.
-        finished: whether the evaluation of the file that is there has come to its end.
+        resume: go on from the file.
+        overwrite: replace the file; without either, one that holds outcomes is refused.
     """
 
     def __init__(
-        self, path: Path | None, identity: Mapping[str, Any], *, resume: bool = False, finished: bool = False
+        self, path: Path | None, identity: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False
     ) -> None:
         self._path = path
         self._file: BinaryIO | None = None
@@ -179,12 +179,12 @@ class OutcomeLog:
             return
         self._file = _locked(path)
         try:
-            self._open(path, self._file, dict(to_jsonable(identity)), resume, finished)
+            self._open(path, self._file, dict(to_jsonable(identity)), resume, overwrite)
         except BaseException:
             self._file.close()
             raise
 
-    def _open(self, path: Path, file: BinaryIO, identity: dict[str, Any], resume: bool, finished: bool) -> None:
+    def _open(self, path: Path, file: BinaryIO, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
         lines = whole_lines(path)
         if resume and lines:
             _check_identity(path, lines[0], identity)
@@ -198,10 +198,10 @@ class OutcomeLog:
                     ) from error
             file.truncate(sum(len(line) + 1 for line in lines))  # what a kill left of a line
             return
-        if len(lines) > 1 and not finished:
+        if len(lines) > 1 and not overwrite:
             raise UserInputError(
-                f"{path} holds {len(lines) - 1} outcomes of an evaluation that did not end: add --resume to go on "
-                "with it, or remove the file to begin again."
+                f"{path} holds {len(lines) - 1} outcomes of an evaluation: add --resume to go on with it, or "
+                "--overwrite to begin again."
             )
         file.truncate(0)
         append_whole(path, json.dumps({"format": _FORMAT, "identity": identity}).encode() + b"\n")

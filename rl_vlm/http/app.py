@@ -55,7 +55,7 @@ def _json(model: BaseModel) -> Response:
 def _validation_error(error: ValidationError) -> RequestError:
     """The first error in one sentence, without the client's data."""
     first = error.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "model_type":
+    if first["type"] == "model_type" and not first["loc"]:
         return RequestError(400, "The body must be a JSON object, sent with the header Content-Type: application/json.")
     path: list[str] = []
     for item in map(str, first["loc"]):
@@ -66,7 +66,9 @@ def _validation_error(error: ValidationError) -> RequestError:
             path.append(item)
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = "this field is not known here: leave it out"
+        message = "this field is not known here, or not with this value: leave it out"
+    elif first["type"] == "model_type":
+        message = "this must be a JSON object"
     param, message = ".".join(path)[:_MAX_SHOWN], message[:_MAX_SHOWN]
     return RequestError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
 

@@ -7,6 +7,7 @@ import hmac
 import math
 import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -136,6 +137,7 @@ DEADLINE = "rl_vlm.deadline"  # key of the request's scope: when it must be answ
 # How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.
 SEND_GRACE_S = 5.0
 JSON = "application/json"
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)  # of clients, which is sent back
 # Host as RFC 9110 (7.2) has it: a name, or an IPv6 address in brackets, and perhaps a port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/?#\[\]]+))(?::[0-9]{0,5})?")
 
@@ -186,16 +188,21 @@ class Gate:
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 499  # nginx's status for a client that closed the connection
+        path, headers = scope["path"], Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", name.encode())]}
             await send(message)
 
-        path, headers = scope["path"], Headers(scope=scope)
         try:
             self._check_caller(scope["method"], path, headers)
+            if scope["method"] == "HEAD":  # a GET of which the server sends the headers alone
+                scope = {**scope, "method": "GET"}
             if scope["method"] == "POST":
                 self._check_post(path, headers)
                 await self._answer(scope, receive, counted)

@@ -22,7 +22,7 @@ from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
 
-_FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # by the bytes: clients are often wrong about the media type
 _ORIENTATION = ExifTags.Base.Orientation
 _FILE = "rl_vlm.file"  # key of an opened image's info: the bytes that it was opened from
 
@@ -44,9 +44,9 @@ class ImageReader:
 
         `name` is the image's number in the request, for the message.
         """
-        data, kind = self._bytes(uri, name)
-        with _explained(name, f"is not a {kind} image, or is damaged"):
-            image = open_image(data, [kind])
+        data = self._bytes(uri, name)
+        with _explained(name, "is no PNG, JPEG, WebP or GIF image, or is damaged"):
+            image = open_image(data, _FORMATS)
             image.info[_FILE] = data
         if image.width * image.height > self._limits.max_image_pixels:
             raise UserInputError(
@@ -73,27 +73,23 @@ class ImageReader:
                 return EncodedImage.from_pil(shrunk(self._spec, as_rgb(turned), name))
             return _as_sent(image) or EncodedImage.from_pil(turned)
 
-    def _bytes(self, uri: str, name: str) -> tuple[bytes, str]:
-        """The file inside a data URI, and PIL's name of its format."""
+    def _bytes(self, uri: str, name: str) -> bytes:
+        """The file inside a data URI."""
         head, comma, encoded = uri.partition(",")
         if head[:5].lower() != "data:" or not comma:
             raise UserInputError(
                 f"Image {name} must be a data URI (data:image/png;base64,...): this server fetches neither files nor "
                 "addresses."
             )
-        mime, *parameters = head[5:].lower().split(";")
-        kind = _FORMATS.get(mime.strip())
-        if kind is None or "base64" not in (parameter.strip() for parameter in parameters):
-            raise UserInputError(
-                f"Image {name} must be a base64 data URI of image/png, image/jpeg, image/webp or image/gif."
-            )
+        if "base64" not in (parameter.strip() for parameter in head.lower().split(";")[1:]):
+            raise UserInputError(f"Image {name} must be a base64 data URI: data:image/png;base64,...")
         limit = self._limits.max_image_mib * 2**20
         if len(encoded) * 3 / 4 > limit + 3:
             raise UserInputError(
                 f"Image {name} is larger than {self._limits.max_image_mib:g} MiB: send a smaller file."
             )
         try:
-            return base64.b64decode("".join(encoded.split()), validate=True), kind
+            return base64.b64decode("".join(encoded.split()), validate=True)
         except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII
             raise UserInputError(f"Image {name} is not valid base64: it may have been cut off.") from error
 

@@ -105,18 +105,14 @@ ChoiceTexts = Annotated[
 ]
 
 
-_Nothing = Annotated[list[Any], Field(max_length=0)] | None
-_Empty = Annotated[dict[str, Any], Field(max_length=0)] | None
-
-
 class Choices(_In):
-    choice: ChoiceTexts
-    # Beside a choice these are errors: one of the two would be ignored.
+    # Other forms are errors, beside a choice too: one of the two would be ignored. They come first, to be named first.
     json_schema: None = Field(None, alias="json")
     regex: None = None
     grammar: None = None
     json_object: Literal[False] | None = None
     structural_tag: None = None
+    choice: ChoiceTexts
 
 
 class ResponseFormat(_In):
@@ -131,16 +127,44 @@ class TemplateOptions(BaseModel):
     enable_thinking: bool | None = Field(None, description="Where the model's template knows the switch.")
 
 
+# Fields of OpenAI and of vLLM that are not supported, each with the value that changes nothing.
+_USUAL: dict[str, Any] = {
+    "tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "logit_bias": {},
+    "modalities": ["text"], "best_of": 1, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False, "add_generation_prompt": True, "continue_final_message": False,
+    "add_special_tokens": False, "echo": False, "length_penalty": 1.0, "use_beam_search": False,
+    "include_reasoning": True, "stop_token_ids": [], "bad_words": [], "priority": 0, "mm_payload": "tensors",
+    "routed_experts_prompt_start": 0, "return_token_offsets": False, "return_token_ids": False,
+    "return_tokens_as_token_ids": False, "return_prompt_text": False, "return_mm_kwargs": False,
+}  # fmt: skip
+# Fields that do not change the answer, whatever they hold.
+_IGNORED = {
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "reasoning_effort", "verbosity", "request_id", "session_id", "cache_salt",
+}  # fmt: skip
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    return value is None or name in _IGNORED or (name in _USUAL and value == _USUAL[name])
+
+
+def _describe(schema: dict[str, Any]) -> None:
+    """The fields without a meaning here, for the published schema."""
+    usual = {name: {"enum": [value, None], "description": "Not supported."} for name, value in _USUAL.items()}
+    ignored = {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
+    schema["properties"] |= usual | ignored
+
+
 _GUIDES = ("guided_choice", "choice", "structured_outputs")
 
 
 class ChatRequest(BaseModel):
     """OpenAI's request, and vLLM's additions.
 
-    A field that is None counts as absent. An unknown field is an error that names it.
+    A field that is None counts as absent. A field that is unknown, or not supported, is an error that names it.
     """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_describe)
 
     model: str = Field(max_length=256)
     messages: Messages
@@ -167,34 +191,15 @@ class ChatRequest(BaseModel):
     choice: ChoiceTexts | None = Field(None, description="The same as guided_choice.")
     structured_outputs: Choices | None = Field(None, description="vLLM's form of guided_choice.")
     chat_template_kwargs: TemplateOptions | None = None
-    # Not supported: each accepts only values that change nothing.
-    tools: _Nothing = None
-    tool_choice: Literal["none"] | None = None
-    functions: _Nothing = None
-    function_call: Literal["none"] | None = None
-    logit_bias: _Empty = None
-    audio: None = None
-    prediction: None = None
-    web_search_options: None = None
-    modalities: list[Literal["text"]] | None = None
-    best_of: Literal[1] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Literal[False] | None = None
-    add_special_tokens: Literal[False] | None = None
-    echo: Literal[False] | None = None
-    # Accepted and ignored: these do not change the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    parallel_tool_calls: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_changes_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {name: value for name, value in data.items() if not _changes_nothing(name, value)}
+        # JSON has one kind of number, and some clients write 6.0 for 6.
+        return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in kept.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

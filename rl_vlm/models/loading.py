@@ -82,8 +82,9 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         return builtin_models()[name].folder(seed)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserInputError(f"The folder {folder} holds no config.json: give a Hugging Face model folder.")
+        for pattern in ("config.json", "*.safetensors"):
+            if not any(folder.glob(pattern)):
+                raise UserInputError(f"The folder {folder} holds no {pattern}: give a Hugging Face model folder.")
         return folder
     if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise UserInputError(

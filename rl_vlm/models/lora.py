@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.models.memory.shape import TARGET_MODULES
-from rl_vlm.models.weights import PREFIX, WeightPayload, check_fits
+from rl_vlm.models.weights import PREFIX, WeightPayload, check_fits, check_plain_lora
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
@@ -77,10 +77,7 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
         rank, alpha = config["r"], config["lora_alpha"]
     except (ValueError, TypeError, KeyError) as error:
         raise UserInputError(f"Adapter version {payload.version} has no LoRA configuration ({error!r}).") from error
-    if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
-        raise UserInputError(
-            "Adapters with DoRA or per-layer ranks are merged by peft only: do that, or serve them with engine vllm."
-        )
+    check_plain_lora(f"version {payload.version}", config)
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     state = payload.state()
     _refuse_other_tensors(state)

@@ -1,8 +1,9 @@
-"""One forward pass of a VLM, shared by the transformers engine and the learner.
+"""The forward pass of Qwen's VLMs: image features, attention over packed rows, and hidden states for the learner.
 
-Both must compute the same log-probabilities, so both go through here: the same image features, the same token mask and
-the same positions. Image features are computed once per image and kept by hash while the vision tower stays as it is:
-an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time.
+The learner computes the language model here; the transformers engine writes its layers out in `engines/decoder.py` and
+takes the rest from here: the same image features, token mask and positions. Features are computed once per image and
+kept by hash while the vision tower stays as it is: an engine forgets them when an adapter changes the tower, and a
+tower that is trained is computed anew every time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -26,7 +28,7 @@ from rl_vlm.models.devices import wide_product
 from rl_vlm.models.images import ImageProcessorSpec, ReadAhead
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.shape import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.types import EncodedImage, RLVLMError, UserInputError
 
 
 def rolled_sin(sin: Tensor) -> Tensor:
@@ -427,10 +429,23 @@ class Backbone:
         with fast_vision(self.model, attention=not self.checkpoints_tower):
             out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
         deepstack = getattr(out, "deepstack_features", None) or []
-        return {
+        features = {
             image.sha256: ImageFeatures(out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack])
             for k, image in enumerate(images)
         }
+        for image, grid in zip(images, grids, strict=True):
+            self._check_shapes(features[image.sha256], self.images.num_image_tokens(grid))
+        return features
+
+    def _check_shapes(self, features: ImageFeatures, tokens: int) -> None:
+        """Raise RLVLMError unless there is a row for each placeholder in every layer: others would be broadcast, and
+        the model would see nothing."""
+        shapes = [tuple(tensor.shape) for tensor in (features.merged, *features.deepstack)]
+        if shapes != [(tokens, self.width)] * len(shapes):
+            raise RLVLMError(
+                f"transformers {transformers.__version__} gives an image of {tokens} tokens features of the shapes "
+                f"{shapes} in place of {(tokens, self.width)}: install a version that rl-vlm's requirements name."
+            )
 
     def choose_attention(self, attention: Attention) -> None:
         """How packed rows are computed from now on; calls with a mask are computed as before."""

@@ -261,15 +261,25 @@ class AdapterPayload(WeightPayload):
         return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest(), policy)
 
 
+def adapter_config(where: Any, text: str) -> dict[str, Any]:
+    """The content of an adapter_config.json of plain LoRA. Raises UserInputError."""
+    if len(text) > MAX_CONFIG:
+        raise UserInputError(f"The adapter {where}: adapter_config.json has more than {MAX_CONFIG} characters.")
+    try:
+        config = json.loads(text)
+        if not isinstance(config, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
+        raise UserInputError(f"The adapter {where} cannot be read ({error}).") from error
+    check_plain_lora(where, config)
+    return config
+
+
 def check_adapter(where: Any, config_json: str, tensors: bytes | memoryview) -> None:
     """Raise UserInputError unless this is a LoRA adapter: its kind, its rank and scale, and that it has tensors at
     all."""
-    if len(config_json) > MAX_CONFIG:
-        raise UserInputError(f"The adapter {where}: adapter_config.json has more than {MAX_CONFIG} characters.")
+    config = adapter_config(where, config_json)
     try:
-        config = json.loads(config_json)
-        if not isinstance(config, dict):
-            raise ValueError("it holds no object")
         names = _names_in(tensors)
     except (ValueError, TypeError, RecursionError) as error:
         raise UserInputError(f"The adapter {where} cannot be read ({error}).") from error
@@ -284,6 +294,30 @@ def check_adapter(where: Any, config_json: str, tensors: bytes | memoryview) -> 
         raise UserInputError(
             f"The adapter {where} holds no LoRA matrices: adapter_model.safetensors is empty or damaged."
         )
+
+
+# Keys of peft's adapter_config.json with which LoRA stays W + scale * B·A; of others the value must say "not used".
+_HARMLESS = {
+    "alora_invocation_string", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+_UNUSED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
+
+
+def check_plain_lora(where: Any, config: Mapping[str, Any]) -> None:
+    """Raise UserInputError where the adapter changes more than W to W + scale * B·A, by its adapter_config.json.
+
+    PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base model's weights when they begin, DoRA and aLoRA the
+    arithmetic, patterns the scale of single layers; others train more than matrices of linear layers.
+    """
+    for key in sorted(config.keys() - _HARMLESS):
+        if config[key] and config[key] not in _UNUSED.get(key, ()):
+            raise UserInputError(
+                f"The adapter {where} was made with {key} {json.dumps(config[key])[:40]}, which is no plain LoRA: "
+                "merge it into the model with peft, and give the merged model's folder."
+            )
 
 
 def config_to_json(config: LoraConfig) -> str:
@@ -395,6 +429,8 @@ def find_trained(adapter: Path | None, run_dir: Path | None) -> Path | None:
         return trained_folder(run_dir) or _refuse(run_dir / AdapterPayload.FOLDER)
     if adapter is not None and not is_full(adapter) and not (adapter / AdapterPayload.CONFIG).is_file():
         return _refuse(adapter)
+    if adapter is not None and not is_full(adapter):
+        adapter_config(adapter, (adapter / AdapterPayload.CONFIG).read_text())  # now, not when replicas have started
     return adapter
 
 
@@ -443,12 +479,9 @@ def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
             names = list(file.keys())
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise UserInputError(f"model.adapter: {folder} is no readable LoRA adapter ({error}).") from error
-    # Only what our LoRA layers compute can be taken over.
-    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"):
-        if config.get(key):
-            raise UserInputError(
-                f"model.adapter: {folder} was made with {key}, which training cannot continue: use plain LoRA."
-            )
+    check_plain_lora(folder, config)
+    if config.get("use_rslora"):
+        raise UserInputError(f"model.adapter: {folder} was made with use_rslora, which training cannot continue.")
     modules = [
         name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight")
     ]

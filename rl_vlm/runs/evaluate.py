@@ -375,7 +375,7 @@ def evaluate_policy_run(
     started = time.monotonic()
     path = items_path(out) if out is not None else None
     identity = identity_of(config, options, adapters, envs.sizes)
-    with OutcomeLog(path, identity, resume=options.resume, finished=out is not None and out.exists()) as log:
+    with OutcomeLog(path, identity, resume=options.resume, overwrite=options.overwrite) as log:
         if out is not None:
             out.unlink(missing_ok=True)
         session = _play_missing(config, options, adapters, tasks, log)

@@ -17,6 +17,7 @@ import psutil
 
 from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, save_checkpoint
 from rl_vlm.config import SFTConfig, TrainConfig, save_config
+from rl_vlm.config.loading import changes_since
 from rl_vlm.files import clean_leftovers, open_own, write_atomic
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.weights import WeightPayload
@@ -193,6 +194,13 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
+# What a resumed run may not change, each with a point at its end.
+_FIXED = (
+    "env.id.", "env.kwargs.", "env.data.", "env.mixture.", "env.reward.", "model.path.", "model.train.",
+    "algorithm.name.", "preference.reward.", "sft.data.",
+)  # fmt: skip
+
+
 class BaseRun(ABC):
     """The state of one command that trains; `start` iterations (or steps) are done already.
 
@@ -212,7 +220,10 @@ class BaseRun(ABC):
         self.saved_at = self.start if self.start_from else -1  # what the newest checkpoint holds; -1 without one
         if self.start_from is not None:
             self._check_fits(self.start_from)
+        changes = self._changes() if self.start_from is not None else ""
         self.display = self._new_display()
+        if changes:
+            self.display.message(changes)
         self._before = _contents(folder, ("config.yaml", "result.json")) if resume else {}
         save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(self.start if resume else None)
@@ -228,6 +239,22 @@ class BaseRun(ABC):
 
     def _check_fits(self, checkpoint: Path) -> None:  # noqa: B027  # not every kind has something to check
         """Raise UserInputError where the run cannot go on from a checkpoint."""
+
+    def _changes(self) -> str:
+        """What differs from the configuration that the run began with, in a sentence.
+
+        Raises UserInputError where that is what is learned, or from what: two curves would be one.
+        """
+        saved = self.folder / "config.yaml"
+        changes = changes_since(saved, self.config) if saved.is_file() else {}
+        told = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}
+        fixed = [text for key, text in told.items() if f"{key}.".startswith(_FIXED)]
+        if fixed:
+            raise UserInputError(
+                f"The run in {self.folder} cannot go on with other settings ({', '.join(fixed)}): repeat the overrides "
+                f"that it began with, give {self.folder} in place of the configuration, or choose another --run-dir."
+            )
+        return f"Going on with other settings: {', '.join(told.values())}." if told else ""
 
     @abstractmethod
     def _new_display(self) -> ProgressDisplay:
@@ -417,7 +444,7 @@ class RunLifecycle(BaseRun):
     @contextmanager
     def _ray_metrics(self) -> Iterator[None]:
         """Inside, figures are Ray metrics too, where the configuration or a cluster that was joined asks for it."""
-        from rl_vlm.runs.ray_session import joins_cluster
+        from rl_vlm.runs.surroundings import joins_cluster
 
         wanted = self.config.logging.ray_metrics
         if not (joins_cluster() if wanted is None else wanted):

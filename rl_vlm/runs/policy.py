@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_vlm.algorithms.checkpoint import write_checkpoint
 from rl_vlm.chat import expand_image_tokens
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _NEEDS_IMAGES = 0.1  # a smaller gain in accuracy over blank images gives a warning
 _FIRST = 5  # iterations at the start
+_SKIPPED = 10  # steps in a row that end a run
+_NOT_FINITE = "because their gradients were not finite"
 
 
 def blind(results: Mapping[str, float]) -> str:
@@ -51,7 +53,8 @@ def blind(results: Mapping[str, float]) -> str:
         return ""
     return (
         f"Answers do not need the images: {unseen:.2f} are right with blank ones, {gap:+.2f} with the true ones "
-        "[sight/accuracy_gap]."
+        "[sight/accuracy_gap]. Either the questions need none, or the policy has collapsed to one answer (see "
+        "policy/entropy; a smaller learner.lr helps)."
     )
 
 
@@ -73,6 +76,39 @@ class EqualRewards:
             f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
             f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
             "answers and their rewards."
+        )
+
+
+class NotFiniteError(RLVLMError):
+    """Optimiser steps were skipped, one after the other, because their gradients were not finite."""
+
+
+class SkippedSteps:
+    """Counts optimiser steps that were skipped because their gradient was not finite, in this process."""
+
+    def __init__(self) -> None:
+        self.skipped = self.taken = self.in_a_row = 0
+
+    def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
+        """A sentence when the first one was skipped, otherwise an empty one. Raises NotFiniteError for ten in a row."""
+        skipped, taken = (int(metrics.get(f"policy/{name}_steps", 0)) for name in ("skipped", "optimizer"))
+        is_first = skipped > 0 and not self.skipped
+        self.skipped, self.taken = self.skipped + skipped, self.taken + taken
+        self.in_a_row = skipped + (0 if taken else self.in_a_row)
+        if self.in_a_row >= _SKIPPED:
+            self.fail()
+        return f"Iteration {iteration}: {skipped} optimiser steps were skipped, {_NOT_FINITE}." if is_first else ""
+
+    def check(self) -> None:
+        """Raise NotFiniteError where steps were skipped and none was taken."""
+        if self.skipped and not self.taken:
+            self.fail()
+
+    def fail(self) -> NoReturn:
+        """Raise the error."""
+        raise NotFiniteError(
+            f"The last {self.in_a_row} optimiser steps were skipped, {_NOT_FINITE}, so nothing is learned: look at "
+            "policy/loss, policy/kl and mismatch/kl, and lower learner.lr (or mend the loss)."
         )
 
 
@@ -279,7 +315,7 @@ class PolicyRun(RunLifecycle):
         super().__init__(config, folder, resume)
         self.evaluations: list[dict[str, Any]] = []
         self.last_iteration = self.start
-        self._equal_rewards = EqualRewards()
+        self._equal_rewards, self._skipped_steps = EqualRewards(), SkippedSteps()
 
     @staticmethod
     def evaluate(config: PolicyConfig, **options: Any) -> dict[str, Any]:
@@ -342,6 +378,7 @@ class PolicyRun(RunLifecycle):
                 with suppress(RLVLMError):
                     self._checkpoint()
             raise
+        self._skipped_steps.check()
         self._checkpoint()
         self._save_trained(self.algorithm.recovery.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
@@ -379,8 +416,9 @@ class PolicyRun(RunLifecycle):
         self.display.update(iteration, metrics)
         if algorithm.sight_faults and config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
-        if hint := self._equal_rewards.look(iteration, metrics):
-            self.display.message(hint)
+        for watch in (self._equal_rewards, self._skipped_steps):
+            if hint := watch.look(iteration, metrics):
+                self.display.message(hint)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
         recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
         if recorded:
@@ -431,6 +469,7 @@ class PolicyRun(RunLifecycle):
             "policy_version": counts.get("version", 0),
             **{name: counts.get(name, {}) for name in ("dropped", "restarts", "requests_by_replica")},
             "trajectories": counts.get("trajectories", 0),
+            "skipped_steps": int(sum(self.recorder.column("policy/skipped_steps"))),
         }
 
 

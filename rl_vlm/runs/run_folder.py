@@ -346,20 +346,30 @@ def check_is_kept(folder: Path) -> None:
         )
 
 
-def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
+def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
+    """Raise UserInputError for a folder that cannot be taken; nothing is changed. Of a URL only the package for its
+    kind of storage is looked for."""
+    if is_remote(run_dir):
+        RemoteFolder(str(run_dir), Path())
+        return
+    folder = Path(run_dir)
     if folder.exists() and not folder.is_dir():
         raise UserInputError(f"{folder} is a file: choose another --run-dir.")
-    if folder.is_dir() and any(folder.iterdir()):
-        if resume:
-            if not (folder / RUN_MARKER).is_file() and not (folder / "checkpoints").is_dir():
-                raise UserInputError(f"{folder} holds no run to resume: choose another --run-dir.")
-        elif overwrite:
-            clear_run(folder)
-        else:
-            raise UserInputError(
-                f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
-            )
+    if not folder.is_dir() or not any(folder.iterdir()) or (overwrite and not resume):
+        return
+    if not resume:
+        raise UserInputError(
+            f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
+        )
+    if not (folder / RUN_MARKER).is_file() and not (folder / "checkpoints").is_dir():
+        raise UserInputError(f"{folder} holds no run to resume: choose another --run-dir.")
+
+
+def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
+    check_run_dir(folder, resume, overwrite)
+    if overwrite and not resume and folder.is_dir() and any(folder.iterdir()):
+        clear_run(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mark_run(folder)

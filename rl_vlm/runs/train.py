@@ -12,6 +12,7 @@ from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.runs.preference import PreferenceRun
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
+from rl_vlm.runs.surroundings import check_resources, joins_cluster
 from rl_vlm.tracing import collector_is_named
 from rl_vlm.types import UserInputError
 
@@ -30,6 +31,8 @@ def inspect_run(config: TrainConfig) -> dict[str, Any]:
     check_quantization(config.serving.quantization)
     if config.logging.traces and collector_is_named():
         _check_exporter()
+    if not joins_cluster():
+        check_resources(config)
     return kind_of(config).inspect(config)
 
 
@@ -55,9 +58,5 @@ def train(
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
     inspect_run(config)
-    from rl_vlm.runs.ray_session import check_resources, joins_cluster
-
-    if not joins_cluster():
-        check_resources(config)
     with opened_run_folder(run_dir or default_run_dir(config), resume=resume, overwrite=overwrite) as folder:
         return kind_of(config)(config, folder, resume).execute()

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray import serve
 from ray.serve._private import replica
 
 from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
+from rl_vlm.machine import available_memory
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import kv_cache_bytes, max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
@@ -120,7 +120,7 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
             ModelShape.read(model),
             card=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
             # All replicas are taken to be on this machine.
-            free=psutil.virtual_memory().available // serving.num_replicas,
+            free=available_memory()[1] // serving.num_replicas,
         ),
         lockstep=config.deterministic,
         num_threads=None if on_gpu else serving.num_threads,

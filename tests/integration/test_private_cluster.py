@@ -12,8 +12,8 @@ import ray
 from http_support import wait_until
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.runs.addresses import is_loopback
 from rl_vlm.runs.ray_session import PrivateNode, ray_cluster
+from rl_vlm.runs.surroundings import is_loopback
 
 # Autoscaler, forwarder of logs, API server.
 OPTIONAL = {"monitor.py", "log_monitor.py", "dashboard.py"}

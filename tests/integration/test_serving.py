@@ -22,7 +22,7 @@ from serving_support import RUN_ID, Adapters, ask, client, replicas, served, unt
 from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import EngineError
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.runs.addresses import is_loopback
+from rl_vlm.runs.surroundings import is_loopback
 from rl_vlm.serving import replica as replica_module
 from rl_vlm.serving.client import home_session
 from rl_vlm.serving.registry import app_name, registry_name

@@ -270,6 +270,15 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(command, conf
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_results_that_exist_are_kept_unless_they_may_go(command, config, harness, tmp_path, capsys):
+    out = tmp_path / "o.json"
+    out.write_text("hours of work")
+    assert run(command, config, "--out", out) == 2
+    assert "--overwrite" in failure(capsys) and out.read_text() == "hours of work"
+    assert run(command, config, "--out", out, "--overwrite") == 0
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
 def test_a_folder_without_an_adapter_is_refused(command, config, tmp_path, capsys):
     assert run(command, config, "--adapter", tmp_path) == 2
     assert "adapter_config.json" in failure(capsys)

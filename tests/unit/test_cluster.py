@@ -48,6 +48,7 @@ def ray_that_takes_sigterm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(ray_session.ray, name, lambda answer=answer: answer)
     for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ray_session, "cluster_address", lambda: os.environ["RAY_ADDRESS"])
     yield
     signal.signal(signal.SIGTERM, before)
 
@@ -108,8 +109,11 @@ def test_a_private_cluster_on_a_busy_machine_is_started_again(starts: list[Excep
     assert os.environ[STORE_WAIT] == "60"
 
 
-def test_a_cluster_that_asks_for_a_token_is_an_error_in_one_sentence(starts: list[Exception]) -> None:
+def test_a_cluster_that_asks_for_a_token_is_an_error_in_one_sentence(
+    starts: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts.append(AuthenticationError("Token authentication is enabled and no token was found.\nSee ..."))
+    monkeypatch.setattr(ray_session, "cluster_address", lambda: "192.0.2.7:6379")
     with pytest.raises(ray_session.ClusterError):
         ray_session._join(run_config(), (), {})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.cli.doctor import ray_checks
-from rl_vlm.runs.addresses import is_loopback
+from rl_vlm.runs.surroundings import is_loopback
 
 # A process with the name of Ray's node service that listens on an address.
 LISTENER = """

@@ -176,6 +176,18 @@ def test_outcomes_are_in_the_file_at_once_and_read_as_they_were(tmp_path: Path) 
         assert [t.index for t in log.missing([task(3)], "against")] == [3]
 
 
+def test_outcomes_are_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "r.items.jsonl"
+    with OutcomeLog(path, {"seed": 0}) as log:
+        log.add([outcome(3, True)])
+    before = path.read_bytes()
+    with pytest.raises(UserInputError, match="--resume"):
+        OutcomeLog(path, {"seed": 0})
+    assert path.read_bytes() == before
+    with OutcomeLog(path, {"seed": 0}, overwrite=True) as log:
+        assert not log.outcomes
+
+
 def test_an_item_without_all_its_samples_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "r.items.jsonl"
     with OutcomeLog(path, {}) as log:

@@ -246,3 +246,22 @@ def test_metrics_count_what_happened(engine: TransformersEngine, tiny_folder: Pa
     assert found["rl_vlm_http_tokens_total", "prompt"] == 2 * usage["prompt_tokens"]
     assert found["rl_vlm_http_first_token_seconds_count",] == 1
     assert found["engine_lines",] == 1
+
+
+def test_head_answers_as_get_does_without_the_body(engine: TransformersEngine, tiny_folder: Path) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server:
+        for path in ("/health", "/v1/models"):
+            reply = httpx.head(f"{server.url}{path}", timeout=PATIENCE_S)
+            assert (reply.status_code, reply.content) == (200, b"")
+
+
+def test_every_answer_has_an_id_the_clients_own_where_it_gives_one(
+    engine: TransformersEngine, tiny_folder: Path
+) -> None:
+    with serving(EngineBackend(engine), tiny_folder) as server:
+        given = httpx.get(f"{server.url}/health", headers={"x-request-id": "mine-1"}, timeout=PATIENCE_S)
+        made = [httpx.get(f"{server.url}/nowhere", timeout=PATIENCE_S) for _ in range(2)]
+        forged = httpx.get(f"{server.url}/health", headers={"x-request-id": "a b" * 99}, timeout=PATIENCE_S)
+    assert given.headers["x-request-id"] == "mine-1"
+    ids = {reply.headers["x-request-id"] for reply in (*made, forged)}
+    assert len(ids) == 3 and all(len(name) == 32 for name in ids)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.algorithms.learners import LearnerDiedError
-from rl_vlm.config import parse_config
+from rl_vlm.config import parse_config, save_config
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.rollout.curriculum import make_task_source
@@ -88,3 +88,40 @@ def test_a_resume_with_other_tasks_is_refused_before_anything_starts(tmp_path: P
         _check_tasks(other, checkpoint)
     with pytest.raises(UserInputError, match="curriculum.stages"):
         _check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"env": {"id": "GridWalk-v0"}},
+        {"env": {"id": "Shapes-v0", "kwargs": {"task": "colour"}}},
+        {"env": {"id": "Shapes-v0", "reward": {"weights": {"own": 1.0, "format": 0.1}}}},
+        {"model": {"path": "tiny-wide"}},
+        {"algorithm": {"name": "ppo"}},
+    ],
+)
+def test_a_resume_that_would_mix_two_runs_is_refused_and_changes_nothing(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = {"env": {"id": "Shapes-v0"}, "model": {"path": "tiny"}}
+    saved = begin(begun, tmp_path, monkeypatch)
+    with pytest.raises(UserInputError, match=r"cannot go on with other settings \((env|model|algorithm)"):
+        PolicyRun(parse_config(begun | changes), tmp_path, resume=True)
+    assert (tmp_path / "config.yaml").read_text() == saved
+
+
+def test_a_resume_with_other_settings_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = {"env": {"id": "Shapes-v0"}, "model": {"path": "tiny"}}
+    begin(begun, tmp_path, monkeypatch)
+    PolicyRun(parse_config(begun | {"algorithm": {"iterations": 7}}), tmp_path, resume=True)
+    assert "algorithm.iterations 100 → 7" in " ".join(capsys.readouterr().out.split())
+
+
+def begin(settings: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make the folder of a run with a checkpoint; its saved configuration."""
+    monkeypatch.setattr(PolicyRun, "_latest_checkpoint", lambda self: folder / "checkpoints/iteration-000002")
+    monkeypatch.setattr(PolicyRun, "_check_fits", lambda *_: None)
+    save_config(parse_config(settings), folder / "config.yaml")
+    return (folder / "config.yaml").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tables import table
 
+from rl_vlm.cli import run as rl_vlm
 from rl_vlm.config import load_config, load_sft_config
 from rl_vlm.models.loading import load_model
 from rl_vlm.runs.memory import count_parameters
@@ -83,7 +85,7 @@ class Loose(ShapesEnv):
 """
 
 
-@pytest.mark.parametrize("value", ["2026-01-01", ".nan", "[1, .inf]", "!!set {a, b}", "!!binary AAEC"])
+@pytest.mark.parametrize("value", ["!!timestamp 2026-01-01", ".nan", "[1, .inf]", "!!set {a, b}", "!!binary AAEC"])
 def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
     value: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -104,3 +106,42 @@ def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
         inspect("process", "{}", given)
     inspect("thread", given, given)
     inspect("process", "{since: '2026-01-01'}", "{since: [1, {a: null}]}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--run-dir={folder}"], "--overwrite"),
+        (["--run-dir={folder}", "--resume"], "holds no run"),
+        (["--run-dir=nowhere://bucket/run"], "nowhere"),
+        (["model.path={folder}"], "safetensors"),
+        (["serving.gpus_per_replica=1"], "GPU"),
+        (["resources.num_cpus=1", "rollout.num_env_runners=8"], "CPUs"),
+        (["serving.engine=vllm"], "vllm"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_refuses_what_the_start_would_refuse(
+    changes: list[str],
+    words: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And leaves everything as it is."""
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else own(name, *more))
+    for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "config.json").write_text("{}")
+    arguments = [
+        "train",
+        str(ROOT / "configs/quickstart.yaml"),
+        f"model.path={tiny_folder}",
+        f"--run-dir={tmp_path}/new",
+    ]
+    arguments += [change.format(folder=tmp_path) for change in changes]
+    assert rl_vlm([*arguments, "--dry-run"]) == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,9 @@ class InProcess:
             return list(await asyncio.gather(*runs))
 
         return asyncio.run(gather()), RolloutResult()
+
+    def replicas_at_rest(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def call(self, function: Any) -> Any:
         def logprobs(trajectories: Sequence[Trajectory], counterfactuals: bool) -> dict[str, list[np.ndarray]]:
@@ -199,6 +203,16 @@ def test_figures_during_training_say_how_much_answers_depend_on_images(tiny_fold
     parts.updates = 7
     assert probe.measure(groups) == ({}, [])
     parts.loop.close()
+
+
+def test_a_gate_that_is_off_measures_no_more_often_than_it_is_told(tiny_folder: Path) -> None:
+    for gate, measured in (("off", [0, 5]), ("warn", [0, 1, 5])):
+        parts = InProcess(tiny_folder, sight__every=5, sight__gate=gate)
+        probe, groups, seen = SightProbe(parts), parts.loop.sample(size=1), []  # type: ignore[arg-type]
+        for parts.updates in range(6):
+            seen += [parts.updates] if probe.measure(groups)[0] else []
+        assert seen == measured
+        parts.loop.close()
 
 
 def test_no_hypothesis_is_blamed_for_rounding() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_vlm.runs.policy import EqualRewards, blind
+from rl_vlm.runs.policy import EqualRewards, NotFiniteError, SkippedSteps, blind
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,28 @@ def test_a_start_without_differences_is_told_once() -> None:
     assert told([1.0] * 12) == [5]
     assert told([1.0, 1.0, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == []  # something was learned from
     assert told([1.0] * 12, first=21) == []  # a resumed run: its task may be solved
+
+
+def steps(skipped: int, taken: int) -> dict[str, float]:
+    return {"policy/skipped_steps": float(skipped), "policy/optimizer_steps": float(taken)}
+
+
+def test_a_skipped_step_is_told_once_and_ten_in_a_row_end_the_run() -> None:
+    watch = SkippedSteps()
+    assert [bool(watch.look(k, steps(*each))) for k, each in enumerate([(0, 4), (1, 3), (4, 0), (4, 0)])] == [
+        False, True, False, False,
+    ]  # fmt: skip
+    with pytest.raises(NotFiniteError):
+        watch.look(5, steps(4, 0))
+    watch = SkippedSteps()
+    for k in range(20):  # each iteration takes one
+        watch.look(k, steps(3, 1))
+
+
+def test_a_run_without_a_single_finite_step_is_no_success() -> None:
+    watch = SkippedSteps()
+    watch.look(1, steps(4, 0))
+    with pytest.raises(NotFiniteError):
+        watch.check()
+    watch.look(2, steps(0, 4))
+    watch.check()

@@ -1,0 +1,85 @@
+"""Adapters that are more than W + scale * B·A are refused wherever one is named, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from rl_vlm.config import TrainedModelSection
+from rl_vlm.models.weights import PREFIX, AdapterPayload, check_initial_adapter, find_trained, read_payload
+from rl_vlm.types import UserInputError
+
+LAYER = f"{PREFIX}model.language_model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An adapter folder of plain LoRA."""
+    state = {f"{LAYER}.lora_A.weight": torch.ones(4, 8), f"{LAYER}.lora_B.weight": torch.ones(8, 4)}
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    return AdapterPayload.build(1, state, config).write(tmp_path / "adapter")
+
+
+def change(folder: Path, **changes: Any) -> None:
+    """Change keys of an adapter's configuration."""
+    path = folder / AdapterPayload.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_16"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "corda"},
+        {"init_lora_weights": "loftq"},
+        {"init_lora_weights": "lora_ga"},
+        {"alora_invocation_tokens": [33]},
+        {"use_dora": True},
+        {"use_qalora": True},
+        {"lora_bias": True},
+        {"bias": "all"},
+        {"fan_in_fan_out": True},
+        {"trainable_token_indices": [1, 2]},
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"modules_to_save": ["lm_head"]},
+        {"rank_pattern": {"q_proj": 8}},
+        {"alpha_pattern": {"q_proj": 8}},
+        {"layer_replication": [[0, 2], [1, 2]]},
+        {"use_of_a_later_version": True},
+    ],
+    ids=lambda changes: "-".join(changes) + str(next(iter(changes.values())))[:12],
+)
+def test_an_adapter_that_is_no_plain_lora_is_refused_by_its_key(folder: Path, changes: dict[str, Any]) -> None:
+    change(folder, **changes)
+    model = TrainedModelSection.model_validate({"path": "tiny", "adapter": str(folder)})
+    for read in (
+        lambda: read_payload(folder, 1),
+        lambda: find_trained(folder, None),
+        lambda: check_initial_adapter(model),
+    ):
+        with pytest.raises(UserInputError, match=next(iter(changes))):
+            read()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_rslora": True},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False},
+        {"lora_dropout": 0.1, "layers_to_transform": [0], "exclude_modules": ["k_proj"]},
+        {"bias": "none", "rank_pattern": {}, "modules_to_save": None},
+    ],
+)
+def test_keys_that_do_not_change_the_arithmetic_are_accepted(folder: Path, changes: dict[str, Any]) -> None:
+    change(folder, **changes)
+    assert find_trained(folder, None) == folder
+    assert read_payload(folder, 1).version == 1
