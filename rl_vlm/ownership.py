@@ -26,7 +26,7 @@ _RUN_FILE = re.compile(
         (
             re.escape(RUN_MARKER),
             r"config\.yaml|progress\.csv|train\.csv|eval\.csv|eval\.jsonl|vlm_query_log\.csv|result\.json|curve\.png",
-            r"startup\.log|error\.log|wandb_id\.txt|events\.out\.tfevents\.[^/]+",
+            r"failures\.jsonl|startup\.log|error\.log|wandb_id\.txt|events\.out\.tfevents\.[^/]+",
             rf"trajectories/(iteration-\d+\.parquet|images/{_IMAGE})",
             r"videos/step\d+_episode\d+_[^/]+\.gif",
             r"traces/iteration-\d+\.jsonl",

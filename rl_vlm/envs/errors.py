@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -32,6 +34,12 @@ class EnvTimeoutError(EnvError):
 
 class EnvCrashError(EnvError):
     """The process of an environment died."""
+
+
+def place_of(error: BaseException) -> str:
+    """Where an exception was raised, such as ` (dots.py, line 12)`; empty where that is not known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def check_reset(result: Any) -> tuple[Observation, Info]:

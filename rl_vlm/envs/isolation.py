@@ -18,7 +18,15 @@ from typing import Any
 from rl_vlm.child import Answer, Child, ChildStartError
 from rl_vlm.envs.address import TOKEN_VARIABLE
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics, check_reset, check_step
+from rl_vlm.envs.errors import (
+    EnvCrashError,
+    EnvError,
+    EnvTimeoutError,
+    check_metrics,
+    check_reset,
+    check_step,
+    place_of,
+)
 from rl_vlm.envs.foreign import split_scheme
 from rl_vlm.envs.registry import make, portable_id
 from rl_vlm.frames import Frame, FrameError, PeerGoneError
@@ -100,7 +108,8 @@ class EnvWorker:
         except Exception as error:
             kind = "input" if isinstance(error, UserInputError) else "env"
             name = "" if isinstance(error, UserInputError | EnvError) else f"{type(error).__name__}: "
-            return {"kind": kind, "error": name + short_line(error)}, []
+            place = place_of(error) if name else ""
+            return {"kind": kind, "error": name + short_line(error) + place}, []
 
     def _carry_out(self, request: dict[str, Any]) -> Frame:
         op = request["op"]

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -263,6 +263,9 @@ def _iteration(file: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
+MAX_FAILURES = 10_000
+
+
 class RunRecorder:
     """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and what `draw` draws.
 
@@ -286,6 +289,7 @@ class RunRecorder:
         self.write_errors = 0
         self._run = run
         self._warned: set[tuple[str, object]] = set()
+        self._failures: Counter[str] = Counter()
         keep_until = -1 if resumed_iteration is None else resumed_iteration
         self._progress = ProgressCsv(folder / "progress.csv", keep_until)
         self._evaluations = JsonLines(folder / "eval.jsonl", keep_until)
@@ -325,6 +329,22 @@ class RunRecorder:
         if self.ray is not None:
             with self._guard("Ray metrics", Exception):
                 self.ray.add_evaluation(numbers)
+
+    def log_failures(self, iteration: int, failures: Mapping[str, str]) -> list[str]:
+        """Keep why groups were lost in `failures.jsonl`, and return the reasons of new kinds, which differ in more than
+        numbers. Of one process at most MAX_FAILURES are kept."""
+        lines, fresh = [], []
+        for group, reason in failures.items():
+            kind = re.sub(r"\d+", "#", reason)
+            if kind not in self._failures:
+                fresh.append(reason)
+            self._failures[kind] += 1
+            if self._failures.total() <= MAX_FAILURES:
+                lines.append(json.dumps({"iteration": iteration, "group": group, "reason": reason}) + "\n")
+        if lines:
+            with self._guard("failures.jsonl"):
+                append_whole(self.folder / "failures.jsonl", "".join(lines).encode())
+        return fresh
 
     def log_spans(self, iteration: int, spans: Sequence[tracing.Span]) -> None:
         """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
-from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
+from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step, place_of
 from rl_vlm.envs.registry import make_part
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
@@ -43,7 +43,7 @@ class _Call:
             self.result = error
         except (Exception, SystemExit) as error:
             # User code may raise anything, and may even exit; it ends an episode, not the runner.
-            self.result = EnvError(f"The environment raised {type(error).__name__}: {error}")
+            self.result = EnvError(f"The environment raised {type(error).__name__}: {error}{place_of(error)}")
         self.seconds = time.monotonic() - self.began
         self.done = True
 

@@ -87,6 +87,9 @@ class GroupBuffer:
         self._groups = []
 
 
+_MOST_LOST = 64  # groups that a run may lose although they are most of all
+
+
 class TooManyFailuresError(RLVLMError):
     """Too many groups in a row were lost."""
 
@@ -116,7 +119,8 @@ class Rollouts(ABC):
         # section 3.2). A small share of a few is one at least.
         self._most_refills = max(round(share * self._batch), int(share > 0))
         self._refills_left = self._most_refills
-        self._lost_in_a_row = 0
+        self._lost_in_a_row = self._lost = self._complete = 0
+        self._failures: dict[str, str] = {}  # why groups were lost, by their ids
         self.stop_requested: Callable[[], bool] = lambda: False
         self.trajectories = 0  # given to the learner
         self.dropped: Counter[str] = Counter()
@@ -192,8 +196,21 @@ class Rollouts(ABC):
         self._buffer.add(group for group in result.groups if group.group_id not in names)
         return replaced
 
+    def take_failures(self) -> dict[str, str]:
+        """Why groups were lost since the last call, by their ids."""
+        taken, self._failures = self._failures, {}
+        return taken
+
     def _count_failures(self, result: RolloutResult) -> None:
-        """Raises TooManyFailuresError where too many groups in a row were lost, naming the last reason."""
+        """Raises TooManyFailuresError where too many groups in a row were lost, or most of them, naming the last
+        reason."""
+        self._failures |= result.lost
+        self._lost, self._complete = self._lost + len(result.lost), self._complete + len(result.groups)
+        if self._lost >= _MOST_LOST and self._lost > self._complete:
+            raise TooManyFailuresError(
+                f"{self._lost} of {self._lost + self._complete} groups were lost, the last because of: "
+                f"{list(self._failures.values())[-1]}. Repair the environment or the server."
+            )
         self._lost_in_a_row = 0 if result.groups else self._lost_in_a_row + len(result.lost)
         if self._lost_in_a_row >= self._run.rollout.max_consecutive_failures:
             raise TooManyFailuresError(

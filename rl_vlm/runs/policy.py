@@ -372,6 +372,7 @@ class PolicyRun(RunLifecycle):
                     while algorithm.updates < self.config.algorithm.iterations and not self.stop:
                         self._iterate()
         except (SamplingError, TooManyFailuresError, SightError):
+            self._tell_failures()
             # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have
             # learned.
             if algorithm.updates > max(self.saved_at, 0):
@@ -413,6 +414,7 @@ class PolicyRun(RunLifecycle):
             self.rewards.append(metrics["reward/mean"])
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
+        self._tell_failures()
         self.display.update(iteration, metrics)
         if algorithm.sight_faults and config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
@@ -431,6 +433,11 @@ class PolicyRun(RunLifecycle):
         last = iteration >= config.algorithm.iterations
         if last or (config.evaluation.every and iteration % config.evaluation.every == 0):
             self._evaluate()
+
+    def _tell_failures(self) -> None:
+        """Say why groups were lost, each kind of reason once."""
+        for reason in self.recorder.log_failures(self.algorithm.updates, self.algorithm.rollouts.take_failures()):
+            self.display.message(f"A group was lost: {reason} (failures.jsonl keeps all reasons)")
 
     def _forget_after(self, iteration: int) -> None:
         """Remove the rows of later iterations, which are done again."""

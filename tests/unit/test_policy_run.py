@@ -47,6 +47,7 @@ def test_what_was_learned_is_saved_where_sampling_ends_a_run(
     monkeypatch.setattr(PolicyRun, "_checkpoint", save)
     run = PolicyRun.__new__(PolicyRun)
     run.algorithm, run.saved_at = SimpleNamespace(updates=updates), 2
+    monkeypatch.setattr(PolicyRun, "_tell_failures", lambda _: None)
     with pytest.raises(type(error), match=str(error)):
         run._to_the_end()
     assert saved == ([5] if saves else [])
@@ -63,9 +64,12 @@ def test_an_iteration_that_shows_a_fault_is_recorded_before_the_run_ends() -> No
         last_metrics={},
         last_spans=[],
         sight_faults=[Fault("positions", "Rows are missing.")],
+        rollouts=SimpleNamespace(take_failures=dict),
     )
     run.recorder = SimpleNamespace(  # type: ignore[assignment]
-        log_iteration=lambda iteration, _: recorded.append(iteration), log_spans=lambda *_: None
+        log_iteration=lambda iteration, _: recorded.append(iteration),
+        log_spans=lambda *_: None,
+        log_failures=lambda *_: [],
     )
     run.display = SimpleNamespace(update=lambda *_: None)  # type: ignore[assignment]
     with pytest.raises(SightError):

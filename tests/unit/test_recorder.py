@@ -113,3 +113,17 @@ def test_result_json_has_all_keys_and_the_extra_ones(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert recorder.write_errors == 0
     recorder.close()
+
+
+def test_each_kind_of_failure_is_told_once_and_all_are_kept(tmp_path, monkeypatch):
+    recorder = RunRecorder(tmp_path, QUIET)
+    assert recorder.log_failures(1, {"a": "KeyError: 'x' (dots.py, line 3)", "b": "no result within 60 s"}) == [
+        "KeyError: 'x' (dots.py, line 3)",
+        "no result within 60 s",
+    ]
+    assert recorder.log_failures(2, {"c": "no result within 61 s", "d": "another"}) == ["another"]
+    monkeypatch.setattr("rl_vlm.monitoring.recorder.MAX_FAILURES", 5)
+    recorder.log_failures(3, {"e": "another", "f": "another"})
+    kept = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert [entry["group"] for entry in kept] == ["a", "b", "c", "d", "e"]
+    assert kept[2] == {"iteration": 2, "group": "c", "reason": "no result within 61 s"}

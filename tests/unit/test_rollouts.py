@@ -223,6 +223,16 @@ def test_failures_in_a_row_stop_the_run_and_a_success_forgives() -> None:
         rollouts._add(RolloutResult(lost={"h": "x", "i": "the reason"}))
 
 
+def test_a_run_that_loses_most_groups_stops_and_tells_why() -> None:
+    rollouts, _ = rollouts_of(parse_config({}))
+    for k in range(31):
+        rollouts._add(RolloutResult(groups=[group(f"good{k}", 0)], lost={f"a{k}": "KeyError: 'x'", f"b{k}": "y"}))
+    assert len(rollouts.take_failures()) == 62 and rollouts.take_failures() == {}
+    with pytest.raises(TooManyFailuresError, match="64 of 96 groups"):
+        rollouts._add(RolloutResult(groups=[group("good", 0)], lost={"a": "x", "b": "y"}))
+    assert rollouts.take_failures() == {"a": "x", "b": "y"}
+
+
 def test_refilling_continues_at_the_same_task_after_a_resume() -> None:
     """Refilled rounds draw from the middle of a numbered round; an interrupted run draws the same tasks as one that is not."""
     run = run_of(prompts=10, refill=2.0)
