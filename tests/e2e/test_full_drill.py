@@ -115,7 +115,7 @@ def test_replicas_killed_in_mid_transfer_come_back_at_the_newest_version(
 ) -> None:
     folder = tiny_folder if engine == "transformers" else resolve_model("tiny-wide")
     weights = FullWeightsOf(folder)
-    with served(folder, tmp_path, model__train="full", serving__engine=engine) as (_, service):
+    with served(folder, model__train="full", serving__engine=engine) as (_, service):
         started = time.monotonic()
         drill = asyncio.run(run_full_drill(service, weights, folder, kills, 0.02))
         took = time.monotonic() - started

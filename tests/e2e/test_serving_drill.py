@@ -129,7 +129,7 @@ def processes() -> Iterator[None]:
 def test_ten_thousand_requests_survive_kills_and_publications(
     tiny_folder: Path, tmp_path: Path, requests: int, count: int
 ) -> None:
-    with served(tiny_folder, tmp_path, serving__num_replicas=count) as (run, service):
+    with served(tiny_folder, serving__num_replicas=count) as (run, service):
         adapters = Adapters(run, tiny_folder)
         drill = asyncio.run(run_drill(service, adapters, tiny_folder, requests, 5, 1.0, count))
     assert not ray.is_initialized()
@@ -149,7 +149,7 @@ def test_a_replica_with_hours_of_work_is_not_taken_for_dead(tmp_path: Path, toke
     folder = resolve_model("tiny-wide")
     settings = {"serving__engine": "vllm", "serving__num_replicas": 1, "serving__max_context": tokens + 64}
     probes = {"serving__probe_after_s": 1.0, "serving__probe_timeout_s": 5.0}
-    with served(folder, tmp_path, **settings, **probes):
+    with served(folder, **settings, **probes):
         requests = [ask(folder, "go on", str(k), n=64, max_new_tokens=tokens, ignore_eos=True) for k in range(8)]
 
         async def send() -> list[Completion]:
@@ -171,7 +171,7 @@ def test_a_wedged_engine_core_is_found_and_replaced(tmp_path: Path) -> None:
     """vLLM computes in a child process, which stops here; the replica itself goes on to answer everything else."""
     folder = resolve_model("tiny-wide")
     settings = {"serving__engine": "vllm", "serving__num_replicas": 1, "serving__probe_after_s": 2.0}
-    with served(folder, tmp_path, serving__probe_timeout_s=4.0, **settings):
+    with served(folder, serving__probe_timeout_s=4.0, **settings):
         request = ask(folder, "hello")
         before = asyncio.run(client(homes=[0]).generate(request))
         (replica,) = replicas()

@@ -97,14 +97,6 @@ def test_an_unfit_adapter_is_refused(engine: TransformersEngine, payload: Adapte
         asyncio.run(engine.load_adapter(broken))
 
 
-def test_a_machine_without_bitsandbytes_is_told_what_to_install(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserInputError, match="rl-vlm\\[nf4\\]"):
-        loading.load_model(tiny_folder, quantization="nf4")
-
-
 def test_the_setting_reaches_the_engine_that_a_replica_builds(tiny_folder: Path) -> None:
     run = run_config(tiny_folder, serving__quantization="nf4", serving__max_context=256)
     built = build_engine(tiny_folder, run)

@@ -1,14 +1,38 @@
 """RunRecorder: what a run leaves behind for people and programs, and that resuming cuts it."""
 
+import errno
 import json
+import os
+import stat
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from recorder_support import QUIET, evaluations, group, leftovers, rows, scalars, words
+from recorder_support import (
+    QUIET,
+    evaluations,
+    group,
+    leftovers,
+    picture,
+    read_trajectories,
+    rows,
+    scalars,
+    trajectory,
+    words,
+)
 
+from rl_vlm import files
 from rl_vlm.config import PolicyConfig
+from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
+from rl_vlm.monitoring import recorder
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
+from rl_vlm.types import Message, TrajectoryGroup
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +137,219 @@ def test_result_json_has_all_keys_and_the_extra_ones(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert recorder.write_errors == 0
     recorder.close()
+
+
+# --- Writing whole files, appending whole lines, values as JSON
+
+
+def test_an_atomic_write_replaces_the_file_and_is_readable_by_others(tmp_path):
+    old_mask = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "a.txt", "first")
+        write_atomic(tmp_path / "a.txt", b"second")
+    finally:
+        os.umask(old_mask)
+    assert (tmp_path / "a.txt").read_text() == "second"
+    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch, step):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_atomic(tmp_path / "a.txt", "old")
+    monkeypatch.setattr(files.os, step, fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text() == "old"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_failed_append_leaves_the_file_as_it_was(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\n")
+    code = (
+        "import resource, signal, sys\n"
+        "from rl_vlm.files import append_whole\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    append_whole(sys.argv[1], b'x' * 200)\n"
+        "except OSError as error:\n    print(error.errno)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], capture_output=True, text=True)
+    assert int(done.stdout) == errno.EFBIG, done.stderr
+    assert (tmp_path / "log").read_bytes() == b"one\n"
+    append_whole(tmp_path / "log", b"two\n")
+    assert whole_lines(tmp_path / "log") == [b"one", b"two"]
+
+
+def test_a_last_line_that_was_cut_short_does_not_count(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\ntw")
+    assert whole_lines(tmp_path / "log") == [b"one"]
+    assert whole_lines(tmp_path / "missing") == []
+
+
+def test_json_values_are_plain_and_finite():
+    value = {"a": np.float32(0.5), 2: np.arange(2), "c": (float("nan"), np.inf), "d": "\ud800", "e": {3, 1}}
+    value |= {"f": np.bool_(True), "g": np.longdouble(1), "h": Path("x"), "i": np.int64(7)}
+    plain = to_jsonable(value)
+    assert plain == {
+        "a": 0.5, "2": [0, 1], "c": [None, None], "d": "?", "e": [1, 3], "f": True, "g": 1.0, "h": "x", "i": 7,
+    }  # fmt: skip
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+
+
+def test_event_files_of_a_resumed_run_come_last_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard reads them in the order of their names."""
+    for now in (
+        1_700_000_000.0,
+        1_699_990_000.0,
+        1_699_980_000.0,
+    ):  # each machine's clock is behind that of the one before
+        monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda now=now: now))
+        known = set(tmp_path.iterdir())
+        file = recorder.TensorBoardFile(tmp_path)
+        file.add(1, {"reward/mean": 0.5})
+        (new,) = set(tmp_path.iterdir()) - known
+        assert sorted(tmp_path.iterdir())[-1] == new
+
+
+# --- Dumps of sampled trajectories: they come back as they were, whole groups, images once
+
+
+def test_trajectories_come_back_as_they_were(tmp_path):
+    red, blue = picture("red"), picture("blue")
+    one = trajectory(
+        "g0/0",
+        reward=0.5,
+        images=(red,),
+        info={"correct": np.bool_(True), "score": np.float32(0.5), "bad": "\udc80"},
+        messages=(
+            Message.of("user", red, "How many?"),
+            Message.of("assistant", "3"),
+            Message.of("tool", blue.to_pil()),
+        ),
+        replica_ids=("r1", "r2"),
+    )
+    two = trajectory("g0/1", reward=0.0, images=(red,))
+    recorder = RunRecorder(tmp_path, QUIET)
+    one.turns = (replace(one.turns[0], parts=(("answer", 1.0), ("format", 0.5))),)
+    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two], "count", 2)], [np.array([1.0, -1.0])], words)
+    path = tmp_path / "trajectories" / "iteration-000010.parquet"
+    first, second = read_trajectories(path)
+    assert (first["iteration"], first["group_id"], first["trajectory_id"], first["index"]) == (10, "g0", "g0/0", 7)
+    assert (first["env"], first["stage"]) == ("count", 2)
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        np.testing.assert_array_equal(first[name], getattr(one, name))
+    assert first["turns"] == [
+        {
+            "start": 2,
+            "stop": 4,
+            "policy_version": 3,
+            "stop_reason": "end_of_turn",
+            "reward": 0.5,
+            "state_id": "shown",
+            "pieces": [],
+            "parts": [{"name": "answer", "value": 1.0}, {"name": "format", "value": 0.5}],
+            "well_formed": True,
+        }
+    ]
+    assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)
+    assert (first["status"], first["error"], first["replica_ids"]) == ("completed", "", ["r1", "r2"])
+    assert first["info"] == {"correct": True, "score": 0.5, "bad": "?"}
+    assert first["images"] == [red.sha256]
+    assert first["messages"] == [
+        {"role": "user", "parts": [{"image": red.sha256}, "How many?"]},
+        {"role": "assistant", "parts": ["3"]},
+        {"role": "tool", "parts": [{"image": blue.sha256}]},
+    ]
+    assert first["text"] == "5 6 7 8"
+    images = tmp_path / "trajectories" / "images"
+    assert {path.stem for path in images.iterdir()} == {red.sha256, blue.sha256}
+    assert (images / f"{red.sha256}.png").read_bytes() == red.png
+    assert leftovers(tmp_path) == []
+
+
+def test_images_are_written_once(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.dump_trajectories(1, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    (image,) = (tmp_path / "trajectories" / "images").iterdir()
+    before = image.stat().st_ino
+    recorder.dump_trajectories(2, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    assert image.stat().st_ino == before
+
+
+# --- Weights & Biases: used when its key is set, never in the way of a run
+
+
+class FakeWandb(types.ModuleType):
+    """The part of wandb's interface that is used; `failures` calls of `init` fail as without a network."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, failures: int = 0) -> None:
+        super().__init__("wandb")
+        self.errors = types.SimpleNamespace(Error=self.Error)
+        self.failures, self.inits, self.logged, self.finished = failures, [], [], 0
+
+    def Settings(self, **kwargs):
+        return kwargs
+
+    def init(self, **kwargs):
+        self.inits.append(kwargs)
+        if self.failures:
+            self.failures -= 1
+            raise self.Error("no network")
+        return self
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, metrics):
+        self.logged.append(metrics)
+
+    def finish(self):
+        self.finished += 1
+
+
+def with_wandb(monkeypatch, **kwargs) -> FakeWandb:
+    fake = FakeWandb(**kwargs)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_metrics_go_to_wandb_when_its_key_is_set(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"reward/mean": 0.5})
+    recorder.finish({"status": "done"})
+    recorder.close()
+    assert fake.logged == [{"iteration": 1, "reward/mean": 0.5}] and fake.finished == 1
+    assert "secret" not in json.dumps(fake.inits, default=str)
+    RunRecorder(tmp_path, QUIET, resumed_iteration=1)
+    assert fake.inits[0]["id"] == fake.inits[1]["id"]
+
+
+def test_wandb_without_a_network_works_offline(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch, failures=1)
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
+    assert fake.inits[1]["mode"] == "offline" and len(fake.logged) == 1
+
+
+def test_wandb_that_fails_altogether_is_warned_of_and_left_out(tmp_path, monkeypatch, caplog):
+    with_wandb(monkeypatch, failures=2)
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
+    assert "Weights & Biases is off" in caplog.text
+
+
+def test_a_failing_wandb_call_does_not_fail_the_run(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch)
+    monkeypatch.setattr(fake, "log", lambda _: 1 / 0)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"a": 1})
+    assert recorder.write_errors == 1 and rows(tmp_path)
