@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_support import FullWeightsOf, gap
+from core_support import gap
+from full_support import FullWeightsOf
 from serving_support import ask, client, replicas, served
 from test_serving_drill import Drill, all_healthy
 

@@ -12,6 +12,7 @@ from core_support import (
     Sample,
     adapted_policy,
     batch_of,
+    builder_of,
     conversation,
     picture,
     reference_logprobs,
@@ -33,18 +34,6 @@ TEMPERATURE = 0.7
 @pytest.fixture(scope="module")
 def policy(tiny_folder: Path) -> PolicyModel:
     return adapted_policy(tiny_folder)
-
-
-def builder_of(text: TextSide, max_tokens: int = 4096, share: bool = True, width: int = 0) -> BatchBuilder:
-    codec = text.codec
-    return BatchBuilder(
-        image_token_id=codec.image_token_id,
-        pad_token_id=codec.pad_token_id,
-        images=text.images,
-        max_tokens=max_tokens,
-        share_prompts=share,
-        width=width,
-    )
 
 
 def group_of(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> list[Sample]:
@@ -103,7 +92,7 @@ def rows(batches: list[MicroBatch]) -> int:
 @pytest.mark.parametrize("max_tokens", [1, 150, 400, 100_000])
 def test_packed_and_separate_rows_agree(policy: PolicyModel, text: TextSide, max_tokens: int) -> None:
     groups = various_groups(text)
-    expected, expected_gradient = outcome(policy, builder_of(text, 1, share=False), groups)
+    expected, expected_gradient = outcome(policy, builder_of(text, 1, share_prompts=False), groups)
     found, gradient = outcome(policy, builder_of(text, max_tokens), groups)
     assert len(expected) == 9
     assert found.keys() == expected.keys()
@@ -166,17 +155,6 @@ def test_groups_whose_first_images_differ_are_not_packed(text: TextSide) -> None
         assert rows(builder_of(text).build([members])) == expected
 
 
-def test_later_images_may_differ_within_a_packed_row(text: TextSide) -> None:
-    rng = np.random.default_rng(3)
-    prompt = [picture(rng), "What is this? " * 6]
-    members = [conversation(text, rng, prompt, [2, 2], [[picture(rng)]]) for _ in range(3)]
-    (micro,) = builder_of(text).build([members])
-    assert len(micro.input_ids) == 1
-    assert [image.sha256 for image in micro.images] == [
-        members[0].images[0].sha256, *(member.images[1].sha256 for member in members)
-    ]  # fmt: skip
-
-
 def test_the_budget_bounds_padded_tokens(text: TextSide) -> None:
     rng = np.random.default_rng(4)
     groups = [
@@ -191,15 +169,6 @@ def test_the_budget_bounds_padded_tokens(text: TextSide) -> None:
         lengths = [(micro.segments >= 0).sum(1) for micro in batches]
         # Sorted by length, so that little is padding.
         assert np.all(np.diff(np.concatenate(lengths)) >= 0)
-
-
-def test_a_row_longer_than_the_budget_goes_alone(text: TextSide) -> None:
-    rng = np.random.default_rng(5)
-    members = [conversation(text, rng, ["word " * 100], [40]) for _ in range(2)]
-    short = [conversation(text, rng, ["hi"], [2])]
-    batches = builder_of(text, 64).build([members, short])
-    assert [len(micro.input_ids) for micro in batches] == [1, 1, 1]
-    assert batches[-1].input_ids.size > 64
 
 
 def test_a_group_is_packed_only_where_that_is_cheaper(text: TextSide) -> None:

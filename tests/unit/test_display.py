@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
-from rl_vlm.monitoring.display import MovingAverage, ProgressDisplay
+from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.plots import curves as plots
 from rl_vlm.plots.curves import Curves, draw_curve, read_curves, smooth
 from rl_vlm.types import UserInputError
@@ -169,16 +169,6 @@ def test_a_dumb_terminal_gets_plain_lines():
 
 
 # Figures
-
-
-def test_the_moving_average_has_no_bias_and_ignores_nan():
-    average = MovingAverage(0.9)
-    assert average.value is None
-    average.add(2.0)
-    assert average.value == pytest.approx(2.0)
-    average.add(float("nan"))
-    average.add(4.0)
-    assert average.value == pytest.approx((0.9 * 2 + 4) / 1.9)
 
 
 # --- curve.png: what is read from a run folder, and that nothing of the figure is cut off

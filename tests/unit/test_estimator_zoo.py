@@ -8,34 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from task_support import trajectory
 
 from rl_vlm.config.learner import WITHOUT_CRITIC, AlgorithmSection
-from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, step_returns
-from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience
+from rl_vlm.types import TrajectoryGroup
 
 TurnSpec = tuple[int, float, str]  # tokens, reward, state
-
-
-def trajectory(name: str, turns: list[TurnSpec]) -> Trajectory:
-    """Two tokens are shown before each turn."""
-    mask: list[bool] = []
-    made = []
-    for length, reward, state in turns:
-        start = len(mask) + 2
-        mask += [False, False] + [True] * length
-        made.append(Turn(start, start + length, 0, StopReason.END_OF_TURN, reward, state))
-    sampled = np.array(mask, dtype=bool)
-    return Trajectory(
-        name, np.arange(len(mask), dtype=np.int32), sampled, np.where(sampled, -1, 0).astype(np.float32), tuple(made),
-        TrajectoryStatus.COMPLETED,
-    ).check()  # fmt: skip
 
 
 def experience_of(
     groups: list[list[list[TurnSpec]]], token_rewards: list[list[np.ndarray]] | None = None
 ) -> Experience:
     made = [
-        TrajectoryGroup(str(g), g, [trajectory(f"{g}:{n}", turns) for n, turns in enumerate(group)])
+        TrajectoryGroup(str(g), g, [trajectory(f"{g}:{n}", turns, before=2) for n, turns in enumerate(group)])
         for g, group in enumerate(groups)
     ]
     rewards = [[np.array([reward for _, reward, _ in turns]) for turns in group] for group in groups]
@@ -118,12 +104,6 @@ def test_a_batch_of_equal_rewards_gives_exactly_zero(name: str) -> None:
 # --- GiGPO
 
 
-def test_step_returns_by_hand() -> None:
-    assert step_returns(np.array([1.0, 0.0, 2.0]), 0.5).tolist() == [1.5, 1.0, 2.0]
-    assert step_returns(np.array([1.0, 0.0, 2.0]), 1.0).tolist() == [3.0, 2.0, 2.0]
-    assert step_returns(np.array([]), 0.5).tolist() == []
-
-
 def relative(values: list[float], normalization: str) -> list[float]:
     mean = sum(values) / len(values)
     centred = [value - mean for value in values]
@@ -169,14 +149,6 @@ def test_gigpo_is_the_episode_advantage_plus_that_of_turns_from_the_same_state(
                 step = relative([returns[place] for place in places], normalization)[places.index((n, k))]
                 expected += [episode[n] + weight * step] * length
             assert found.advantages[g][n].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_gigpo_tells_turns_of_one_episode_apart() -> None:
-    """Both went wrong in the end; the one that went left from the fork lost less."""
-    group: list[list[TurnSpec]] = [[(1, 0.0, "fork"), (1, 0.5, "left")], [(1, 0.0, "fork"), (1, 0.0, "right")]]
-    found = estimate("gigpo", experience_of([group]), gigpo_gamma=1.0, advantage_normalization="none").advantages[0]
-    assert found[0].tolist() == [0.5, 0.25]  # from the fork: 0.25 of the episode and 0.25 of the step
-    assert found[1].tolist() == [-0.5, -0.25]
 
 
 def test_gigpo_without_known_or_repeated_states_is_grpo() -> None:

@@ -8,11 +8,12 @@ import torch
 from core_support import plan_update
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from task_support import trajectory
 
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.estimators import ESTIMATORS, Estimate, EstimatorError, group_advantages, register_estimator
 from rl_vlm.learning.plan import make_experience
-from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from rl_vlm.types import TrajectoryGroup
 
 
 def test_advantages_by_hand() -> None:
@@ -52,10 +53,6 @@ def test_a_group_that_only_rounding_tells_apart_is_counted_as_one_without_a_grad
     assert not any(minibatch.groups for batch in plan.batches for minibatch in batch.minibatches)
 
 
-def test_a_group_of_one_has_nothing_to_compare_with() -> None:
-    assert group_advantages(np.array([5.0])).tolist() == [0.0]
-
-
 @pytest.mark.parametrize("scale_rewards", ["group", "none"])
 def test_advantages_equal_those_of_trl(scale_rewards: str) -> None:
     """GRPOTrainer subtracts the group's mean and divides by its unbiased standard deviation plus 1e-4."""
@@ -90,17 +87,8 @@ def test_advantages_sum_to_zero_keep_the_order_and_ignore_a_shift(rewards: list[
 
 
 def group_of(rewards: list[float], lengths: list[int]) -> TrajectoryGroup:
-    members = []
-    for number, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
-        mask = np.arange(length + 2) >= 2
-        turn = Turn(2, length + 2, 0, StopReason.END_OF_TURN, reward)
-        members.append(
-            Trajectory(
-                str(number), np.arange(length + 2, dtype=np.int32), mask, np.where(mask, -1, 0).astype(np.float32),
-                (turn,), TrajectoryStatus.COMPLETED,
-            ).check()
-        )  # fmt: skip
-    return TrajectoryGroup("g", 0, members)
+    turns = zip(lengths, rewards, strict=True)
+    return TrajectoryGroup("g", 0, [trajectory(str(number), [turn], before=2) for number, turn in enumerate(turns)])
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
@@ -129,8 +117,3 @@ def test_an_estimator_that_does_not_keep_to_the_seam_is_named(made: object, mess
     register_estimator("test_wrong")(lambda experience, settings: Estimate(made(experience.groups)))  # type: ignore[operator]
     with pytest.raises(EstimatorError):
         plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_wrong"), np.random.default_rng(0))
-
-
-def test_the_mean_of_equal_rewards_is_not_always_that_reward() -> None:
-    """Why the rule above is said outright in the code."""
-    assert any(np.full(size, 0.1).mean() != 0.1 for size in range(2, 40))

@@ -15,6 +15,7 @@ from core_support import text_side
 from pydantic import TypeAdapter
 from safetensors.torch import load, save
 from scipy import stats
+from task_support import trajectory
 
 from rl_vlm.config import parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -42,11 +43,8 @@ from rl_vlm.types import (
     GenerationRequest,
     Message,
     SamplingParams,
-    StopReason,
     Trajectory,
     TrajectoryGroup,
-    TrajectoryStatus,
-    Turn,
     UserInputError,
 )
 
@@ -269,11 +267,7 @@ def test_pass_at_k_equals_counting_all_subsets(samples: int) -> None:
 
 
 def episode(reward: float, **info: Any) -> Trajectory:
-    mask = np.array([False, True])
-    return Trajectory(
-        "t", np.arange(2, dtype=np.int32), mask, np.where(mask, -1, 0).astype(np.float32),
-        (Turn(1, 2, 0, StopReason.END_OF_TURN, reward),), TrajectoryStatus.COMPLETED, info=info,
-    ).check()  # fmt: skip
+    return trajectory("t", [(1, reward)], info=info)
 
 
 def group(task: RolloutTask, episodes: list[Trajectory]) -> TrajectoryGroup:

@@ -13,6 +13,7 @@ import torch
 from core_support import (
     batch_of,
     conversation,
+    gap,
     picture,
     plain_model,
     reference_logprobs,
@@ -21,7 +22,7 @@ from core_support import (
     text_side,
     train_sample,
 )
-from full_support import FullWeightsOf, agreements, gap
+from full_support import FullWeightsOf, agreements
 from policy_loop import MAX_CONTEXT, Loop
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3.common.buffers import RolloutBuffer
+from task_support import trajectory
 
 from rl_vlm.algorithms.policy import adapted_kl_coef
 from rl_vlm.config.learner import AlgorithmSection
@@ -18,26 +19,12 @@ from rl_vlm.learning.estimators import (
     Rescaling,
     ReturnScale,
     explained_variance,
-    gae,
     generalized_advantages,
     trajectory_gae,
 )
 from rl_vlm.learning.plan import Scores, make_experience
 from rl_vlm.learning.policy_model import value_loss
-from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
-
-
-def trajectory(name: str, lengths: list[int], rewards: list[float]) -> Trajectory:
-    """One environment token before each turn."""
-    turns, mask = [], []
-    for length, reward in zip(lengths, rewards, strict=True):
-        mask += [False] + [True] * length
-        turns.append(Turn(len(mask) - length, len(mask), 0, StopReason.END_OF_TURN, reward))
-    total = len(mask)
-    logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
-    return Trajectory(
-        name, np.arange(total, dtype=np.int32), np.array(mask), logprobs, tuple(turns), TrajectoryStatus.COMPLETED
-    ).check()
+from rl_vlm.types import TrajectoryGroup
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.5, 0.7)])
@@ -62,15 +49,6 @@ def test_token_level_equals_the_rollout_buffer_of_stable_baselines3(gamma: float
         advantages, returns = trajectory_gae(np.array([last]), paid, values.astype(np.float64), lengths, settings)
         np.testing.assert_allclose(advantages, buffer.advantages[:, 0], atol=2e-6, rtol=1e-6)
         np.testing.assert_allclose(returns, buffer.returns[:, 0], atol=2e-6, rtol=1e-6)
-
-
-def test_the_recursion_equals_the_sum_that_defines_it() -> None:
-    rng = np.random.default_rng(1)
-    rewards, values = rng.normal(size=9), rng.normal(size=9)
-    gamma, lam = 0.9, 0.8
-    deltas = [rewards[t] + gamma * (values[t + 1] if t < 8 else 0.0) - values[t] for t in range(9)]
-    expected = [sum((gamma * lam) ** k * deltas[t + k] for k in range(9 - t)) for t in range(9)]
-    np.testing.assert_allclose(gae(rewards, values, gamma, lam), expected, atol=1e-12)
 
 
 def test_turn_level_by_hand() -> None:
@@ -116,8 +94,8 @@ def test_without_discount_and_with_lambda_1_every_level_gives_the_reward_to_come
 
 def experience(values: Any = None) -> Experience:
     groups = [
-        TrajectoryGroup("a", 0, [trajectory("a:0", [2, 2], [0.0, 1.0]), trajectory("a:1", [3], [0.0])]),
-        TrajectoryGroup("b", 1, [trajectory("b:0", [1], [1.0]), trajectory("b:1", [], [])]),
+        TrajectoryGroup("a", 0, [trajectory("a:0", [(2, 0.0), (2, 1.0)]), trajectory("a:1", [(3, 0.0)])]),
+        TrajectoryGroup("b", 1, [trajectory("b:0", [(1, 1.0)]), trajectory("b:1", [])]),
     ]
     scores = None if values is None else Scores(values=values)
     return make_experience(groups, AlgorithmSection(name="ppo"), np.random.default_rng(0), scores, scale=ReturnScale())
@@ -144,7 +122,7 @@ def test_advantages_are_normalised_over_all_tokens_of_the_batch_and_returns_are_
 
 def test_advantages_that_only_rounding_tells_apart_are_exactly_zero_when_normalised() -> None:
     # Of each token: what is still to come, .1 + .2 or .3, minus the value 0.
-    paid = [trajectory(f"g:{k}", [1], [reward]) for k, reward in enumerate((0.1 + 0.2, 0.3, 0.3))]
+    paid = [trajectory(f"g:{k}", [(1, reward)]) for k, reward in enumerate((0.1 + 0.2, 0.3, 0.3))]
     groups = [TrajectoryGroup("g", 0, paid)]
     settings = AlgorithmSection(name="ppo", estimator="gae")
     scores = Scores(values={one.trajectory_id: np.zeros(1, np.float32) for one in paid})
@@ -211,7 +189,7 @@ def test_the_kl_coefficient_follows_its_target_within_bounds() -> None:
 
 
 def test_the_penalty_is_paid_per_token_and_sums_into_the_reward_of_a_trajectory() -> None:
-    groups = [TrajectoryGroup("a", 0, [trajectory("a:0", [2], [1.0]), trajectory("a:1", [1], [0.5])])]
+    groups = [TrajectoryGroup("a", 0, [trajectory("a:0", [(2, 1.0)]), trajectory("a:1", [(1, 0.5)])])]
     scores = Scores(log_ratio={"a:0": np.array([0.5, -0.25], np.float32), "a:1": np.array([2.0], np.float32)})
     settings = AlgorithmSection(kl_in="reward", kl_coef=0.1)
     made = make_experience(groups, settings, np.random.default_rng(0), scores, kl_coef=0.2)

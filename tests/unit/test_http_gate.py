@@ -18,7 +18,6 @@ import pytest
 from core_support import picture, text_side
 from engine_support import endless
 from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine, wait_until
-from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -80,13 +79,6 @@ def test_a_token_opens_everything_but_health(engine: TransformersEngine, tiny_fo
         right = {"Authorization": "Bearer s3cret", "Host": "any.name"}
         assert client.get("/v1/models", headers=right).status_code == 200
         assert client.post("/generate", json=HI, headers=right).status_code == 200
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.com"])
-def test_beyond_loopback_a_token_is_required(host: str) -> None:
-    with pytest.raises(UserInputError, match="RL_VLM_API_TOKEN"):
-        check_exposure(host, None)
-    check_exposure(host, "s3cret")
 
 
 @pytest.mark.parametrize("token", ["", " ", "zwei\nZeilen", "schlüssel", "s3cret ", " s3cret"])
@@ -343,15 +335,3 @@ def test_a_failing_engine_is_a_500_with_a_detail(tiny_folder: Path) -> None:
     with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder) as server:
         asyncio.run(engine.close())
         assert post(server, {"messages": PAIR}) == (500, {"detail": "The engine is closed."})
-
-
-def test_formats_give_the_same_answer(server: Server) -> None:
-    gray = Image.new("RGB", (64, 64), (120, 120, 120))
-    answers = set()
-    for kind, options in (("png", {}), ("webp", {"lossless": True}), ("gif", {})):
-        content = [
-            {"type": "image", "image": data_uri(gray, kind, **options)},
-            {"type": "text", "text": "Which colour?"},
-        ]
-        answers.add(str(post(server, {"messages": [{"role": "user", "content": content}], "temperature": 0})))
-    assert len(answers) == 1 and "text" in answers.pop()

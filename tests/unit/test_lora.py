@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, picture, plain_model, reference_logits, request, run_config, text_side
+from core_support import adapted_policy, gap, picture, plain_model, reference_logits, request, run_config, text_side
 from peft import PeftModel, get_peft_model
 from policy_loop import Loop, check_agreement
 from safetensors.torch import load_file
@@ -159,13 +159,6 @@ def test_a_sum_with_low_precision_weights_is_rounded_once(tiny_folder: Path, pay
     assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in rounded)
 
 
-def test_merging_leaves_the_base_weights_alone(tiny_folder: Path, payload: AdapterPayload) -> None:
-    model = plain_model(tiny_folder)
-    before = {name: weight.clone() for name, weight in linear_weights(model).items()}
-    merged_weights(payload, linear_weights(model))
-    assert all(torch.equal(weight, before[name]) for name, weight in linear_weights(model).items())
-
-
 def test_memory_of_an_earlier_sum_can_be_written_over(
     tiny_folder: Path, policy: PolicyModel, payload: AdapterPayload
 ) -> None:
@@ -207,13 +200,6 @@ def test_a_payload_survives_the_way_through_a_folder(
     assert back == payload
     state = lora_state(policy.model)
     assert all(torch.equal(tensor, state[name]) for name, tensor in back.state().items())
-
-
-def test_loading_a_state_brings_back_every_bit(tiny_folder: Path, payload: AdapterPayload) -> None:
-    other = adapted_policy(tiny_folder, seed=99, model__lora__rank=4, model__lora__alpha=12)
-    assert other.payload(3).tensors != payload.tensors
-    load_lora_state(other.model, payload.state())
-    assert other.payload(3).tensors == payload.tensors
 
 
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"tensors": b"x"}])
@@ -301,14 +287,6 @@ def test_a_new_version_is_not_answered_with_the_old_towers_features(tiny_folder:
     policies = [adapted_policy(tiny_folder, seed=seed, scale=0.3, **VISION) for seed in (1, 2)]
     engine, text = TransformersEngine(tiny_folder, max_context=128), text_side(tiny_folder)
     shown = picture(np.random.default_rng(0))
-    asked = request(text, [shown, "What?"], temperature=0.0, max_new_tokens=4)
-
-    def expected(model: Any, ids: np.ndarray, count: int) -> np.ndarray:
-        with torch.no_grad():
-            logits = reference_logits(tiny_folder, model, ids, [shown])[:-1]
-        logits[:, torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size))] = float("-inf")
-        targets = torch.from_numpy(ids[1:].astype(np.int64))
-        return torch.log_softmax(logits, -1).gather(1, targets[:, None])[-count:, 0].numpy()
 
     found = []
     for version, policy in enumerate(policies, start=1):
@@ -316,12 +294,9 @@ def test_a_new_version_is_not_answered_with_the_old_towers_features(tiny_folder:
         for min_version, model in ((version, policy.model), (-1, plain_model(tiny_folder))):
             one = request(text, [shown, "What?"], temperature=0.0, max_new_tokens=4, min_version=min_version)
             (completion,) = asyncio.run(engine.generate([one]))
-            sample = completion.samples[0]
-            ids = np.concatenate([completion.prompt_ids, sample.token_ids])
-            wanted = expected(model, ids, len(sample.token_ids))
-            assert np.abs(sample.logprobs - wanted).max() < 1e-4
-            found.append(wanted[0])
-    assert asked.images and len({round(float(value), 3) for value in found}) == 3  # two adapters, one base model
+            assert gap(tiny_folder, model, one, completion) < 1e-4
+            found.append(completion.samples[0].logprobs[0])
+    assert len({round(float(value), 3) for value in found}) == 3  # two adapters, one base model
     asyncio.run(engine.close())
 
 

@@ -13,7 +13,6 @@ import fsspec
 import pytest
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.ownership import RUN_MARKER, files_in, mark_run, run_files
 from rl_vlm.runs import run_folder
@@ -172,16 +171,6 @@ def test_what_is_not_a_run_is_not_resumed_either(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == "config.yaml"
 
 
-def test_a_new_adapter_leaves_other_files_of_its_folder(tmp_path):
-    payload = AdapterPayload(1, b"weights", "{}", "")
-    folder = payload.write(tmp_path / "adapter")
-    (folder / "README.md").write_text("a model card")
-    payload.write(folder)
-    assert sorted(path.name for path in tmp_path.glob("**/*")) == [
-        "README.md", "adapter", "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
-
-
 # --- A run folder on remote storage: copied while the run goes on, whole after each copy, fetched by --resume
 
 
@@ -338,16 +327,6 @@ def test_a_storage_that_stays_away_keeps_the_folder_here(tmp_path: Path, monkeyp
     ):
         write(folder, "progress.csv", "1\n")
     assert (folder / "progress.csv").read_text() == "1\n" and copies(tmp_path) == [folder]
-
-
-def test_all_weights_are_copied_and_resumed(storage: Any) -> None:
-    names = ["weights/model.safetensors", "checkpoints/iteration-000010/weights/model.safetensors"]
-    with opened_run_folder(URL, resume=False, overwrite=False) as folder:
-        for name in names:
-            write(folder, name, "all weights")
-    assert {contents(storage)[name] for name in names} == {b"all weights"}
-    with opened_run_folder(URL, resume=True, overwrite=False) as folder:
-        assert all((folder / name).read_text() == "all weights" for name in names)
 
 
 def test_a_bucket_that_is_not_there_is_an_error_at_the_start(

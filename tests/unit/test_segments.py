@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import Sample, adapted_policy, batch_of, conversation, picture, train_sample
+from core_support import Sample, adapted_policy, batch_of, builder_of, conversation, picture, train_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -113,12 +113,7 @@ def test_a_model_computes_the_same_over_random_groups_images_and_turns(
     policies: list[PolicyModel], text: TextSide, data: Any, max_tokens: int
 ) -> None:
     samples = data.draw(groups(text))
-    builder = BatchBuilder(
-        image_token_id=text.codec.image_token_id,
-        pad_token_id=text.codec.pad_token_id,
-        images=text.images,
-        max_tokens=max_tokens,
-    )
+    builder = builder_of(text, max_tokens)
     (ours, gradient), (expected, wanted) = (outcome(policy, builder, samples) for policy in policies)
     for one, other in zip(ours, expected, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-5)
@@ -132,12 +127,7 @@ def test_no_call_gets_a_mask_over_a_whole_row(
     """Eight answers after one prompt: the largest mask covers one answer and what it sees."""
     rng = np.random.default_rng(0)
     members = [conversation(text, rng, ["What is it? " * 9], [6 + k]) for k in range(8)]
-    builder = BatchBuilder(
-        image_token_id=text.codec.image_token_id,
-        pad_token_id=text.codec.pad_token_id,
-        images=text.images,
-        max_tokens=4096,
-    )
+    builder = builder_of(text, 4096)
     (micro,) = builder.build([members])
     assert len(micro.segments) == 1
     masks: list[int] = []

@@ -15,7 +15,7 @@ import yaml
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring import ray_metrics
-from rl_vlm.monitoring.display import MismatchGrowth, MovingAverage, RewardTrend
+from rl_vlm.monitoring.display import MovingAverage, RewardTrend
 from rl_vlm.monitoring.ray_metrics import FAMILIES, PREFIX, RayMetrics, all_metrics, series_of
 from rl_vlm.runs.policy import EqualRewards, blind
 from rl_vlm.serving import follower as serving
@@ -32,14 +32,6 @@ def test_a_moving_average_begins_at_its_first_value() -> None:
     assert average.value == pytest.approx(2.0)
     average.add(4.0)
     assert average.value == pytest.approx((0.9 * 0.1 * 2 + 0.1 * 4) / (0.9 * 0.1 + 0.1))
-
-
-def test_growth_is_relative_to_the_first_five_values() -> None:
-    growth = MismatchGrowth()
-    assert [growth.add(kl) for kl in (1e-3, 2e-3, math.nan, 3e-3, 4e-3, 5e-3)] == [None] * 6
-    assert growth.start.value == pytest.approx(3e-3)
-    assert growth.add(3e-2) == pytest.approx(10)
-    assert growth.add(math.nan) is None
 
 
 def test_the_best_reward_is_a_smoothed_one_and_comes_after_the_start() -> None:
