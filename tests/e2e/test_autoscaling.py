@@ -25,7 +25,7 @@ def running() -> int:
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(600)
-def test_replicas_follow_the_load(tiny_folder: Path, tmp_path: Path) -> None:
+def test_replicas_follow_the_load(tiny_folder: Path) -> None:
     settings: dict[str, Any] = {"serving__num_replicas": 1, "serving__autoscaling": AUTOSCALING}
     with served(tiny_folder, **settings) as (run, service):
         adapters = Adapters(run, tiny_folder)

@@ -169,20 +169,6 @@ def test_overwrite_with_a_bad_config_keeps_the_old_run(
     assert (tmp_path / "result.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("mode", ["--overwrite", "--resume"])
-def test_a_folder_that_is_not_a_run_is_neither_overwritten_nor_resumed(
-    mode: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / ".git").mkdir()
-    for name in ("config.yaml", "thesis.tex", ".git/HEAD"):
-        (tmp_path / name).write_text("mine")
-    quickstart = str(ROOT / "configs/quickstart.yaml")
-    assert rl_vlm(["train", quickstart, f"model.path={tiny_folder}", "--run-dir", str(tmp_path), mode]) == 2
-    assert "choose another --run-dir" in capsys.readouterr().err
-    assert [(tmp_path / name).read_text() for name in ("config.yaml", "thesis.tex", ".git/HEAD")] == ["mine"] * 3
-    assert len(list(tmp_path.rglob("*"))) == 4
-
-
 def test_a_variant_whose_argument_a_foreign_environment_does_not_read_is_refused(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,29 +119,23 @@ def test_a_log_holds_no_escape_and_no_cell_that_python_refuses():
 
 
 def test_child_processes_get_no_tokens(monkeypatch):
-    names = (
+    names = [
         "RL_VLM_API_TOKEN",
         "WANDB_API_KEY",
         "HF_TOKEN",
         "AWS_SECRET_ACCESS_KEY",
         "AWS_ACCESS_KEY_ID",
         "DB_PASSWORD",
-    )
+    ]
+    harmless = ["TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "MUJOCO_GL", "RAY_AUTH_MODE", "SSH_AUTH_SOCK"]
     for name in names:
         monkeypatch.setenv(name, TOKEN)
-    for name in ("TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "MUJOCO_GL", "RAY_AUTH_MODE", "SSH_AUTH_SOCK"):
+    for name in harmless:
         monkeypatch.setenv(name, "value")
     found = child_environment(["HF_TOKEN"], EXTRA="1")
     assert found["HF_TOKEN"] == TOKEN
     assert {name for name in names if name in found} == {"HF_TOKEN"}
-    assert {
-        "TOKENIZERS_PARALLELISM",
-        "CUDA_VISIBLE_DEVICES",
-        "MUJOCO_GL",
-        "RAY_AUTH_MODE",
-        "SSH_AUTH_SOCK",
-        "EXTRA",
-    } <= {*found}
+    assert {*harmless, "EXTRA"} <= {*found}
 
 
 def test_short_values_and_words_are_not_taken_for_secrets(monkeypatch):

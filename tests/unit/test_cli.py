@@ -173,21 +173,6 @@ def test_resume_and_overwrite_contradict(config, training, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["missing.yaml"], "Cannot read the config missing.yaml"),
-        (["CONFIG", "learner.lrr=1"], "Did you mean learner.lr?"),
-        (["CONFIG", "learner.lr"], "must have the form"),
-        (["CONFIG", "learner.lr=fast"], "learner.lr"),
-        (["CONFIG", "rollout.top_p=0.5"], "Unknown config key rollout.top_p: the learner cannot"),
-    ],
-)
-def test_a_wrong_configuration_is_one_sentence_and_exit_code_2(arguments, words, config, training, capsys):
-    assert run("train", *[str(config) if word == "CONFIG" else word for word in arguments]) == 2
-    assert words in failure(capsys)
-
-
-@pytest.mark.parametrize(
     "argv",
     [["nonsense"], ["train"], ["train", "a", "--nonsense"], ["rollout", "a", "--episodes", "0"], ["doctor", "--jsn"]],
 )

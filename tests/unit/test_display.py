@@ -194,17 +194,7 @@ def drawn(curves: Curves) -> tuple[Figure, list[Text]]:
     canvas = FigureCanvasAgg(figure)
     plots._draw(figure, curves)
     canvas.draw()
-    # Ticks beyond the limits of their axis have labels that are not drawn.
-    ticks = [
-        (tick, axis) for panel in figure.axes for axis in (panel.xaxis, panel.yaxis) for tick in axis.get_major_ticks()
-    ]
-    hidden = [tick.label1 for tick, axis in ticks if not _within(tick.get_loc(), axis.get_view_interval())]
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    return figure, [text for text in texts if text not in hidden]
-
-
-def _within(value: float, limits) -> bool:
-    return min(limits) <= value <= max(limits)
+    return figure, [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
 
 
 def test_reward_accuracy_intervals_and_chance_are_read(tmp_path):

@@ -355,13 +355,10 @@ def test_unrestricted_logprobs_are_the_log_softmax_at_the_temperature() -> None:
 @pytest.mark.parametrize("size", [7, 512, 151_936])
 @pytest.mark.parametrize("allowed", ["first", "last", "middle", "two", "scattered"])
 def test_suppressed_tokens_are_never_chosen(uniform: float, size: int, allowed: str) -> None:
-    ids = {
-        "first": [0],
-        "last": [size - 1],
-        "middle": [size // 2],
-        "two": [1, size - 2],
-        "scattered": list(range(3, size - 1, max(size // 50, 3))),
-    }[allowed]
+    scattered = list(range(3, size - 1, max(size // 50, 3)))
+    ids = {"first": [0], "last": [size - 1], "middle": [size // 2], "two": [1, size - 2], "scattered": scattered}[
+        allowed
+    ]
     logits = np.full(size, -np.inf, dtype=np.float32)
     logits[ids] = np.random.default_rng(size).normal(0, 4, len(ids))
     for temperature in (0.0, 0.5, 1.0):
@@ -443,14 +440,8 @@ def test_splitmix64_gives_its_published_values() -> None:
     """The first outputs of the reference implementation (Vigna, splitmix64.c) for seed 1234567."""
     golden = 0x9E3779B97F4A7C15
     states = np.array([(1234567 + k * golden) % 2**64 for k in range(5)], dtype=np.uint64)
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    assert splitmix64(states).tolist() == expected
+    published = "6457827717110365317 3203168211198807973 9817491932198370423 4593380528125082431 16408922859458223821"
+    assert splitmix64(states).tolist() == [int(number) for number in published.split()]
 
 
 @pytest.mark.parametrize("along", ["seeds", "steps", "both"])

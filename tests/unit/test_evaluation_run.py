@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from core_support import adapted_policy
 from http_support import EngineBackend, serving
 from scipy import stats
 from test_open_ahead import Direct
@@ -19,7 +20,6 @@ from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.evaluation.players import EpisodesLostError
-from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
@@ -62,13 +62,7 @@ def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module")
 def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from safetensors.torch import load, save
-
-    payload = PolicyModel(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
-    torch.manual_seed(0)
-    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(bytes(payload.tensors)).items()})
-    return AdapterPayload(1, noisy, payload.config_json, "").write(tmp_path_factory.mktemp("a") / "adapter")
+    return adapted_policy(tiny_folder).payload(1).write(tmp_path_factory.mktemp("a") / "adapter")
 
 
 @pytest.fixture

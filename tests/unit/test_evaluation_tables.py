@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from core_support import text_side
+from core_support import adapted_policy, text_side
 from pydantic import TypeAdapter
-from safetensors.torch import load, save
 from scipy import stats
 from task_support import trajectory
 
@@ -34,7 +32,6 @@ from rl_vlm.evaluation.outcomes import (
 )
 from rl_vlm.evaluation.plain_generate import PlainGenerate
 from rl_vlm.files import to_jsonable
-from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.numerics import are_equal, bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page
@@ -346,10 +343,7 @@ NEW_TOKENS = 12
 @pytest.mark.parametrize("adapted", [False, True])
 def test_plain_generate_chooses_the_engines_tokens(adapted: bool, tiny_folder: Path, tmp_path: Path) -> None:
     run = parse_config({"model": {"path": str(tiny_folder)}, "env": {"id": "Shapes-v0"}})
-    payload = PolicyModel(tiny_folder, run).payload(1)
-    torch.manual_seed(0)
-    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(bytes(payload.tensors)).items()})
-    folder = AdapterPayload(1, noisy, payload.config_json, "").write(tmp_path / "adapter")
+    folder = adapted_policy(tiny_folder).payload(1).write(tmp_path / "adapter")
     # Of different lengths, so that a batch is padded; the last has no picture.
     conversations = ItemPrompts(run).take([0, 1])
     conversations.append((*conversations[0], Message.of("assistant", "3"), Message.of("user", "Really? Look again.")))

@@ -91,7 +91,7 @@ def text(found: object, width: int = 200) -> str:
 
 def test_the_table_says_what_matters() -> None:
     shown = text(table(overview(parse(PAGE), 1e9 + 90), ["10.0.0.3:8080"]))
-    for part in (
+    for part in [
         "quick",
         "grpo",
         "1m 30s ago",
@@ -104,7 +104,7 @@ def test_the_table_says_what_matters() -> None:
         "8.0/16 GiB",
         "80 %",
         "1.0/4 GiB",
-    ):
+    ]:
         assert part in shown, part
     assert "No answer from 10.0.0.3:8080" in shown
     assert "No run reports metrics here" in text(table(overview([], 0.0)))
