@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from core_support import text_side
 from http_attacks import CHAT, chat_body, unknown_keys
-from http_support import CONTEXT, EngineBackend, Server, data_uri, serving, tiny_engine
+from http_support import CONTEXT, EngineBackend, Server, data_uri, serving
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from PIL import Image
 
@@ -33,12 +33,6 @@ from rl_vlm.types import Completion, EncodedImage, Sample, SampleChunk, Sampling
 PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
 
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    with tiny_engine(tiny_folder) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

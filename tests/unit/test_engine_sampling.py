@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from core_support import plain_model, reference_logits, request
-from http_support import tiny_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -174,12 +172,6 @@ CASES: dict[str, dict[str, Any]] = {
         "min_tokens": 8,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    with tiny_engine(tiny_folder) as engine:
-        yield engine
 
 
 reference_model = lru_cache(maxsize=1)(plain_model)

@@ -32,12 +32,6 @@ CHAT = "/v1/chat/completions"
 STREAM = {"model": "tiny", "stream": True, **HI}
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    with tiny_engine(tiny_folder) as engine:
-        yield engine
-
-
 @pytest.fixture
 def never_ending(engine: TransformersEngine, tiny_folder: Path) -> Iterator[EngineBackend]:
     """A backend whose answers take until their last token."""
