@@ -10,8 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tables import table
 
 from rl_vlm.cli.app import run as rl_vlm
+
+TABLES = table("settings")
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "geo3k"
@@ -129,24 +132,7 @@ def test_bad_data_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.iteration=3", "Did you mean algorithm.iterations"),
-        ("learner.lr=fast", "learner.lr"),
-        ("env.id=Shape-v0", "Did you mean Shapes-v0"),
-        ("env.id=no/such/file.py", "no/such/file.py"),
-        ("env.kwargs={task: juggle}", "juggle"),
-        ("env={id: GridWalk-v0, kwargs: {size: 9}}", "env.kwargs.size must be less than or equal to 6"),
-        ("env={id: GridWalk-v0, kwargs: {size: 3, walls: 0, holes: 0, min_distance: 7}}", "lower min_distance"),
-        ("model.path=/no/such/folder", "/no/such/folder"),
-        ("model.path=Qwen/Qwen3-VL-2B-Instruct", "rl-vlm fetch"),
-        ("rollout.top_p=0.9", "top_p"),
-        ("serving.gpus_per_replica=1", "GPU"),
-        ("rollout.cpus_per_env_runner=64", "logical CPUs"),
-        ("serving.max_context=16", "max_context"),
-    ],
-)
+@pytest.mark.parametrize(("override", "sentence"), TABLES["bad_input_gets_one_sentence_and_code_two"])
 def test_bad_input_gets_one_sentence_and_code_two(
     override: str, sentence: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

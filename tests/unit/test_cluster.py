@@ -15,6 +15,7 @@ import pytest
 from preference_loop import run_config
 from ray._private import utils as ray_utils
 from ray.exceptions import AuthenticationError
+from tables import table
 
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.cli.output import log_to_stderr
@@ -25,6 +26,8 @@ from rl_vlm.runs.lifecycle import StopRequest, drain_runs, is_actor, is_run, wai
 from rl_vlm.runs.ray_session import check_resources, ray_cluster
 from rl_vlm.serving.deploy import build_app
 from rl_vlm.types import UserInputError
+
+TABLES = table("cluster")
 
 
 def test_a_preference_run_that_asks_for_too_much_is_told_about_its_own_env_runners() -> None:
@@ -189,34 +192,12 @@ def test_a_private_cluster_is_every_kind_of_node(monkeypatch: pytest.MonkeyPatch
 # --- `rl-vlm cluster drain`: runs save their checkpoints before their containers are stopped
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["/opt/bin/python", "/opt/bin/rl-vlm", "train", "x.yaml"], True),
-        (["python", "-m", "rl_vlm.cli", "sweep", "x.yaml"], True),
-        (["/opt/bin/python", "/opt/bin/rl-vlm", "serve", "tiny"], False),
-        (["/bin/sh", "-c", "rl-vlm train x.yaml"], False),  # its child is
-        (["vim", "rl-vlm"], False),
-        ([], False),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "expected"), TABLES["runs_are_told_from_other_processes"])
 def test_runs_are_told_from_other_processes(arguments: list[str], expected: bool) -> None:
     assert is_run(arguments) is expected
 
 
-@pytest.mark.parametrize(
-    ("title", "expected"),
-    [
-        ("ray::VLMEnvRunner.sample", True),
-        ("ray::ServeReplica:policy:policy", True),
-        ("ray::_WrappedExecutable", True),
-        ("ray::IDLE", False),
-        ("ray::IDLE_SpillWorker", False),
-        ("ray::DashboardAgent", False),
-        ("ray::ProxyActor.receive_asgi_messages", False),
-        ("raylet", False),
-    ],
-)
+@pytest.mark.parametrize(("title", "expected"), TABLES["actors_are_told_from_rays_own_processes"])
 def test_actors_are_told_from_rays_own_processes(title: str, expected: bool) -> None:
     assert is_actor([title]) is expected
 

@@ -24,6 +24,7 @@ from core_support import (
 )
 from full_support import FullWeightsOf, agreements
 from policy_loop import MAX_CONTEXT, Loop
+from tables import table
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import PolicyConfig, load_config
@@ -36,6 +37,8 @@ from rl_vlm.models.export import export_model
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.weights import FullPayload, find_trained, read_payload
 from rl_vlm.types import Trajectory, UserInputError
+
+TABLES = table("settings")
 
 
 def full_policy(folder: Path, **dotted: Any) -> tuple[PolicyModel, PolicyConfig]:
@@ -172,23 +175,7 @@ def test_the_export_of_full_weights_is_an_ordinary_model_folder(tiny_folder: Pat
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [
-        ({"model.adapter": "somewhere"}, "model.adapter belongs to model.train: lora"),
-        ({"model.dtype": "float16"}, "set model.dtype to bfloat16 or float32"),
-        ({"serving.shared": "all"}, "serving.shared serves several policies"),
-        ({"serving.engine": "transformers", "serving.quantization": "nf4"}, "serving.quantization nf4"),
-        ({"learner.strategy": "fsdp2", "learner.num_learners": 2}, "use all_reduce"),
-        ({"learner.strategy": "zero2", "learner.num_learners": 2}, "use all_reduce"),
-        ({"algorithm.name": "ppo", "critic.kind": "adapter"}, "use critic.kind head"),
-        (
-            {"serving.engine": "vllm", "rollout.max_policy_lag": 1, "rollout.in_flight_updates": "keep"},
-            "set it to recompute",
-        ),
-        (
-            {"serving.engine": "vllm", "env.id": "Caption-v0", "env.reward.weights": "{judge: 1.0}"},
-            "asks the base model",
-        ),
-    ],
+    TABLES["what_lora_alone_can_do_is_refused_in_one_sentence"],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_lora_alone_can_do_is_refused_in_one_sentence(changes: dict[str, Any], words: str) -> None:

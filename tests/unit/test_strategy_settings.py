@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from core_support import adapted_policy, batch_of, conversation, run_config, text_side, train_sample
+from tables import table
 
 from rl_vlm.config import parse_config
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
@@ -17,22 +18,10 @@ from rl_vlm.learning.strategies import AllReduce, Strategy, gradient_vector
 from rl_vlm.learning.update import make_optimizer, make_updater, padding_batch
 from rl_vlm.types import UserInputError
 
+TABLES = table("settings")
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "single", "num_learners": 2}, "use all_reduce"),
-        ({"strategy": "fsdp2"}, "needs learners that are actors: set num_learners to 2 or more"),
-        ({"strategy": "zero4", "num_learners": 2}, "zero3"),
-        ({"num_learners": 2, "offload_params": True}, "offload_params has no effect with learner.strategy null"),
-        ({"strategy": "zero2", "num_learners": 2, "offload_params": True}, "offload_params has no effect"),
-        (
-            {"strategy": "fsdp2", "num_learners": 2, "offload_optimizer": True},
-            "set learner.strategy to zero1 or zero2 or zero3",
-        ),
-        ({"strategy": "zero1", "num_learners": 2, "optimizer": "adafactor"}, "use adamw, or strategy fsdp2"),
-    ],
-)
+
+@pytest.mark.parametrize(("settings", "message"), TABLES["settings_that_contradict_each_other"])
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         parse_config({"learner": settings})

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tables import table
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring import ray_metrics
@@ -19,6 +20,8 @@ from rl_vlm.monitoring.display import MovingAverage, RewardTrend
 from rl_vlm.monitoring.ray_metrics import FAMILIES, PREFIX, RayMetrics, all_metrics, series_of
 from rl_vlm.runs.policy import EqualRewards, blind
 from rl_vlm.serving import follower as serving
+
+TABLES = table("vitals")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,23 +48,7 @@ def test_the_best_reward_is_a_smoothed_one_and_comes_after_the_start() -> None:
     assert fallen["reward_smoothed"] < 0.1 and fallen["reward_start"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("figure", "part", "metric", "name", "found_part"),
-    [
-        ("reward/mean", "", "rl_vlm_reward_mean", "", "rollout"),
-        ("mismatch/kl", "", "rl_vlm_mismatch_kl", "", "learner"),
-        ("labels/accuracy", "", "rl_vlm_labels_accuracy", "", "preference"),
-        ("weights/version", "", "rl_vlm_weights_version", "", "serving"),
-        ("dropped/too_old", "", "rl_vlm_dropped", "too_old", "rollout"),
-        ("time/step", "", "rl_vlm_time", "step", "train"),
-        ("accuracy/default", "eval", "rl_vlm_accuracy", "default", "eval"),
-        ("reward/part/format", "", "rl_vlm_reward", "part/format", "rollout"),
-        ("rollout/reached_turn_2", "", "rl_vlm_rollout", "reached_turn_2", "rollout"),
-        ("evaluation/seconds", "eval", "rl_vlm_evaluation", "seconds", "eval"),
-        ("mine/own number", "", "rl_vlm_metric", "mine/own number", "train"),
-        ("bare", "", "rl_vlm_metric", "bare", "train"),
-    ],
-)
+@pytest.mark.parametrize(("figure", "part", "metric", "name", "found_part"), TABLES["where_a_metric_goes"])
 def test_where_a_metric_goes(figure: str, part: str, metric: str, name: str, found_part: str) -> None:
     found = series_of(figure, part)
     assert (found.metric, found.name, found.part) == (metric, name, found_part)
