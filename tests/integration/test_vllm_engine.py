@@ -448,10 +448,7 @@ def test_unfit_adapters_are_refused_and_the_engine_keeps_its_version(
     config = lora_config(rank=12, alpha=12, target_modules="attn")
     too_high = AdapterPayload.build(4, lora_state(inject_lora(hf, config)), config)
     visual = {name.replace("language_model.layers", "visual.blocks"): t for name, t in adapters[3].state().items()}
-    unfit = {
-        "rank": too_high,
-        "only the language model": AdapterPayload.build(4, visual, lora_config(4, 16, "all")),
-    }
+    unfit = {"rank": too_high, "only the language model": AdapterPayload.build(4, visual, lora_config(4, 16, "all"))}
     for message, payload in unfit.items():
         with pytest.raises(EngineError, match=message):
             asyncio.run(engine.load_adapter(payload))

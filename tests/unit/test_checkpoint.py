@@ -361,10 +361,7 @@ def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
 
 def test_moments_of_another_optimiser_and_another_critic_are_refused(tiny_folder: Path) -> None:
     weights = [torch.nn.Parameter(torch.ones(4, 3))]
-    for optimizer, name in (
-        (torch.optim.Adafactor(weights), "exp_avg.0"),
-        (torch.optim.AdamW(weights), "row_var.0"),
-    ):
+    for optimizer, name in ((torch.optim.Adafactor(weights), "exp_avg.0"), (torch.optim.AdamW(weights), "row_var.0")):
         strategy = Strategy()
         strategy._optimizer = optimizer
         with pytest.raises(UserInputError, match="keep learner.optimizer as it was"):

@@ -63,11 +63,7 @@ def size_of_sum(engine: TransformersEngine) -> int:
 
 @pytest.mark.parametrize("room", [PLENTY, 0, 1.5], ids=["merged", "beside", "some of both"])
 def test_each_policy_answers_with_its_own_weights(
-    tiny_folder: Path,
-    text: TextSide,
-    payloads: dict[tuple[str, int], AdapterPayload],
-    tmp_path: Path,
-    room: float,
+    tiny_folder: Path, text: TextSide, payloads: dict[tuple[str, int], AdapterPayload], tmp_path: Path, room: float
 ) -> None:
     engine = make(tiny_folder)
     engine._weights = AdapterWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))

@@ -251,11 +251,7 @@ def test_what_deepspeed_cannot_learn_is_refused(strategy: str) -> None:
         parse_config({"learner": learner, "algorithm": {"name": "ppo"}})
     with pytest.raises(UserInputError, match=r"vision tower has some only where there are images"):
         parse_config(
-            {
-                "learner": learner,
-                "model": {"lora": {"target_modules": "vision"}},
-                "serving": {"engine": "transformers"},
-            }
+            {"learner": learner, "model": {"lora": {"target_modules": "vision"}}, "serving": {"engine": "transformers"}}
         )
     parse_config({"learner": {**learner, "strategy": "fsdp2"}, "algorithm": {"name": "ppo"}})
 

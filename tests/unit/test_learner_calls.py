@@ -338,10 +338,7 @@ def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> 
 
 
 def test_answers_come_in_the_order_of_the_batches(no_ray: None) -> None:
-    assert Supervisor(Group(True, True, update=["first", "second"])).update(["batch", "batch"]) == [
-        "first",
-        "second",
-    ]
+    assert Supervisor(Group(True, True, update=["first", "second"])).update(["batch", "batch"]) == ["first", "second"]
 
 
 def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:

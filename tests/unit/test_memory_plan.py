@@ -294,12 +294,7 @@ def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFix
 
 
 # Billions in the index files of the published weights.
-PUBLISHED_PARAMETERS = {
-    "2b": 2_127_532_032,
-    "4b": 4_437_815_808,
-    "8b": 8_767_123_696,
-    "32b": 33_357_390_064,
-}
+PUBLISHED_PARAMETERS = {"2b": 2_127_532_032, "4b": 4_437_815_808, "8b": 8_767_123_696, "32b": 33_357_390_064}
 
 
 def on_meta(config: Any) -> Any:

@@ -201,8 +201,7 @@ def test_shuffled_rewards_are_the_same_rewards_in_other_places() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(1, 0.0), (12, 0.0), (13, -1 / 8), (16, -0.5), (19, -7 / 8), (20, -1.0), (25, -1.0)],
+    ("length", "penalty"), [(1, 0.0), (12, 0.0), (13, -1 / 8), (16, -0.5), (19, -7 / 8), (20, -1.0), (25, -1.0)]
 )
 def test_the_overlong_penalty_by_hand(length: int, penalty: float) -> None:
     """DAPO's equation 13 with L_max = 20 and L_cache = 8."""

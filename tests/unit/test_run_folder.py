@@ -223,10 +223,7 @@ def test_an_existing_run_is_refused_or_emptied(storage: Any) -> None:
     with opened_run_folder(URL, resume=False, overwrite=False) as folder:
         write(folder, "progress.csv", "old")
     storage.pipe_file("/bucket/run/thesis.tex", b"mine")
-    with (
-        pytest.raises(UserInputError, match="--run-dir"),
-        opened_run_folder(URL, resume=False, overwrite=False),
-    ):
+    with pytest.raises(UserInputError, match="--run-dir"), opened_run_folder(URL, resume=False, overwrite=False):
         pass
     assert contents(storage)["progress.csv"] == b"old"
     with opened_run_folder(URL, resume=False, overwrite=True):
@@ -321,10 +318,7 @@ def test_a_storage_that_stays_away_keeps_the_folder_here(tmp_path: Path, monkeyp
         raise RemoteStorageError("memory://bucket/run could not be written: 403.")
 
     monkeypatch.setattr(RemoteFolder, "push", push)
-    with (
-        pytest.raises(RemoteStorageError),
-        remote_run_folder(URL, resume=False, overwrite=False) as folder,
-    ):
+    with pytest.raises(RemoteStorageError), remote_run_folder(URL, resume=False, overwrite=False) as folder:
         write(folder, "progress.csv", "1\n")
     assert (folder / "progress.csv").read_text() == "1\n" and copies(tmp_path) == [folder]
 
@@ -361,10 +355,7 @@ def test_an_interrupted_last_copy_keeps_the_folder_here(storage: Any, monkeypatc
     def interrupted(self: Any, source: str, target: str, **_: Any) -> None:
         raise KeyboardInterrupt
 
-    with (
-        pytest.raises(RemoteStorageError),
-        opened_run_folder(URL, resume=False, overwrite=False) as folder,
-    ):
+    with pytest.raises(RemoteStorageError), opened_run_folder(URL, resume=False, overwrite=False) as folder:
         write(folder, "progress.csv", "1\n")
         monkeypatch.setattr(type(storage), "put_file", interrupted)
     assert (folder / "progress.csv").read_text() == "1\n"

@@ -23,12 +23,7 @@ from rl_vlm.runs import run_folder
 from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.runs.train import kind_of
 from rl_vlm.sweeps.results import SweepProgress, group_by_setting, read_results, write_results
-from rl_vlm.sweeps.sweep import (
-    _MARKER,
-    check_folder,
-    run_sweep,
-    write_settings,
-)
+from rl_vlm.sweeps.sweep import _MARKER, check_folder, run_sweep, write_settings
 from rl_vlm.sweeps.trial import TrialResources, trial_class, trials_at_once
 from rl_vlm.types import UserInputError
 
