@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -31,3 +33,12 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rl_vlm.zoo.tiny import model as tiny
 
     return tiny.make_tiny(tmp_path_factory.mktemp("tiny") / "wide", variant="wide", steps=5)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[Any]:
+    """An engine of the tiny model, where a module makes none of its own."""
+    from http_support import tiny_engine
+
+    with tiny_engine(tiny_folder) as engine:
+        yield engine

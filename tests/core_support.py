@@ -16,12 +16,13 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
-from rl_vlm.learning.batching import Minibatch
+from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.estimators import Estimate
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
 from rl_vlm.types import (
+    Completion,
     EncodedImage,
     GenerationRequest,
     Message,
@@ -167,6 +168,23 @@ class Sample(NamedTuple):
     trajectory: Trajectory
     advantage: np.ndarray
     weight: float
+
+
+def builder_of(text: TextSide, max_tokens: int = 4096, **more: Any) -> BatchBuilder:
+    """Packs micro-batches for the model of `text`."""
+    ids = {"image_token_id": text.codec.image_token_id, "pad_token_id": text.codec.pad_token_id}
+    return BatchBuilder(**ids, images=text.images, max_tokens=max_tokens, **more)
+
+
+def gap(folder: Path, model: Any, request: GenerationRequest, answer: Completion) -> float:
+    """The largest difference between an answer's log-probabilities and those of plain transformers with some weights."""
+    largest = 0.0
+    for sample in answer.samples:
+        ids = np.concatenate([answer.prompt_ids, sample.token_ids])
+        with torch.no_grad():
+            wanted = reference_logprobs(folder, model, ids, request.images, request.sampling.temperature or 1.0)
+        largest = max(largest, float(np.abs(wanted.numpy()[len(answer.prompt_ids) - 1 :] - sample.logprobs).max()))
+    return largest
 
 
 def train_sample(trajectory: Trajectory, advantage: float, weight: float) -> Sample:

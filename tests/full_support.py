@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from core_support import plain_model, reference_logprobs
+from core_support import plain_model
 from policy_loop import Loop
 from serving_support import client
 
@@ -38,17 +38,6 @@ class FullWeightsOf:
         """Plain transformers with a version's weights; the next call changes it."""
         put_weights(self.model, self.payload(version))
         return self.model
-
-
-def gap(folder: Path, model: Any, request: GenerationRequest, answer: Completion) -> float:
-    """The largest difference between an answer's log-probabilities and those of plain transformers with some weights."""
-    largest = 0.0
-    for sample in answer.samples:
-        ids = np.concatenate([answer.prompt_ids, sample.token_ids])
-        with torch.no_grad():
-            wanted = reference_logprobs(folder, model, ids, request.images, request.sampling.temperature or 1.0)
-        largest = max(largest, float(np.abs(wanted.numpy()[len(answer.prompt_ids) - 1 :] - sample.logprobs).max()))
-    return largest
 
 
 def agreement(loop: Loop) -> float:

@@ -25,9 +25,9 @@ def running() -> int:
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(600)
-def test_replicas_follow_the_load(tiny_folder: Path, tmp_path: Path) -> None:
+def test_replicas_follow_the_load(tiny_folder: Path) -> None:
     settings: dict[str, Any] = {"serving__num_replicas": 1, "serving__autoscaling": AUTOSCALING}
-    with served(tiny_folder, tmp_path, **settings) as (run, service):
+    with served(tiny_folder, **settings) as (run, service):
         adapters = Adapters(run, tiny_folder)
         for version in (1, 2, 3):
             service.publish(adapters.payload(version))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import QUICKSTART, CommandProcess, ServeProcess, rl_vlm
+from runs import QUICKSTART, CommandProcess, rl_vlm
 
 pytestmark = pytest.mark.acceptance
 
@@ -44,24 +44,6 @@ def test_an_evaluation_of_500_items_that_is_killed_twice_asks_each_item_once(tin
     assert sorted(line["index"] for line in found) == list(range(ITEMS))
     assert found[: len(kept)] == kept
     assert results["accuracy/default"] == pytest.approx(sum(line["correct"] for line in found) / ITEMS)
-
-
-def test_an_endpoint_gives_the_same_outcomes_as_the_served_model(tiny_folder: Path, tmp_path: Path) -> None:
-    """The same model behind `rl-vlm serve`, over two turns."""
-    changes = [f"model.path={tiny_folder}", "serving.num_replicas=1", "env.kwargs={task: count, turns: 2}"]
-    changes += ["rollout.require_end_of_turn=false", "--episodes", "40"]
-    done = rl_vlm("eval", QUICKSTART, *changes, "--out", tmp_path / "served.json", timeout=300)
-    assert done.returncode == 0, done.stderr
-    with ServeProcess("http.model_name=tiny", LOCAL_MODEL_PATH=str(tiny_folder)) as server:
-        endpoint = ["--endpoint", f"{server.url}/v1", "--endpoint-model", "tiny"]
-        done = rl_vlm("eval", QUICKSTART, *changes, *endpoint, "--out", tmp_path / "endpoint.json", timeout=300)
-    assert done.returncode == 0, done.stderr
-    columns = ("index", "correct", "reward", "turns", "status", "info")
-    served, asked = (
-        sorted([tuple(line[name] for name in columns) for line in lines(tmp_path / f"{name}.items.jsonl")], key=str)
-        for name in ("served", "endpoint")
-    )
-    assert len(served) == 40 and served == asked
 
 
 def test_plain_transformers_gives_the_same_tokens_and_is_slower(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_support import FullWeightsOf, gap
+from core_support import gap
+from full_support import FullWeightsOf
 from serving_support import ask, client, replicas, served
 from test_serving_drill import Drill, all_healthy
 
@@ -29,16 +30,12 @@ async def run_full_drill(service: Any, weights: FullWeightsOf, folder: Path, kil
     rng = np.random.default_rng(0)
     due = sorted(rng.choice(np.arange(5, VERSIONS - 5), kills, replace=False).tolist())
 
-    async def pause(seconds: float) -> None:
-        drill.retries.append(time.monotonic())
-        await asyncio.sleep(seconds)
-
-    policy_client = client(deadline_s=300.0, sleep=pause)
+    policy_client = client(deadline_s=300.0, sleep=drill.pause)
 
     async def publish() -> None:
-        while drill.published < VERSIONS:
-            payload = await asyncio.to_thread(weights.payload, drill.published + 1)
-            kill = bool(due) and drill.published + 1 >= due[0] and await asyncio.to_thread(all_replicas_run)
+        while drill.published[0] < VERSIONS:
+            payload = await asyncio.to_thread(weights.payload, drill.published[0] + 1)
+            kill = bool(due) and drill.published[0] + 1 >= due[0] and await asyncio.to_thread(all_replicas_run)
             publishing = asyncio.create_task(asyncio.to_thread(service.publish, payload))
             if kill:
                 due.pop(0)
@@ -47,8 +44,8 @@ async def run_full_drill(service: Any, weights: FullWeightsOf, folder: Path, kil
                 found[len(drill.kills) % len(found)].kill()
                 drill.kills.append(time.monotonic())
             await publishing
-            drill.published += 1
-            if drill.published == VERSIONS - 1:  # kills that were due while a replica started
+            drill.published[0] += 1
+            if drill.published[0] == VERSIONS - 1:  # kills that were due while a replica started
                 while due:
                     await asyncio.sleep(0.2)
                     if await asyncio.to_thread(all_replicas_run):
@@ -58,19 +55,14 @@ async def run_full_drill(service: Any, weights: FullWeightsOf, folder: Path, kil
 
     async def send(number: int) -> None:
         while not done.is_set():
-            asked = drill.published
-            wanted = ask(folder, f"Number {number}", f"r{number}", min_version=asked, temperature=1.0, seeds=(number,))
-            try:
-                drill.answers.append((asked, await policy_client.generate(wanted)))
-            except Exception as error:
-                drill.errors.append(error)
+            await drill.ask(policy_client, folder, 0, number)
             number += CLIENTS
 
     await asyncio.gather(publish(), *(send(first) for first in range(CLIENTS)))
     # The newest version is there on every replica, also on those that were started again.
     for k in range(8):
         last = ask(folder, "last", f"last{k}", min_version=VERSIONS)
-        drill.answers.append((VERSIONS, await policy_client.generate(last)))
+        drill.answers.append((0, VERSIONS, await policy_client.generate(last)))
     return drill
 
 
@@ -82,9 +74,9 @@ def all_replicas_run() -> bool:
 def check(drill: Drill, weights: FullWeightsOf, folder: Path) -> float:
     """Answers of every version are what its weights give; returns the largest difference."""
     assert drill.errors == []
-    assert all(asked <= answer.policy_version <= VERSIONS for asked, answer in drill.answers)
+    assert all(asked <= answer.policy_version <= VERSIONS for _, asked, answer in drill.answers)
     by_version: dict[int, list[Completion]] = defaultdict(list)
-    for _, answer in drill.answers:
+    for *_, answer in drill.answers:
         by_version[answer.policy_version].append(answer)
     largest, apart = 0.0, []
     for version, answers in by_version.items():
@@ -111,16 +103,16 @@ def _request(folder: Path, answer: Completion) -> GenerationRequest:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("engine", "kills"), [("transformers", 8), ("vllm", 3)])
 def test_replicas_killed_in_mid_transfer_come_back_at_the_newest_version(
-    engine: str, kills: int, tiny_folder: Path, tmp_path: Path
+    engine: str, kills: int, tiny_folder: Path
 ) -> None:
     folder = tiny_folder if engine == "transformers" else resolve_model("tiny-wide")
     weights = FullWeightsOf(folder)
-    with served(folder, tmp_path, model__train="full", serving__engine=engine) as (_, service):
+    with served(folder, model__train="full", serving__engine=engine) as (_, service):
         started = time.monotonic()
         drill = asyncio.run(run_full_drill(service, weights, folder, kills, 0.02))
         took = time.monotonic() - started
         assert service.newest_version() == VERSIONS
-    named = len({answer.policy_version for _, answer in drill.answers})
+    named = len({answer.policy_version for *_, answer in drill.answers})
     print(
         f"{engine}: {VERSIONS} versions, {len(drill.kills)} kills, {len(drill.answers)} answers of {named} versions, "
         f"{len(drill.retries)} retries, {took:.0f} s"

@@ -123,12 +123,6 @@ def test_a_run_folder_inside_the_job_is_refused(head: RayHead, project: Path) ->
     assert "give --run-dir a folder that stays" in " ".join(head.logs("inside").split())
 
 
-def test_more_gpus_than_there_are_is_an_error_at_once(head: RayHead, project: Path, tmp_path: Path) -> None:
-    head.submit("gpus", project, train(tmp_path / "run", 3, "serving.gpus_per_replica=1"))
-    assert head.wait_for_end("gpus") == "FAILED"
-    assert "asks for 1 GPUs and the cluster has 0" in " ".join(head.logs("gpus").split())
-
-
 def test_the_replicas_of_a_killed_driver_end_by_themselves(head: RayHead, project: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     head.submit("killed", project, train(run_dir, 500))

@@ -90,11 +90,3 @@ def test_the_exported_folder_plays_as_well(run_dir: Path, tmp_path: Path) -> Non
     *episodes, summary = map(json.loads, done.stdout.splitlines())
     assert len(episodes) == 64
     assert summary["summary"]["correct"] >= 0.85
-
-
-def test_a_folder_with_a_run_is_refused_and_left_alone(run_dir: Path) -> None:
-    before = (run_dir / "result.json").read_bytes()
-    done = rl_vlm("train", QUICKSTART, "--run-dir", run_dir)
-    assert done.returncode == 2
-    assert "--resume" in done.stderr and "Traceback" not in done.stderr
-    assert (run_dir / "result.json").read_bytes() == before

@@ -14,13 +14,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from core_support import adapted_policy
 from PIL import Image
 from runs import REPLICA, ServeProcess
-from safetensors.torch import load, save
-
-from rl_vlm.config import parse_config
-from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.weights import AdapterPayload
 
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 # Seconds of work on any machine: hot samples of a random adapter end their turns rarely, and these are many.
@@ -30,10 +26,7 @@ LONG: dict[str, Any] = {"messages": HI, "max_tokens": 2000, "temperature": 2.0, 
 @pytest.fixture(scope="module")
 def adapter(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random adapter that changes the model a lot."""
-    payload = PolicyModel(tiny_folder, parse_config({"model": {"path": str(tiny_folder)}})).payload(1)
-    noisy = save({name: tensor.normal_(0.0, 0.2) for name, tensor in load(bytes(payload.tensors)).items()})
-    folder = tmp_path_factory.mktemp("adapter") / "adapter"
-    return AdapterPayload(1, noisy, payload.config_json, "").write(folder)
+    return adapted_policy(tiny_folder).payload(1).write(tmp_path_factory.mktemp("adapter") / "adapter")
 
 
 @pytest.fixture(scope="module")

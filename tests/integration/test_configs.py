@@ -10,8 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tables import table
 
 from rl_vlm.cli.app import run as rl_vlm
+
+TABLES = table("settings")
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures" / "geo3k"
@@ -129,24 +132,7 @@ def test_bad_data_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.iteration=3", "Did you mean algorithm.iterations"),
-        ("learner.lr=fast", "learner.lr"),
-        ("env.id=Shape-v0", "Did you mean Shapes-v0"),
-        ("env.id=no/such/file.py", "no/such/file.py"),
-        ("env.kwargs={task: juggle}", "juggle"),
-        ("env={id: GridWalk-v0, kwargs: {size: 9}}", "env.kwargs.size must be less than or equal to 6"),
-        ("env={id: GridWalk-v0, kwargs: {size: 3, walls: 0, holes: 0, min_distance: 7}}", "lower min_distance"),
-        ("model.path=/no/such/folder", "/no/such/folder"),
-        ("model.path=Qwen/Qwen3-VL-2B-Instruct", "rl-vlm fetch"),
-        ("rollout.top_p=0.9", "top_p"),
-        ("serving.gpus_per_replica=1", "GPU"),
-        ("rollout.cpus_per_env_runner=64", "logical CPUs"),
-        ("serving.max_context=16", "max_context"),
-    ],
-)
+@pytest.mark.parametrize(("override", "sentence"), TABLES["bad_input_gets_one_sentence_and_code_two"])
 def test_bad_input_gets_one_sentence_and_code_two(
     override: str, sentence: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,20 +153,6 @@ def test_overwrite_with_a_bad_config_keeps_the_old_run(
     arguments = [f"model.path={tiny_folder}", "serving.gpus_per_replica=1", "--run-dir", str(tmp_path), "--overwrite"]
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments]) == 2
     assert (tmp_path / "result.json").read_text() == "{}"
-
-
-@pytest.mark.parametrize("mode", ["--overwrite", "--resume"])
-def test_a_folder_that_is_not_a_run_is_neither_overwritten_nor_resumed(
-    mode: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / ".git").mkdir()
-    for name in ("config.yaml", "thesis.tex", ".git/HEAD"):
-        (tmp_path / name).write_text("mine")
-    quickstart = str(ROOT / "configs/quickstart.yaml")
-    assert rl_vlm(["train", quickstart, f"model.path={tiny_folder}", "--run-dir", str(tmp_path), mode]) == 2
-    assert "choose another --run-dir" in capsys.readouterr().err
-    assert [(tmp_path / name).read_text() for name in ("config.yaml", "thesis.tex", ".git/HEAD")] == ["mine"] * 3
-    assert len(list(tmp_path.rglob("*"))) == 4
 
 
 def test_a_variant_whose_argument_a_foreign_environment_does_not_read_is_refused(

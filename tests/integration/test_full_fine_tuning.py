@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_support import picture, request, text_side
-from full_support import FullWeightsOf, ServedEngine, agreements, gap
+from core_support import gap, picture, request, text_side
+from full_support import FullWeightsOf, ServedEngine, agreements
 from policy_loop import Loop
 from serving_support import served
 

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 import ray
 from core_support import plan_update
+from learner_processes import groups
 from ray.rllib.core.learner.training_data import TrainingData
 
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.plan import UpdateResult
-from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs.ray_session import ray_cluster
-from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
-from rl_vlm.zoo.shapes.environment import shapes_item
 
 LR = 1e-3
 
@@ -42,33 +40,6 @@ def cluster(tiny_folder: Path) -> Iterator[None]:
         yield
 
 
-def groups(folder: Path) -> list[TrajectoryGroup]:
-    """Six groups of four made-up answers of unequal length, with unequal rewards."""
-    text, rng = load_text_side(folder), np.random.default_rng(0)
-    made = []
-    for number in range(6):
-        item = shapes_item("count", "train", number)
-        span = text.codec.encode_prompt([Message.of("user", item.image, item.question)])
-        count = text.images.count_tokens(item.image.width, item.image.height)
-        at = int(np.flatnonzero(span.token_ids == text.codec.image_token_id)[0])
-        prompt = np.concatenate([span.token_ids[:at], np.repeat(span.token_ids[at], count), span.token_ids[at + 1 :]])
-        trajectories = []
-        for sample in range(4):
-            length = int(rng.integers(2, 9))
-            answer = rng.integers(40, 200, length).astype(np.int32)
-            ids = np.concatenate([prompt, answer]).astype(np.int32)
-            mask = np.arange(len(ids)) >= len(prompt)
-            turn = Turn(len(prompt), len(ids), 0, StopReason.LENGTH, float(rng.normal()))
-            logprobs = np.where(mask, -5.0, 0.0).astype(np.float32)
-            trajectories.append(
-                Trajectory(
-                    f"{number}:{sample}", ids, mask, logprobs, (turn,), TrajectoryStatus.COMPLETED, (item.image,)
-                ).check()
-            )
-        made.append(TrajectoryGroup(str(number), number, trajectories))
-    return made
-
-
 Arrays = dict[str, np.ndarray]
 
 
@@ -80,7 +51,9 @@ def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Array
     settings = AlgorithmSection(minibatches=2)
     try:
         for number in range(updates):
-            plan = plan_update(groups(folder), settings, np.random.default_rng(number), num_learners=max(learners, 1))
+            plan = plan_update(
+                groups(folder, 0), settings, np.random.default_rng(number), num_learners=max(learners, 1)
+            )
             batches = [replace(batch, version=number + 1) for batch in plan.batches]
             data = (
                 TrainingData(episodes=batches)

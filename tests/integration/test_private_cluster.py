@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import ray
+from core_support import run_config
 from http_support import wait_until
+from prometheus_client.parser import text_string_to_metric_families
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.monitoring.overview import Sample
+from rl_vlm.monitoring.ray_metrics import MAX_SERIES, RayMetrics
 from rl_vlm.runs.ray_session import PrivateNode, ray_cluster
 from rl_vlm.runs.surroundings import is_loopback
 
@@ -75,3 +82,92 @@ def test_a_private_cluster_starts_what_is_needed(dashboard: bool) -> None:
         assert {"gcs_server", "raylet"} <= {name for name, _ in ports}
         assert {(name, address) for name, address in ports if not is_loopback(address)} == set()
     wait_until(lambda: not scripts() & OPTIONAL, 30)  # Ray asks the dashboard to end, and does not wait for it
+
+
+# --- Figures of a run reach the metrics page of a node, with their tags; a private cluster has one, too
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_folder: Path) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_metrics_report_interval_ms", "2000")
+        run = run_config(tiny_folder, name="measured", resources__num_cpus=2, rollout__max_policy_lag=2)
+        with ray_cluster(run):
+            yield run
+
+
+def page() -> list[Sample]:
+    (node,) = ray.nodes()
+    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10).text
+    lines = "".join(line + "\n" for line in text.splitlines() if line.startswith("ray_rl_vlm_"))
+    return [
+        Sample(one.name, one.labels, one.value)
+        for family in text_string_to_metric_families(lines)
+        for one in family.samples
+    ]
+
+
+def until(condition: Any, timeout_s: float = 60.0) -> list[Sample]:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            samples = page()
+        except httpx.HTTPError:
+            samples = []
+        if condition(samples):
+            return samples
+        assert time.monotonic() < deadline, samples
+        time.sleep(0.2)
+
+
+def value(samples: list[Sample], metric: str, **labels: str) -> float | None:
+    found = [s.value for s in samples if s.name == f"ray_rl_vlm_{metric}" and labels.items() <= s.labels.items()]
+    assert len(found) <= 1, found
+    return found[0] if found else None
+
+
+def test_figures_reach_the_metrics_page_with_their_tags(cluster: Any, tmp_path: Path) -> None:
+    figures = RayMetrics(cluster, tmp_path, total=50)
+    for iteration in range(1, 8):
+        figures.add(
+            iteration,
+            {
+                "reward/mean": iteration / 10, "mismatch/kl": 1e-3, "dropped/too_old": 2.0, "time/step": 0.5,
+                "policy/kl": float("nan"), "mine/own": 3.0,
+            },
+            write_errors=4,
+        )  # fmt: skip
+    figures.add_evaluation({"accuracy/default": 0.75, "evaluation/seconds": 2.0})
+    samples = until(lambda found: value(found, "iteration") == 7 and value(found, "accuracy") == 0.75)
+    own = {"run": "measured", "policy": "policy"}
+    assert value(samples, "reward_mean", **own, part="rollout") == pytest.approx(0.7)
+    assert value(samples, "accuracy", **own, part="eval", name="default") == 0.75
+    assert value(samples, "evaluation", **own, part="eval", name="seconds") == 2
+    assert value(samples, "dropped", **own, part="rollout", name="too_old") == 2
+    assert value(samples, "time", **own, part="train", name="step") == 0.5
+    assert value(samples, "metric", **own, part="train", name="mine/own") == 3
+    assert value(samples, "policy_kl") is None  # nan is no value
+    assert value(samples, "run_info", algorithm="grpo", env="Shapes-v0") == 1
+    assert [value(samples, name) for name in ("run_active", "iterations", "max_policy_lag", "write_errors")] == [
+        1,
+        50,
+        2,
+        4,
+    ]
+    assert value(samples, "reward_start") == pytest.approx(0.3)
+    assert value(samples, "mismatch_growth") == pytest.approx(1)
+    assert abs(time.time() - (value(samples, "last_progress_timestamp_seconds") or 0)) < 60
+    assert 0 < (value(samples, "disk_free_bytes") or 0) < (value(samples, "disk_total_bytes") or 0)
+    # What was set once stays while the process lives: an iteration may take an hour.
+    time.sleep(8)  # four of Ray's intervals
+    assert value(page(), "reward_mean") == pytest.approx(0.7)
+    figures.close()
+    until(lambda found: value(found, "run_active") == 0)
+
+
+def test_no_run_floods_the_agent(cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    figures = RayMetrics(cluster, tmp_path, total=1)
+    for iteration in range(3):
+        figures.add(iteration, {f"curriculum/value/{k}": float(k) for k in range(MAX_SERIES + 50)})
+    until(lambda found: sum(s.name == "ray_rl_vlm_curriculum" for s in found) == MAX_SERIES)
+    assert caplog.text.count("are no Ray metrics") == 1

@@ -23,10 +23,7 @@ SHARDING = [
     pytest.param({"strategy": "zero2"}, id="zero2"),
     pytest.param({"strategy": "zero2", "offload_optimizer": True}, id="zero2-offload"),
     pytest.param({"strategy": "zero3"}, id="zero3"),
-    pytest.param(
-        {"strategy": "zero3", "offload_optimizer": True, "offload_params": True},
-        id="zero3-offload",
-    ),
+    pytest.param({"strategy": "zero3", "offload_optimizer": True, "offload_params": True}, id="zero3-offload"),
 ]
 
 

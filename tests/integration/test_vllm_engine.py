@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from vllm_support import (
 )
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import ServingSection, VLLMSection
+from rl_vlm.config import ServingSection, VLLMSection, parse_config
+from rl_vlm.engines import vllm_setup
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
@@ -35,6 +37,8 @@ from rl_vlm.engines.vllm_weights import AdapterFolders
 from rl_vlm.models.images import ImageProcessorSpec, PixelLimits
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, lora_config, lora_state
+from rl_vlm.models.memory.needs import kv_cache_bytes
+from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
 
@@ -444,10 +448,7 @@ def test_unfit_adapters_are_refused_and_the_engine_keeps_its_version(
     config = lora_config(rank=12, alpha=12, target_modules="attn")
     too_high = AdapterPayload.build(4, lora_state(inject_lora(hf, config)), config)
     visual = {name.replace("language_model.layers", "visual.blocks"): t for name, t in adapters[3].state().items()}
-    unfit = {
-        "rank": too_high,
-        "only the language model": AdapterPayload.build(4, visual, lora_config(4, 16, "all")),
-    }
+    unfit = {"rank": too_high, "only the language model": AdapterPayload.build(4, visual, lora_config(4, 16, "all"))}
     for message, payload in unfit.items():
         with pytest.raises(EngineError, match=message):
             asyncio.run(engine.load_adapter(payload))
@@ -524,3 +525,26 @@ def _engine_core(process: psutil.Process) -> psutil.Process:
     # vLLM sets the title of its process.
     (core,) = [child for child in process.children() if child.name().startswith("VLLM")]
     return core
+
+
+# --- What vLLM is told of its memory on a GPU; this machine needs none
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("share", "sized"), [(0.5, True), (1.0, False)])
+def test_keys_and_values_are_sized_on_a_shared_gpu(
+    share: float, sized: bool, wide_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = parse_config({"serving": {"gpus_per_replica": share}, "model": {"dtype": "bfloat16"}})
+    vllm_setup.prepare_environment(run.serving)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(vllm_setup, "_card_bytes", lambda: int(23.6 * GIB))
+    kv_cache = partial(kv_cache_bytes, run, ModelShape.read(wide_folder))
+    args = vllm_setup.engine_args(wide_folder, "bfloat16", run.serving, 16, 2, load_text_side(wide_folder), kv_cache)
+    assert args.max_num_batched_tokens == 8192
+    assert args.gpu_memory_utilization == pytest.approx(0.85 * share)
+    assert (args.kv_cache_memory_bytes is not None) == sized
+    if sized:
+        assert 7 * GIB < args.kv_cache_memory_bytes < 0.425 * 23.6 * GIB

@@ -166,8 +166,7 @@ def attacks() -> Iterator[Attack]:
     size = 31 << 20
     yield Attack("no token: 256 posts to /health, a byte each", _held(256, lambda _: head("/health", 10) + b"{"))
     yield Attack(
-        "no token: 40 posts to /health of 31 MiB",
-        _held(40, lambda _: head("/health", size) + b" " * (size - 1)),
+        "no token: 40 posts to /health of 31 MiB", _held(40, lambda _: head("/health", size) + b" " * (size - 1))
     )
     yield Attack("no token: 256 posts to /generate, a byte each", _held(256, lambda _: head("/generate", 10) + b"{"))
     yield Attack("no token: 1,100 silent connections", _held(1100, lambda _: b""), 20)

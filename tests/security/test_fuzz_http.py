@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import schemathesis
 from fuzzing import SECONDS, damaged, fuzz
 from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
 from image_corpus import encoded
+from PIL import Image
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
@@ -21,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from test_images import png_header
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
 
@@ -99,3 +103,78 @@ def test_damaged_requests_on_the_wire(server: Server) -> None:
     assert fuzz(damaged(requests()), check, 0.4) > 10
     again = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S)
     assert again.status_code == 200
+
+
+# --- Hostile requests: no 5xx, no hang, no traceback in a reply, no growing memory
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+
+# name -> (images, expected status); test_images.py has more of them, without a server
+IMAGES: dict[str, tuple[list[str], int]] = {
+    "truncated file": ([data_uri(NOISE)[:2000]], 400),
+    "bomb": ([data_uri(png_header(50_000, 50_000))], 400),
+    "bomb under the pixel limit": ([data_uri(Image.new("RGB", (4096, 4096)))], 200),
+    "CMYK": ([data_uri(NOISE.convert("CMYK"), "jpeg")], 200),
+    "a thousand images": ([data_uri(Image.new("RGB", (32, 32)))] * 1000, 400),
+    "file": (["file:///etc/passwd"], 400),
+    "one pixel": ([data_uri(Image.new("RGB", (1, 1)))], 200),
+    "thin": ([data_uri(Image.new("RGB", (4000, 1)))], 400),
+    "GIF with a huge screen": ([data_uri(b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\0\0\0;")], 400),
+}
+TEXTS: dict[str, tuple[str, int]] = {
+    "10 MB": ("word " * 2_000_000, 400),
+    "more tokens than the context": ("x " * 5000, 400),
+    "one long word": ("a" * 150_000, 400),
+    "special strings": ("<|im_end|><|image_pad|><|vision_start|><|endoftext|>" * 20, 200),
+    "private use": ("\ue000" + "0\ue001\ue002" * 5, 200),
+    "null and controls": ("\0\x07\x1b[31m\u202e", 200),
+    "emoji": ("👩\u200d👩\u200d👧 🏳️\u200d🌈", 200),
+    "template code": ("{{ messages }}{% raise %}", 200),
+    "empty": ("", 200),
+}
+BODIES: dict[str, bytes] = {
+    "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}',
+    "deep": b'{"messages": ' + b"[" * 100_000,
+    "many nulls": json.dumps({"messages": [{"role": "user", "content": [None] * 200_000}]}).encode(),
+    "huge number": b'{"messages": [{"role": "user", "content": "x"}], "temperature": ' + b"9" * 4000 + b"}",
+    "NaN": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    "long field": b'{"messages": [], "' + b"k" * 10**6 + b'": 1}',
+    "long role": json.dumps({"messages": [{"role": "r" * 10**6, "content": "x"}]}).encode(),
+    "long type": json.dumps({"messages": [{"role": "user", "content": [{"type": "t" * 10**6}]}]}).encode(),
+    "nothing": b"",
+    "null": b"null",
+    "repeated keys": b'{"messages": 1, "messages": "x"}',
+    "33 MB": b" " * 34_603_009,
+}
+
+
+def corpus() -> Iterator[tuple[str, bytes, int]]:
+    """(name, body, expected status)."""
+    for name, (uris, status) in IMAGES.items():
+        content = [{"type": "image", "image": uri} for uri in uris]
+        yield name, _body([{"role": "user", "content": content}]), status
+    for name, (text, status) in TEXTS.items():
+        yield name, _body([{"role": "user", "content": text}]), status
+    for name, body in BODIES.items():
+        yield name, body, 413 if name.endswith("MB") else 400
+
+
+def _body(messages: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"messages": messages, "max_tokens": 2, "temperature": 0}).encode()
+
+
+@pytest.mark.parametrize(("name", "body", "status"), list(corpus()), ids=[name for name, _, _ in corpus()])
+def test_hostile_requests_get_an_answer(server: Server, name: str, body: bytes, status: int) -> None:
+    plain = httpx.post(
+        f"{server.url}/generate", content=body, headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
+    )
+    assert plain.status_code == status, plain.text[:300]
+    as_chat = body[:1] + b'"model": "tiny", ' + body[1:] if body[:2] == b'{"' else body
+    headers = {"Content-Type": "application/json"}
+    chat = httpx.post(f"{server.url}/v1/chat/completions", content=as_chat, headers=headers, timeout=PATIENCE_S)
+    assert chat.status_code == status, chat.text[:300]
+    for reply in (plain, chat):
+        assert "Traceback" not in reply.text and len(reply.text) < 2000
+    assert ("detail" in plain.json(), "error" in chat.json()) == ((True, True) if status >= 400 else (False, False))

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from http_attacks import CHAT, chat_body, head
-from http_support import PATIENCE_S, EngineBackend, Server, serving, tiny_engine, wait_until
+from http_support import PATIENCE_S, EngineBackend, Server, serving, wait_until
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -20,12 +20,6 @@ from rl_vlm.http.server import ConnectionLimits, ConnectionTable, peer_of
 
 TOKEN = "s3cret"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    with tiny_engine(tiny_folder) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,23 @@ from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStat
 from rl_vlm.zoo.gridwalk.environment import Cell, Grid
 
 
+def trajectory(
+    name: str, turns: Iterable[tuple[Any, ...]], before: int = 1, version: int = 0, **more: Any
+) -> Trajectory:
+    """Turns of (sampled tokens, reward, state), each behind `before` tokens of the environment."""
+    mask: list[bool] = []
+    made = []
+    for tokens, *outcome in turns:
+        mask += [False] * before + [True] * tokens
+        made.append(Turn(len(mask) - tokens, len(mask), version, StopReason.END_OF_TURN, *outcome))
+    sampled = np.array(mask, dtype=bool)
+    ids, logprobs = np.arange(len(mask), dtype=np.int32), np.where(sampled, -1, 0).astype(np.float32)
+    return Trajectory(name, ids, sampled, logprobs, tuple(made), TrajectoryStatus.COMPLETED, **more).check()
+
+
 def episode(name: str, rewards: Sequence[float] = (1.0,), tokens: int = 1, **info: Any) -> Trajectory:
     """One turn per reward, each of so many sampled tokens."""
-    turns = tuple(
-        Turn(1 + place * tokens, 1 + (place + 1) * tokens, 1, StopReason.END_OF_TURN, reward)
-        for place, reward in enumerate(rewards)
-    )
-    total = 1 + tokens * len(rewards)
-    sampled = np.arange(total) > 0
-    logprobs = np.where(sampled, -1.0, 0.0).astype(np.float32)
-    ids = np.arange(total, dtype=np.int32)
-    return Trajectory(name, ids, sampled, logprobs, turns, TrajectoryStatus.COMPLETED, info=info).check()
+    return trajectory(name, [(tokens, reward) for reward in rewards], version=1, info=info)
 
 
 def solved_group(solved: Sequence[float], env: str = "", index: int = 0, stage: int = 0) -> TrajectoryGroup:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,20 +16,29 @@ from core_support import (
     Sample,
     adapted_policy,
     batch_of,
+    builder_of,
     conversation,
     picture,
+    pictures,
     reference_logprobs,
     train_sample,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_loop import Loop
 from torch import Tensor
 
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch
+from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.models import images
+from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, frame_patches
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import Trajectory
+from rl_vlm.models.qwen_vl import SegmentLayout, dense_mask, segment_attention
+from rl_vlm.types import EncodedImage, Trajectory
 
 TEMPERATURE = 0.7
 
@@ -33,18 +46,6 @@ TEMPERATURE = 0.7
 @pytest.fixture(scope="module")
 def policy(tiny_folder: Path) -> PolicyModel:
     return adapted_policy(tiny_folder)
-
-
-def builder_of(text: TextSide, max_tokens: int = 4096, share: bool = True, width: int = 0) -> BatchBuilder:
-    codec = text.codec
-    return BatchBuilder(
-        image_token_id=codec.image_token_id,
-        pad_token_id=codec.pad_token_id,
-        images=text.images,
-        max_tokens=max_tokens,
-        share_prompts=share,
-        width=width,
-    )
 
 
 def group_of(trajectories: Sequence[Trajectory], rng: np.random.Generator) -> list[Sample]:
@@ -103,7 +104,7 @@ def rows(batches: list[MicroBatch]) -> int:
 @pytest.mark.parametrize("max_tokens", [1, 150, 400, 100_000])
 def test_packed_and_separate_rows_agree(policy: PolicyModel, text: TextSide, max_tokens: int) -> None:
     groups = various_groups(text)
-    expected, expected_gradient = outcome(policy, builder_of(text, 1, share=False), groups)
+    expected, expected_gradient = outcome(policy, builder_of(text, 1, share_prompts=False), groups)
     found, gradient = outcome(policy, builder_of(text, max_tokens), groups)
     assert len(expected) == 9
     assert found.keys() == expected.keys()
@@ -159,22 +160,11 @@ def test_groups_whose_first_images_differ_are_not_packed(text: TextSide) -> None
     """The token ids are the same; only the pixels differ."""
     rng = np.random.default_rng(2)
     shared = picture(rng)
-    for images in ([picture(rng), picture(rng)], [shared, shared]):
-        members = [conversation(text, rng, [image, shared, "What is this? " * 4], [3]) for image in images]
+    for shown in ([picture(rng), picture(rng)], [shared, shared]):
+        members = [conversation(text, rng, [image, shared, "What is this? " * 4], [3]) for image in shown]
         assert np.array_equal(members[0].token_ids[:20], members[1].token_ids[:20])
-        expected = 1 if images[0] is images[1] else 2
+        expected = 1 if shown[0] is shown[1] else 2
         assert rows(builder_of(text).build([members])) == expected
-
-
-def test_later_images_may_differ_within_a_packed_row(text: TextSide) -> None:
-    rng = np.random.default_rng(3)
-    prompt = [picture(rng), "What is this? " * 6]
-    members = [conversation(text, rng, prompt, [2, 2], [[picture(rng)]]) for _ in range(3)]
-    (micro,) = builder_of(text).build([members])
-    assert len(micro.input_ids) == 1
-    assert [image.sha256 for image in micro.images] == [
-        members[0].images[0].sha256, *(member.images[1].sha256 for member in members)
-    ]  # fmt: skip
 
 
 def test_the_budget_bounds_padded_tokens(text: TextSide) -> None:
@@ -193,17 +183,225 @@ def test_the_budget_bounds_padded_tokens(text: TextSide) -> None:
         assert np.all(np.diff(np.concatenate(lengths)) >= 0)
 
 
-def test_a_row_longer_than_the_budget_goes_alone(text: TextSide) -> None:
-    rng = np.random.default_rng(5)
-    members = [conversation(text, rng, ["word " * 100], [40]) for _ in range(2)]
-    short = [conversation(text, rng, ["hi"], [2])]
-    batches = builder_of(text, 64).build([members, short])
-    assert [len(micro.input_ids) for micro in batches] == [1, 1, 1]
-    assert batches[-1].input_ids.size > 64
-
-
 def test_a_group_is_packed_only_where_that_is_cheaper(text: TextSide) -> None:
     """Long answers after a short prompt would pay attention over each other for nothing."""
     rng = np.random.default_rng(6)
     members = [conversation(text, rng, ["hi"], [60]) for _ in range(8)]
     assert rows(builder_of(text).build([members])) == 8
+
+
+# --- Attention by segments equals the dense mask: in the function alone, and in the model over random groups, images and turns
+
+
+def packed(rows: list[list[int]]) -> np.ndarray:
+    """segments [B, L] of rows given as the lengths of prompt and continuations."""
+    parts = [np.repeat(np.arange(len(lengths)), lengths) for lengths in rows]
+    segments = np.full((len(rows), max(map(len, parts))), -1, dtype=np.int16)
+    for number, part in enumerate(parts):
+        segments[number, : len(part)] = part
+    return segments
+
+
+def test_the_layout_of_a_row_by_hand() -> None:
+    layout = SegmentLayout.of(packed([[2, 1, 2], [3, 2], [1, 1, 1, 1]]))
+    found = [(one.row, one.prompt, one.start, one.stop) for one in layout.later]
+    assert found == [(0, 2, 3, 5), (2, 1, 2, 3), (2, 1, 3, 4)]
+    assert layout.mask_of(layout.later[0]).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert layout.mask_of(layout.later[2]).int().tolist() == [[1, 1]]
+
+
+def test_segments_are_used_where_they_save_more_than_their_calls_cost() -> None:
+    """A row of 2 + 1 + 2 tokens: 25 pairs densely, 9 for prompt and first answer, 2 x 4 for the second."""
+    layout = SegmentLayout.of(packed([[2, 1, 2], [3, 2]]))
+    assert layout.pays(5, call_cost=8)
+    assert not layout.pays(5, call_cost=9)
+    assert SegmentLayout.of(packed([[2, 3], [1, 1]])).pays(5, call_cost=10**9)  # nothing but one causal call
+
+
+lengths = st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)).map(lambda x: [x[0], *x[1]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(lengths, min_size=1, max_size=4), st.integers(0, 2**31 - 1))
+def test_values_and_gradients_equal_the_dense_mask(rows: list[list[int]], seed: int) -> None:
+    """In float64, with two query heads per key head."""
+    segments = packed(rows)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(len(rows), heads, segments.shape[1], 8) for heads in (4, 2, 2)]
+    sides = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    ours, _ = segment_attention(module, *sides, None, scaling=0.3, segments=SegmentLayout.of(segments))
+    expected, _ = segment_attention(module, *sides, dense_mask(torch.from_numpy(segments)), scaling=0.3)
+    assert torch.isfinite(ours).all()
+    real = torch.from_numpy(segments >= 0)
+    assert torch.allclose(ours[real], expected[real], rtol=0, atol=1e-12)
+    weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64) * real[..., None, None]
+    for one, other in zip(
+        *(torch.autograd.grad((mixed * weight).sum(), sides) for mixed in (ours, expected)), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def policies(tiny_folder: Path) -> list[PolicyModel]:
+    return [adapted_policy(tiny_folder, learner__attention=attention) for attention in ("segments", "dense")]
+
+
+@st.composite
+def groups(draw: Any, text: TextSide) -> list[list[Sample]]:
+    """Groups whose samples share a prompt with images or without, with turns and images of their own."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sizes = st.sampled_from([(32, 32), (96, 64), (64, 96)])
+    images = [picture(rng, *draw(sizes)) for _ in range(3)]
+    found = []
+    for number in range(draw(st.integers(1, 3))):
+        prompt = [*images[: draw(st.integers(0, 2))], "What is it? " * draw(st.integers(1, 5))]
+        members = []
+        for member in range(draw(st.integers(1, 4))):
+            replies = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+            later = [["again", *images[2 : 2 + draw(st.integers(0, 1))]] for _ in replies[1:]]
+            trajectory = conversation(text, rng, prompt, replies, later, name=f"{number}-{member}")
+            members.append(train_sample(trajectory, float(rng.normal()), float(rng.uniform(0.1, 1))))
+        found.append(members)
+    return found
+
+
+def segment_outcome(
+    policy: PolicyModel, builder: BatchBuilder, samples: list[list[Sample]]
+) -> tuple[list[Tensor], Tensor]:
+    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=0.7)
+    policy.model.zero_grad(set_to_none=True)
+    found = []
+    for micro in updater.pack(batch_of(samples))[0]:
+        logprobs, _ = updater.logprobs(micro)
+        (logprobs * torch.from_numpy(micro.advantage * micro.weight)).sum().backward()
+        found.append(logprobs.detach())
+    return found, gradient_vector(policy.parameters)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data(), st.sampled_from([200, 4096]))
+def test_a_model_computes_the_same_over_random_groups_images_and_turns(
+    policies: list[PolicyModel], text: TextSide, data: Any, max_tokens: int
+) -> None:
+    samples = data.draw(groups(text))
+    builder = builder_of(text, max_tokens)
+    (ours, gradient), (expected, wanted) = (segment_outcome(policy, builder, samples) for policy in policies)
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-5)
+    # Against the whole gradient: an entry is a sum of up to a thousand terms, and rounds as they do.
+    assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_no_call_gets_a_mask_over_a_whole_row(
+    policies: list[PolicyModel], text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight answers after one prompt: the largest mask covers one answer and what it sees."""
+    rng = np.random.default_rng(0)
+    members = [conversation(text, rng, ["What is it? " * 9], [6 + k]) for k in range(8)]
+    builder = builder_of(text, 4096)
+    (micro,) = builder.build([members])
+    assert len(micro.segments) == 1
+    masks: list[int] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*sides: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        masks.append(0 if attn_mask is None else attn_mask.numel())
+        return plain(*sides, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    updater = PolicyUpdater(policies[0].backbone, builder, AlgorithmSection(), temperature=1.0)
+    updater.logprobs(micro)
+    prompt = int((micro.segments == 0).sum())
+    text_config = policies[0].model.config.text_config
+    groups = text_config.num_attention_heads // text_config.num_key_value_heads
+    assert max(masks) == groups * 13 * (prompt + 13)
+    assert len(masks) == 8 * len(policies[0].model.model.language_model.layers)
+
+
+# --- Images are decoded while the model computes: the same numbers, one announcement in memory, errors where they belong
+
+
+SPEC = ImageProcessorSpec(min_pixels=1024)
+
+
+class Decoder:
+    """Notes which thread cuts which image, and may be held up."""
+
+    def __init__(self) -> None:
+        self.threads: dict[str, list[str]] = {}
+        self.free = threading.Event()
+        self.free.set()
+
+    def __call__(self, spec: ImageProcessorSpec, image: EncodedImage) -> Any:
+        self.threads.setdefault(image.sha256, []).append(threading.current_thread().name)
+        if threading.current_thread() is not threading.main_thread():
+            assert self.free.wait(30)
+        return frame_patches(spec, image)
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    decoder = Decoder()
+    monkeypatch.setattr(images, "frame_patches", decoder)
+    return decoder
+
+
+def test_announced_images_are_cut_once_and_by_the_thread(decoder: Decoder) -> None:
+    images = pictures(np.random.default_rng(0), 3)
+    reader = ReadAhead(SPEC)
+    reader.announce([*images[:2], images[0]])
+    futures = list(reader._announced.values())
+    for future in futures:
+        future.result(timeout=30)
+    for image, (patches, grid) in zip(images, reader.read(images), strict=True):
+        expected, expected_grid = frame_patches(SPEC, image)
+        assert np.array_equal(patches, expected) and grid == expected_grid
+    assert [[name.partition("_")[0] for name in decoder.threads[image.sha256]] for image in images] == [
+        ["read-ahead"],
+        ["read-ahead"],
+        ["MainThread"],
+    ]
+    assert not reader._announced
+
+
+def test_an_image_that_cannot_be_decoded_is_an_error_where_it_is_read() -> None:
+    good = picture(np.random.default_rng(3))
+    broken = replace(good, sha256="0" * 64, png=good.png[:-40])
+    reader = ReadAhead(SPEC)
+    reader.announce([broken, good])
+    reader.read([good])
+    with pytest.raises(ImageError):
+        reader.read([broken])
+
+
+@pytest.mark.parametrize("tower", [False, True])
+def test_an_update_reads_the_next_micro_batchs_images_and_learns_the_same(
+    tiny_folder: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tower: bool
+) -> None:
+    """With a cache that holds nothing, as features of large models are: every pass decodes."""
+    options = {"model__lora__target_modules": "vision"} if tower else {}
+    loop = Loop(tiny_folder, 1.0, **options)
+    monkeypatch.setattr(loop.policy.backbone, "_cache_bytes", 0)
+    groups = loop.sample(6)
+
+    def gradients() -> list[np.ndarray]:
+        decoder.threads.clear()
+        packed = loop.updater.pack(loop.batch(groups))
+        assert sum(map(len, packed)) > 2
+        loop.policy.model.zero_grad()
+        for micro in (micro for step in packed for micro in step):
+            loop.updater.loss(micro, UpdateStats()).backward()
+        return [parameter.grad.numpy().copy() for parameter in loop.policy.parameters if parameter.grad is not None]
+
+    def threads() -> set[str]:
+        return {name for names in decoder.threads.values() for name in names}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.policy.backbone, "announce_images", lambda images: None)
+        alone = gradients()
+    assert threads() == {"MainThread"}
+    for one, two in zip(alone, gradients(), strict=True):
+        assert np.array_equal(one, two)
+    assert "read-ahead_0" in threads()
+    loop.close()

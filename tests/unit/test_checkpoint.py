@@ -127,13 +127,6 @@ def test_a_checkpoint_holds_an_adapter_that_peft_loads_and_no_pickle(payload: Ad
     json.loads((folder / "state.json").read_text())
 
 
-def test_saving_an_iteration_again_replaces_it(payload: AdapterPayload, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, make(payload, note="old"), keep=3)
-    folder = save_checkpoint(tmp_path, 1, make(payload, note="new"), keep=3)
-    assert read_checkpoint(folder).state["note"] == "new"
-    assert names(tmp_path) == ["iteration-000001"]
-
-
 # --- retention
 
 
@@ -353,16 +346,6 @@ def test_two_and_two_steps_equal_four_byte_for_byte(tiny_folder: Path, tmp_path:
     assert without.policy.payload(4).tensors != whole.policy.payload(4).tensors  # the moments matter
 
 
-def test_people_are_told_of_a_checkpoint_that_is_passed_over(
-    payload: AdapterPayload, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for iteration in (1, 2):
-        save_checkpoint(tmp_path, iteration, make(payload), keep=9)
-    (tmp_path / "iteration-000002/state.json").unlink()
-    latest_checkpoint(tmp_path)
-    assert "iteration-000002 is incomplete" in caplog.text and "iteration-000001 is taken instead" in caplog.text
-
-
 def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
     payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,10 +361,7 @@ def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
 
 def test_moments_of_another_optimiser_and_another_critic_are_refused(tiny_folder: Path) -> None:
     weights = [torch.nn.Parameter(torch.ones(4, 3))]
-    for optimizer, name in (
-        (torch.optim.Adafactor(weights), "exp_avg.0"),
-        (torch.optim.AdamW(weights), "row_var.0"),
-    ):
+    for optimizer, name in ((torch.optim.Adafactor(weights), "exp_avg.0"), (torch.optim.AdamW(weights), "row_var.0")):
         strategy = Strategy()
         strategy._optimizer = optimizer
         with pytest.raises(UserInputError, match="keep learner.optimizer as it was"):

@@ -1,7 +1,11 @@
 """The command line: what the commands hand on, exit codes, and errors that are one sentence."""
 
+from __future__ import annotations
+
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -9,8 +13,12 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import pytest
+from core_support import adapted_policy
 
 from rl_vlm.cli import app as cli
+from rl_vlm.config import load_config, save_config
+from rl_vlm.http.server import bind
+from rl_vlm.runs.serve import banner, plan
 from rl_vlm.types import RLVLMError, UserInputError
 
 CONFIG = "name: test-run\nlearner:\n  lr: 0.01\n"
@@ -162,21 +170,6 @@ def test_resume_and_overwrite_contradict(config, training, capsys):
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["missing.yaml"], "Cannot read the config missing.yaml"),
-        (["CONFIG", "learner.lrr=1"], "Did you mean learner.lr?"),
-        (["CONFIG", "learner.lr"], "must have the form"),
-        (["CONFIG", "learner.lr=fast"], "learner.lr"),
-        (["CONFIG", "rollout.top_p=0.5"], "Unknown config key rollout.top_p: the learner cannot"),
-    ],
-)
-def test_a_wrong_configuration_is_one_sentence_and_exit_code_2(arguments, words, config, training, capsys):
-    assert run("train", *[str(config) if word == "CONFIG" else word for word in arguments]) == 2
-    assert words in failure(capsys)
 
 
 @pytest.mark.parametrize(
@@ -337,3 +330,244 @@ def test_a_turn_may_be_as_long_as_the_flag_says(config, harness, monkeypatch, fl
     with pytest.raises(EnoughError):
         play.rollout(load_config(config, []), episodes=1, sampling={"max_new_tokens": flag})
     assert [(one.max_turns, one.max_new_tokens_per_turn, one.max_new_tokens) for one in seen] == [(8, flag, budget)] * 2
+
+
+# --- `rl-vlm serve` before it starts anything: where settings come from, and what is refused in one sentence
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SERVER_HOST", "SERVER_PORT", "LOCAL_MODEL_PATH", "RL_VLM_API_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The sentence with which the command ends; its code is 2."""
+    assert cli.run(["serve", *map(str, arguments)]) == 2
+    sentence = capsys.readouterr().err.strip()
+    assert sentence.startswith("error: ") and len(sentence.splitlines()) == 1
+    return sentence
+
+
+def test_defaults_are_one_replica_on_loopback(tiny_folder: Path) -> None:
+    planned = plan(str(tiny_folder))
+    run = planned.config
+    assert (run.http.host, run.http.port, run.serving.num_replicas) == ("127.0.0.1", 8000, 1)
+    assert (run.serving.engine, run.needed_cpus, planned.token) == ("transformers", run.serving.cpus_per_replica, None)
+    assert (planned.model, planned.name) == (tiny_folder, tiny_folder.name)
+
+
+def test_options_win_over_overrides_and_these_over_the_environment(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_PORT", "9001")
+    monkeypatch.setenv("SERVER_HOST", "localhost")
+    assert plan(str(tiny_folder)).config.http.port == 9001
+    assert plan(str(tiny_folder)).config.http.host == "localhost"
+    assert plan(str(tiny_folder), ["http.port=9002"]).config.http.port == 9002
+    assert plan(str(tiny_folder), ["http.port=9002"], port=9003).config.http.port == 9003
+
+
+def test_the_model_may_come_from_the_environment(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_MODEL_PATH", str(tiny_folder))
+    assert plan(None).model == tiny_folder
+
+
+def test_a_run_folder_brings_its_model_and_adapter(tiny_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    adapted_policy(tiny_folder).payload(5).write(run / "adapter")
+    save_config(load_config(None, [f"model.path={tiny_folder}", "learner.num_learners=2"]), run / "config.yaml")
+    planned = plan(str(run), ["http.model_name=mine"])
+    assert planned.adapter is not None and planned.adapter.version == 1
+    assert (planned.name, planned.config.learner.num_learners) == ("mine", 0)
+    text = banner(planned, 1234)
+    assert "http://127.0.0.1:1234" in text and "policy, policy-v1, mine" in text and "token   none" in text
+    served = planned.config.serving.model_copy(update={"engine": "vllm"})
+    full = planned.config.model_copy(
+        update={"serving": served, "model": planned.config.model.model_copy(update={"train": "full"})}
+    )
+    assert "policy, policy-v1\n" in banner(dataclasses.replace(planned, config=full), 1234)
+    shutil.rmtree(run / "adapter")
+    assert plan(str(run)).adapter is None
+    assert plan(str(run / "config.yaml")).model == tiny_folder
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
+def test_beyond_loopback_a_token_is_needed(
+    host: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "RL_VLM_API_TOKEN" in refusal(capsys, tiny_folder, "--host", host)
+    monkeypatch.setenv("RL_VLM_API_TOKEN", "")
+    assert "RL_VLM_API_TOKEN" in refusal(capsys, tiny_folder, "--host", host)
+    monkeypatch.setenv("RL_VLM_API_TOKEN", "s3cret")
+    assert plan(str(tiny_folder), host=host).token == "s3cret"
+
+
+def test_bad_arguments_are_named(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Which model?" in refusal(capsys)
+    assert "no-such-model" in refusal(capsys, "no-such-model")
+    assert "config.json" in refusal(capsys, tmp_path)
+    assert "http.port" in refusal(capsys, tiny_folder, "--port", "70000")
+    assert "not a peft adapter folder" in refusal(capsys, tiny_folder, "--adapter", tmp_path)
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        assert "--port" in refusal(capsys, tiny_folder, "--port", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("name", ["policy", "policy-v17"])
+def test_a_model_does_not_take_the_name_of_the_trained_versions(name: str, tiny_folder: Path) -> None:
+    with pytest.raises(UserInputError, match="http.model_name"):
+        plan(str(tiny_folder), [f"http.model_name={name}"])
+    assert plan(str(tiny_folder), ["http.model_name=policy-vision"]).name == "policy-vision"
+
+
+def test_an_engine_that_is_not_installed_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserInputError, match="vllm"):
+        plan(str(tiny_folder), ["serving.engine=vllm"])
+
+
+# --- rl-vlm fetch: models and data sets of the hub, and clear words when they cannot be had
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A stand-in for snapshot_download: returns `folder` or raises `error`."""
+    import huggingface_hub
+
+    def snapshot_download(name, **options):
+        state.calls.append((name, options["repo_type"]))
+        if state.error is not None:
+            raise state.error
+        return str(state.folder)
+
+    state = types.SimpleNamespace(calls=[], error=None, folder=tmp_path / "snapshot")
+    state.folder.mkdir()
+    (state.folder / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return state
+
+
+def hub_error(kind, status=404):
+    import httpx
+    from huggingface_hub import errors
+
+    return getattr(errors, kind)(
+        "no\nmore", response=httpx.Response(status, request=httpx.Request("GET", "https://hub"))
+    )
+
+
+def test_fetch_converts_a_data_set_so_that_it_opens_offline(hub, monkeypatch):
+    import datasets
+
+    loaded = []
+    monkeypatch.setattr(datasets, "load_dataset", loaded.append)
+    assert run("fetch", "owner/data", "--data") == 0
+    assert hub.calls == [("owner/data", "dataset")] and loaded == ["owner/data"]
+
+
+@pytest.mark.parametrize("name", ["model", "./folder", "a/b/c", "/absolute/path", "owner/bad name"])
+def test_fetch_refuses_what_is_no_name(name, hub, capsys):
+    from huggingface_hub.errors import HFValidationError
+
+    hub.error = HFValidationError("Repo id must use alphanumeric chars")
+    assert run("fetch", name) == 2
+    assert "not a name of the hub" in failure(capsys)
+
+
+def test_fetch_says_what_went_wrong(hub, monkeypatch, capsys):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    cases = [
+        (hub_error("RepositoryNotFoundError"), 2, "The hub has no model"),
+        (hub_error("GatedRepoError", 403), 2, "licence"),
+        (hub_error("HfHubHTTPError", 500), 1, "broke off"),
+        (LocalEntryNotFoundError("offline"), 1, "cannot be reached"),
+        (OSError(28, "No space left on device"), 1, "No space left"),
+    ]
+    for hub.error, code, words in cases:
+        assert run("fetch", "owner/model") == code
+        assert words in failure(capsys)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.error = LocalEntryNotFoundError("offline")
+    assert run("fetch", "owner/model") == 2
+    assert "HF_HUB_OFFLINE is set" in failure(capsys)
+
+
+def test_fetch_without_a_network_ends_soon(tmp_path):
+    code = "from rl_vlm.cli import app as cli; import sys; sys.exit(cli.run(['fetch', 'owner/model']))"
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: The hub cannot be reached"), done.stderr
+
+
+# --- rl-vlm export, model, envs and doctor: what they hand on and print
+
+
+def test_export_hands_on_its_arguments(tmp_path, monkeypatch, capsys):
+    import rl_vlm.models.export as export
+
+    calls = []
+    monkeypatch.setattr(export, "export_model", lambda *arguments: calls.append(arguments) or arguments[1])
+    assert run("export", "run", tmp_path / "out", "--model", "tiny", "--overwrite") == 0
+    assert calls == [(Path("run"), tmp_path / "out", "tiny", True)]
+    assert str(tmp_path / "out") in output(capsys)
+
+
+def test_make_tiny_replaces_a_model_only_on_demand(tmp_path, monkeypatch, capsys):
+    from rl_vlm.zoo.tiny import model as tiny
+
+    def build(folder, seed, variant):
+        folder.mkdir()
+        (folder / "config.json").write_text(str(seed))
+        return folder
+
+    monkeypatch.setattr(tiny, "make_tiny", build)
+    monkeypatch.setattr(tiny, "tiny_model_path", lambda seed, variant: tmp_path / f"cached-{seed}")
+    folder = tmp_path / "models" / "tiny"
+    assert run("model", "make-tiny", folder) == 0
+    assert run("model", "make-tiny", folder, "--seed", 5) == 2
+    assert (folder / "config.json").read_text() == "0"
+    assert run("model", "make-tiny", folder, "--seed", 5, "--overwrite") == 0
+    assert (folder / "config.json").read_text() == "5"
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+    capsys.readouterr()
+    assert run("model", "make-tiny", "--seed", 7) == 0
+    assert output(capsys).strip() == str(tmp_path / "cached-7")
+    assert run("model", "make-tiny", "--overwrite") == 2
+
+
+def test_envs_lists_ids_descriptions_and_sizes(capsys):
+    assert run("envs", "--json") == 0
+    entries = {entry["id"]: entry for entry in json.loads(output(capsys))}
+    assert entries["Shapes-v0"]["num_items"] == {"train": 4096, "test": 512}
+    assert entries["GridWalk-v0"]["num_items"] == {"train": 4096, "test": 512}
+    for drawn in ("NLVR2-v0", "Caption-v0", "Geo3k-v0"):
+        assert entries[drawn]["num_items"] == {"train": 16384, "test": 512}
+    assert "geometry" in entries["Geo3k-v0"]["description"].lower()
+    assert run("envs") == 0
+    assert "Shapes-v0 A drawing" in " ".join(output(capsys).split())
+
+
+def test_an_environment_that_cannot_be_imported_is_listed_as_such(monkeypatch, capsys):
+    from rl_vlm.envs import registry
+
+    monkeypatch.setitem(registry._REGISTRY, "Broken-v0", "no.such.module:Env")
+    assert run("envs") == 0
+    assert "Broken-v0 cannot be used" in " ".join(output(capsys).split())
+
+
+def test_doctor_exits_with_1_when_something_fails(monkeypatch, capsys):
+    from rl_vlm.cli import doctor
+    from rl_vlm.cli.doctor import Check
+
+    checks = [Check("torch", "ok", "2.13.0"), Check("ray", "warn", "old", "Upgrade.")]
+    monkeypatch.setattr(doctor, "diagnose", lambda run: checks)
+    assert run("doctor") == 0
+    said = output(capsys)
+    assert "ok   torch  2.13.0" in said and "warn ray    old" in said and "→ Upgrade." in said
+    assert run("doctor", "--json") == 0
+    assert json.loads(output(capsys))["status"] == "warn"
+    checks.append(Check("gpu", "fail", "gone", "Plug it in."))
+    assert run("doctor") == 1

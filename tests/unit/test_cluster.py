@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from preference_loop import run_config
 from ray._private import utils as ray_utils
 from ray.exceptions import AuthenticationError
+from tables import table
 
+from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.cli.output import log_to_stderr
-from rl_vlm.config import parse_config
+from rl_vlm.config import PolicyConfig, parse_config
+from rl_vlm.models.reference import ModelReference
 from rl_vlm.runs import ray_session
-from rl_vlm.runs.lifecycle import StopRequest
+from rl_vlm.runs.lifecycle import StopRequest, drain_runs, is_actor, is_run, wait_for_actors
 from rl_vlm.runs.ray_session import check_resources, ray_cluster
+from rl_vlm.serving.deploy import build_app
 from rl_vlm.types import UserInputError
+
+TABLES = table("cluster")
 
 
 def test_a_preference_run_that_asks_for_too_much_is_told_about_its_own_env_runners() -> None:
@@ -134,3 +144,150 @@ def test_a_run_that_is_told_to_stop_while_ray_starts_hears_it(
     with stop.installed(lambda _: None), pytest.raises(KeyboardInterrupt), ray_session.ray_cluster(run_config()):
         pass
     assert stop.signal == signal.SIGTERM
+
+
+# --- Kinds of nodes: which custom resource each actor asks for, and what is said where no node offers it
+
+
+PLACEMENT = {"replicas_on": "gpu_serving", "learners_on": "gpu_learner", "env_runners_on": "cpu_env_runner"}
+
+
+def run(**placement: str) -> PolicyConfig:
+    return parse_config({"resources": placement})
+
+
+def replica_options(config: PolicyConfig) -> dict[str, Any]:
+    app = build_app(ModelReference("tiny", Path("model"), "digest"), config, "run", "namespace")
+    return app._bound_deployment.ray_actor_options  # type: ignore[no-any-return]
+
+
+def test_each_actor_asks_for_its_kind_of_node() -> None:
+    config = run(**PLACEMENT)
+    rllib = GRPOConfig.from_run_config(config)
+    asked = {
+        "replicas_on": replica_options(config)["resources"],
+        "learners_on": rllib.custom_resources_per_learner,
+        "env_runners_on": rllib.custom_resources_per_env_runner,
+    }
+    assert {kind: list(resources) for kind, resources in asked.items()} == {k: [v] for k, v in PLACEMENT.items()}
+    # So small a share that CPUs and GPUs alone say how many fit on a node.
+    assert all(0 < amount <= 0.001 for resources in asked.values() for amount in resources.values())
+
+
+def test_a_cluster_without_such_nodes_is_named_before_actors_wait_for_ever() -> None:
+    offered = {"CPU": 8.0, "gpu_serving": 2.0}
+    ray_session._check_placement(run(replicas_on="gpu_serving"), offered)
+    with pytest.raises(UserInputError, match="gpu_learner"):
+        ray_session._check_placement(run(replicas_on="gpu_serving", learners_on="gpu_learner"), offered)
+
+
+def test_a_private_cluster_is_every_kind_of_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(ray_session, "_init_with_retry", lambda **settings: started.update(settings))
+    monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_session.ray, "shutdown", lambda: None)
+    for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with ray_session.ray_cluster(run(**PLACEMENT)):
+        pass
+    assert started["resources"] == dict.fromkeys(PLACEMENT.values(), 1.0)
+
+
+# --- `rl-vlm cluster drain`: runs save their checkpoints before their containers are stopped
+
+
+@pytest.mark.parametrize(("arguments", "expected"), TABLES["runs_are_told_from_other_processes"])
+def test_runs_are_told_from_other_processes(arguments: list[str], expected: bool) -> None:
+    assert is_run(arguments) is expected
+
+
+@pytest.mark.parametrize(("title", "expected"), TABLES["actors_are_told_from_rays_own_processes"])
+def test_actors_are_told_from_rays_own_processes(title: str, expected: bool) -> None:
+    assert is_actor([title]) is expected
+
+
+def test_a_worker_waits_for_its_actors_and_not_for_ever() -> None:
+    command = ["bash", "-c", 'exec -a ray::VLMEnvRunner.sample sleep "$0"', "60"]
+    actor = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 30
+        while wait_for_actors(0.0, within=os.getpid()) != [actor.pid]:  # bash has not become it yet
+            assert time.monotonic() < deadline
+        assert wait_for_actors(0.6, within=os.getpid()) == [actor.pid]
+    finally:
+        actor.kill()
+        actor.wait()
+    assert wait_for_actors(30.0, within=os.getpid()) == []
+
+
+SAVES = """
+import pathlib, signal, sys, time
+def stop(*_):
+    pathlib.Path(sys.argv[2]).write_text("saved")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop if sys.argv[3] == "saves" else signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_draining_waits_until_runs_have_saved(tmp_path: Path) -> None:
+    script = tmp_path / "rl-vlm"
+    script.write_text(SAVES)
+
+    def start(command: str, how: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(script), command, str(tmp_path / f"{command}-{how}"), how], stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    run, deaf, server = start("train", "saves"), start("train", "deaf"), start("serve", "saves")
+    try:
+        begun = time.monotonic()
+        assert drain_runs(1.0, within=os.getpid()) == [deaf.pid]
+        assert time.monotonic() - begun >= 1.0
+        run.wait(300)
+        assert (tmp_path / "train-saves").read_text() == "saved"
+        assert server.poll() is None
+    finally:
+        for process in (run, deaf, server):
+            process.kill()
+            process.wait()
+
+
+SCRIPT = """
+import pathlib, signal, sys, time
+from rl_vlm.runs.lifecycle import RUNNING, STOPPING, call_this_process
+told = []
+def stop(*_):
+    told.append(1)
+    call_this_process(STOPPING)
+call_this_process(RUNNING)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+while not told:
+    time.sleep(0.05)
+print("stopping", flush=True)
+time.sleep(1.5)
+pathlib.Path(sys.argv[1]).write_text(str(len(told)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes have no names of their own elsewhere")
+@pytest.mark.parametrize("told", [False, True])
+def test_draining_tells_a_run_of_any_script_once(tmp_path: Path, told: bool) -> None:
+    """A second SIGTERM would end it before its checkpoint is saved: `ray job stop` and a pod's end come together."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "told")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        if told:
+            process.terminate()
+            assert process.stdout.readline() == "stopping\n"
+        assert drain_runs(60.0, within=os.getpid()) == []
+        assert (tmp_path / "told").read_text() == "1"
+    finally:
+        process.kill()
+        process.wait()

@@ -119,9 +119,6 @@ def test_cancelling_a_call_frees_its_rows(engine: TransformersEngine, text: Text
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
 
 
-# --- health
-
-
 # --- refused requests
 
 
@@ -236,36 +233,6 @@ def test_memory_that_runs_out_while_rows_are_added_leaves_no_trace(
 
 
 # --- adapters
-
-
-def test_an_adapter_changes_what_is_sampled_and_names_its_version(
-    engine: TransformersEngine, text: TextSide, payload: AdapterPayload
-) -> None:
-    before = asyncio.run(one(engine, fixed(text)))
-    asyncio.run(engine.load_adapter(payload))
-    after = asyncio.run(one(engine, fixed(text)))
-    assert (before.policy_version, after.policy_version, engine.version) == (0, 1, 1)
-    assert words(before) != words(after)
-
-
-def test_running_samples_finish_with_the_version_they_began_with(
-    engine: TransformersEngine, text: TextSide, payload: AdapterPayload
-) -> None:
-    async def swap() -> tuple[Completion, Completion]:
-        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=600)))
-        await until(lambda: rows(engine) > 0)
-        await engine.load_adapter(payload)
-        assert rows(engine) > 0  # the new weights are formed beside the running samples
-        following = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=600)))
-        return await running, await following
-
-    with endless(engine, text):
-        alone = asyncio.run(one(engine, fixed(text, max_new_tokens=600)))
-        running, following = asyncio.run(swap())
-        assert (running.policy_version, following.policy_version) == (0, 1)
-        assert words(running) == words(alone)
-        assert words(following) == words(asyncio.run(one(engine, fixed(text, max_new_tokens=600))))
-        assert words(following) != words(running)
 
 
 def test_a_call_of_many_parts_says_for_each_part_which_version_sampled_it(
@@ -445,20 +412,6 @@ def test_closing_fails_what_runs_and_what_waits(tiny_folder: Path, text: TextSid
         with pytest.raises(EngineError, match="closed"):
             asyncio.run(call())  # type: ignore[arg-type]
     asyncio.run(engine.close())  # closing twice is no error
-
-
-def test_calls_that_overlap_give_the_same_as_alone(engine: TransformersEngine, text: TextSide) -> None:
-    requests = [fixed(text, name=str(k), seeds=(k, 50 + k)) for k in range(8)]
-    alone = [asyncio.run(one(engine, asked)) for asked in requests]
-
-    async def staggered(k: int) -> Completion:
-        await asyncio.sleep(0.01 * k)
-        return await one(engine, requests[k])
-
-    async def together() -> list[Completion]:
-        return await asyncio.gather(*(staggered(k) for k in range(8)))
-
-    assert [words(answer) for answer in asyncio.run(together())] == [words(answer) for answer in alone]
 
 
 def test_rows_of_a_cancelled_call_are_free_before_others_are_admitted(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from core_support import picture, pictures, plain_model, request, run_config
+from core_support import picture, pictures, plain_model, reference_logits, request, run_config
 from engine_support import endless, until
 
+from rl_vlm.engines.base import EngineError, RequestTooLargeError
 from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.rows import RowCache, reserved_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.images import PixelLimits
@@ -21,7 +25,7 @@ from rl_vlm.models.qwen_vl import _VISION_PATCHES, Backbone
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.runs.train import inspect_run
 from rl_vlm.serving.replica import build_engine
-from rl_vlm.types import UserInputError
+from rl_vlm.types import GenerationRequest, SampleChunk, UserInputError
 
 
 def backbone_of(folder: Path, text: TextSide, **more: Any) -> Backbone:
@@ -167,3 +171,254 @@ def test_pixel_limits_hold_for_counting_and_for_encoding(tiny_folder: Path) -> N
         load_text_side(tiny_folder, PixelLimits(9000, 5000))
     with pytest.raises(UserInputError, match="1024 pixels"):
         load_text_side(tiny_folder, PixelLimits(1, 1000))
+
+
+# --- Streaming and alternatives of the transformers engine: the same tokens as without, piece by piece
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(tiny_folder, max_context=1024)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def ask(text: TextSide, name: str = "r", **sampling: Any) -> GenerationRequest:
+    image = picture(np.random.default_rng(1))
+    return request(
+        text, [image, "Say something."], name=name, **{"max_new_tokens": 24, "n": 2, "seeds": (1, 2), **sampling}
+    )
+
+
+async def read(engine: TransformersEngine, asked: GenerationRequest) -> list[SampleChunk]:
+    async with asyncio.timeout(120):
+        return [chunk async for chunk in engine.stream(asked)]
+
+
+def joined(chunks: Sequence[SampleChunk], number: int) -> tuple[list[int], list[float], list[Any], list[Any]]:
+    mine = [chunk for chunk in chunks if chunk.number == number]
+    return (
+        [token for chunk in mine for token in chunk.token_ids.tolist()],
+        [value for chunk in mine for value in chunk.logprobs.tolist()],
+        [alternatives for chunk in mine for alternatives in chunk.top_logprobs],
+        [chunk.stop_reason for chunk in mine],
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": ("e", "o")}, {"choices": ("red", "redder", "12")}, {"top_logprobs": 4}])
+def test_chunks_join_to_what_generate_gives(engine: TransformersEngine, text: TextSide, more: dict[str, Any]) -> None:
+    asked = ask(text, **more)
+    (whole,) = asyncio.run(engine.generate([asked]))
+    chunks = asyncio.run(read(engine, asked))
+    for number, sample in enumerate(whole.samples):
+        tokens, logprobs, alternatives, reasons = joined(chunks, number)
+        assert tokens == sample.token_ids.tolist()
+        np.testing.assert_allclose(logprobs, sample.logprobs, atol=1e-5)
+        assert reasons[-1] is sample.stop_reason and set(reasons[:-1]) <= {None}
+        assert [[token for token, _ in one] for one in alternatives] == [
+            [token for token, _ in one] for one in sample.top_logprobs
+        ]
+    assert all(chunk.token_ids.dtype == np.int32 and chunk.logprobs.dtype == np.float32 for chunk in chunks)
+    assert {chunk.policy_version for chunk in chunks} == {0}
+
+
+def test_tokens_come_while_others_are_still_to_be_sampled(engine: TransformersEngine, text: TextSide) -> None:
+    asked = ask(text, n=1, seeds=(5,), max_new_tokens=200)
+    with endless(engine, text):
+        chunks = asyncio.run(read(engine, asked))
+    assert len(chunks) > 5
+    assert max(len(chunk.token_ids) for chunk in chunks) < 190
+
+
+def test_a_slow_reader_gets_longer_chunks_and_loses_nothing(engine: TransformersEngine, text: TextSide) -> None:
+    asked = ask(text, max_new_tokens=100)
+
+    async def slowly() -> list[SampleChunk]:
+        chunks = []
+        async for chunk in engine.stream(asked):
+            chunks.append(chunk)
+            await asyncio.sleep(0.05)
+        return chunks
+
+    with endless(engine, text):
+        (whole,) = asyncio.run(engine.generate([asked]))
+        chunks = asyncio.run(slowly())
+    assert max(len(chunk.token_ids) for chunk in chunks) > 3
+    for number, sample in enumerate(whole.samples):
+        assert joined(chunks, number)[0] == sample.token_ids.tolist()
+
+
+@pytest.mark.parametrize("way", ["closed", "cancelled"])
+def test_a_reader_that_goes_away_frees_its_rows_and_others_go_on(
+    engine: TransformersEngine, text: TextSide, way: str
+) -> None:
+    other = ask(text, "other", max_new_tokens=60)
+
+    async def leave() -> list[SampleChunk]:
+        staying = asyncio.ensure_future(read(engine, other))
+        stream = engine.stream(ask(text, "leaves", n=6, seeds=None, max_new_tokens=900))
+        first = await anext(stream)
+        assert len(first.token_ids)
+        if way == "closed":
+            await stream.aclose()
+        else:
+            waiting = asyncio.ensure_future(read_on(stream))
+            await asyncio.sleep(0.02)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await until_rows(engine, 2)
+        return await staying
+
+    with endless(engine, text):
+        (whole,) = asyncio.run(engine.generate([other]))
+        chunks = asyncio.run(leave())
+    assert joined(chunks, 1)[0] == whole.samples[1].token_ids.tolist()
+    assert engine.stats().running == 0
+
+
+def test_a_failing_step_ends_the_stream_after_the_tokens_it_had(
+    engine: TransformersEngine, text: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, calls = engine.backbone.logits, 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return logits(*args)
+
+    monkeypatch.setattr(engine.backbone, "logits", fails)
+    got = 0
+
+    async def count() -> None:
+        nonlocal got
+        async for chunk in engine.stream(ask(text, n=1, seeds=(1,))):
+            got += len(chunk.token_ids)
+
+    with endless(engine, text), pytest.raises(EngineError, match="out of memory"):
+        asyncio.run(count())
+    assert got == 3
+
+
+# --- alternatives
+
+
+def test_alternatives_are_the_head_of_the_distribution_that_was_sampled_from(
+    tiny_folder: Path, engine: TransformersEngine, text: TextSide
+) -> None:
+    model = plain_model(tiny_folder)
+    for more in ({"temperature": 0.7}, {"temperature": 0.0, "seeds": None}, {"top_k": 3}):
+        asked = ask(text, **{"n": 1, "seeds": (3,), "top_logprobs": 5, **more})
+        (answer,) = asyncio.run(engine.generate([asked]))
+        sample = answer.samples[0]
+        ids = np.concatenate([answer.prompt_ids, sample.token_ids])
+        with torch.no_grad():
+            logits = reference_logits(tiny_folder, model, ids, asked.images)[len(answer.prompt_ids) - 1 : -1]
+        logits[:, torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size))] = float("-inf")
+        logits = logits / (asked.sampling.temperature or 1.0)
+        if asked.sampling.top_k:
+            logits[logits < logits.topk(3, -1).values[:, -1:]] = float("-inf")
+        values, best = torch.log_softmax(logits, -1).topk(5, -1)
+        assert len(sample.top_logprobs) == len(sample.token_ids)
+        for place, alternatives in enumerate(sample.top_logprobs):
+            assert len(alternatives) == (3 if asked.sampling.top_k else 5)
+            assert [token for token, _ in alternatives] == best[place, : len(alternatives)].tolist()
+            np.testing.assert_allclose(
+                [value for _, value in alternatives], values[place, : len(alternatives)], atol=5e-5
+            )
+            own = dict(alternatives).get(int(sample.token_ids[place]))
+            assert own is None or own == pytest.approx(float(sample.logprobs[place]), abs=1e-6)
+
+
+# --- helpers
+
+
+async def read_on(stream: Any) -> list[SampleChunk]:
+    return [chunk async for chunk in stream]
+
+
+async def until_rows(engine: TransformersEngine, rows: int) -> None:
+    await until(lambda: engine.stats().running == rows)
+
+
+# --- The engine admits no more requests than their keys and values have memory for; the others wait
+
+
+LIMIT = 64 * 24  # tokens
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The tokens that all caches together have memory for, after each time that one of them takes some."""
+    caches: dict[int, RowCache] = {}
+    sizes: list[int] = []
+    reserve = RowCache._reserve
+
+    def noted(self: RowCache, *arguments: Any) -> None:
+        reserve(self, *arguments)
+        caches[id(self)] = self
+        keys = [cache._keys[0] for cache in caches.values() if cache._keys]
+        sizes.append(sum(tensor.shape[0] * tensor.shape[2] for tensor in keys))
+
+    monkeypatch.setattr(RowCache, "_reserve", noted)
+    yield sizes
+
+
+def requests(text: TextSide, count: int, policies: tuple[str, ...]) -> list[GenerationRequest]:
+    """Of all sizes, the largest of which take nearly everything."""
+    rng = np.random.default_rng(0)
+    made = []
+    for k in range(count):
+        samples = int(2 ** rng.integers(0, 5))
+        longest = min(LIMIT // samples // 64 * 64, 256) - 40
+        asked = request(text, ["Which?"], name=f"r{k}", n=samples, max_new_tokens=int(rng.integers(1, longest)))
+        made.append(dataclasses.replace(asked, policy=policies[k % len(policies)]))
+    return made
+
+
+@pytest.mark.parametrize("policies", [("policy",), ("a", "b", "c")])
+def test_the_limit_holds_and_every_request_is_answered(
+    tiny_folder: Path, text: TextSide, held: list[int], policies: tuple[str, ...]
+) -> None:
+    engine = TransformersEngine(tiny_folder, max_context=512, max_kv_tokens=LIMIT)
+    asked = requests(text, 30, policies)
+
+    async def live() -> None:
+        answers = await asyncio.wait_for(asyncio.gather(*(engine.generate([one]) for one in asked)), 120)
+        assert [len(answer.samples) for (answer,) in answers] == [one.sampling.n for one in asked]
+        await engine.close()
+
+    asyncio.run(live())
+    assert LIMIT / 2 < max(held) <= LIMIT
+
+
+def test_a_request_that_no_memory_can_hold_is_refused(tiny_folder: Path, text: TextSide) -> None:
+    engine = TransformersEngine(tiny_folder, max_context=512, max_kv_tokens=LIMIT)
+
+    async def live() -> None:
+        with pytest.raises(RequestTooLargeError):
+            await engine.generate([request(text, ["Which?"], name="r", n=64, max_new_tokens=100)])
+        await engine.close()
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cache_never_reserves_more_than_is_counted_for_it(seed: int) -> None:
+    """Rows come in batches of any length, and go one by one or all together."""
+    rng = np.random.default_rng(seed)
+    cache, allowed = RowCache(), 0
+    for _ in range(400):
+        if rng.random() < 0.4:
+            rows, length = int(rng.integers(1, 40)), int(2 ** rng.uniform(3, 12))
+            allowed = max(allowed, reserved_tokens(cache.num_rows + rows, max(cache.length, length)))
+            prompt = torch.zeros(1, 1, 4, 1)
+            cache.admit([(prompt, prompt)], torch.zeros(rows, dtype=torch.long), length)
+        elif cache.num_rows:
+            kept = np.flatnonzero(rng.random(cache.num_rows) > rng.choice([0.05, 0.5, 1.0]))
+            cache.keep(torch.from_numpy(kept))
+        if not cache.num_rows:
+            allowed = 0
+        reserved = cache._keys[0].shape[0] * cache._keys[0].shape[2] if cache._keys else 0
+        assert reserved <= allowed

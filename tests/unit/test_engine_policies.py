@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from core_support import adapted_policy, picture, plain_model, reference_logprobs, request
+from core_support import adapted_policy, gap, picture, plain_model, request
 from engine_support import endless, until
 from version_support import model_of
 
@@ -57,17 +56,6 @@ def ask(text: TextSide, policy: str, name: str = "r", **sampling: Any) -> Genera
     return dataclasses.replace(request(text, shown, name=name, **wanted), policy=policy)
 
 
-def distance(folder: Path, model: Any, asked: GenerationRequest, answer: Completion) -> float:
-    """Of the answer's log-probabilities from those of a model of transformers, at most."""
-    worst = 0.0
-    with torch.no_grad():
-        for sample in answer.samples:
-            ids = np.concatenate([answer.prompt_ids, sample.token_ids])
-            found = reference_logprobs(folder, model, ids, asked.images, asked.sampling.temperature).numpy()
-            worst = max(worst, float(np.abs(found[len(answer.prompt_ids) - 1 :] - sample.logprobs).max()))
-    return worst
-
-
 def size_of_sum(engine: TransformersEngine) -> int:
     """Bytes of the language model's linear weights, which the adapters here change."""
     return sum(linear.weight.nbytes for linear in language_linears(engine.backbone.model).values())
@@ -75,11 +63,7 @@ def size_of_sum(engine: TransformersEngine) -> int:
 
 @pytest.mark.parametrize("room", [PLENTY, 0, 1.5], ids=["merged", "beside", "some of both"])
 def test_each_policy_answers_with_its_own_weights(
-    tiny_folder: Path,
-    text: TextSide,
-    payloads: dict[tuple[str, int], AdapterPayload],
-    tmp_path: Path,
-    room: float,
+    tiny_folder: Path, text: TextSide, payloads: dict[tuple[str, int], AdapterPayload], tmp_path: Path, room: float
 ) -> None:
     engine = make(tiny_folder)
     engine._weights = AdapterWeights(engine.backbone.model, int(min(room * size_of_sum(engine), PLENTY)))
@@ -102,8 +86,8 @@ def test_each_policy_answers_with_its_own_weights(
     for one, answer in zip(asked, answers, strict=True):
         assert (answer.policy, answer.policy_version) == (one.policy, one.min_version)
         model = plain_model(tiny_folder) if one.min_version == BASE_MODEL else models[one.policy]
-        assert distance(tiny_folder, model, one, answer) < 1e-4
-    assert distance(tiny_folder, models["b"], asked[0], answers[0]) > 0.1  # which tells policies apart
+        assert gap(tiny_folder, model, one, answer) < 1e-4
+    assert gap(tiny_folder, models["b"], asked[0], answers[0]) > 0.1  # which tells policies apart
 
 
 def test_a_modest_policy_is_answered_beside_a_greedy_one(engine: TransformersEngine, text: TextSide) -> None:
@@ -146,7 +130,7 @@ def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights
         return (await engine.generate([asked]))[0]
 
     answer = asyncio.run(live())
-    assert distance(tiny_folder, model_of(tiny_folder, other, tmp_path), asked, answer) < 1e-4
+    assert gap(tiny_folder, model_of(tiny_folder, other, tmp_path), asked, answer) < 1e-4
 
 
 def test_a_load_that_is_given_up_gives_its_room_back(

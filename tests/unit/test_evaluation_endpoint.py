@@ -8,15 +8,14 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from ports import local_server
 
 from rl_vlm.asking.endpoints import Answer, Question
 from rl_vlm.asking.http_endpoints import without_tool_role
@@ -41,30 +40,12 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
         self.reply: Reply = lambda body: (200, said("?"))
-        server = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.requests.append(body)
-                server.tokens.append(self.headers["Authorization"])
-                status, content = server.reply(body)
-                data = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+    def answer(self, path: str, headers: Any, body: bytes) -> tuple[int, Any]:
+        self.requests.append(json.loads(body))
+        self.tokens.append(headers["Authorization"])
+        return self.reply(self.requests[-1])
 
 
 def said(text: str, finish: str = "stop") -> dict[str, Any]:
@@ -98,8 +79,9 @@ def answers() -> dict[str, Any]:
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
-    yield server
-    server.close()
+    with local_server(server.answer) as url:
+        server.url = f"{url}/v1"
+        yield server
 
 
 def run_of(**rollout: Any) -> PolicyConfig:

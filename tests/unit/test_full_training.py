@@ -13,6 +13,7 @@ import torch
 from core_support import (
     batch_of,
     conversation,
+    gap,
     picture,
     plain_model,
     reference_logprobs,
@@ -21,8 +22,9 @@ from core_support import (
     text_side,
     train_sample,
 )
-from full_support import FullWeightsOf, agreements, gap
+from full_support import FullWeightsOf, agreements
 from policy_loop import MAX_CONTEXT, Loop
+from tables import table
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.config import PolicyConfig, load_config
@@ -35,6 +37,8 @@ from rl_vlm.models.export import export_model
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.weights import FullPayload, find_trained, read_payload
 from rl_vlm.types import Trajectory, UserInputError
+
+TABLES = table("settings")
 
 
 def full_policy(folder: Path, **dotted: Any) -> tuple[PolicyModel, PolicyConfig]:
@@ -171,23 +175,7 @@ def test_the_export_of_full_weights_is_an_ordinary_model_folder(tiny_folder: Pat
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [
-        ({"model.adapter": "somewhere"}, "model.adapter belongs to model.train: lora"),
-        ({"model.dtype": "float16"}, "set model.dtype to bfloat16 or float32"),
-        ({"serving.shared": "all"}, "serving.shared serves several policies"),
-        ({"serving.engine": "transformers", "serving.quantization": "nf4"}, "serving.quantization nf4"),
-        ({"learner.strategy": "fsdp2", "learner.num_learners": 2}, "use all_reduce"),
-        ({"learner.strategy": "zero2", "learner.num_learners": 2}, "use all_reduce"),
-        ({"algorithm.name": "ppo", "critic.kind": "adapter"}, "use critic.kind head"),
-        (
-            {"serving.engine": "vllm", "rollout.max_policy_lag": 1, "rollout.in_flight_updates": "keep"},
-            "set it to recompute",
-        ),
-        (
-            {"serving.engine": "vllm", "env.id": "Caption-v0", "env.reward.weights": "{judge: 1.0}"},
-            "asks the base model",
-        ),
-    ],
+    TABLES["what_lora_alone_can_do_is_refused_in_one_sentence"],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_lora_alone_can_do_is_refused_in_one_sentence(changes: dict[str, Any], words: str) -> None:
@@ -214,3 +202,15 @@ def test_every_learner_draws_the_same_hidden_layer_of_a_critic(tiny_folder: Path
         heads.append(policy.critic.state())
     assert heads[0]["head.0.weight"].any()
     assert all(torch.equal(tensor, heads[1][name]) for name, tensor in heads[0].items())
+
+
+# --- Layers that will be sharded never come to the device whole
+
+
+def test_layers_stay_in_host_memory_until_they_are_sharded(tiny_folder: Path) -> None:
+    model = load_model(tiny_folder, "float32", "meta", layers_on_host=True)  # a device where nothing is allocated
+    inside = {name for name, _ in model.named_parameters() if ".language_model.layers." in name}
+    assert inside and len(inside) < len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == ("cpu" if name in inside else "meta"), name
+    assert all(parameter.is_meta for parameter in load_model(tiny_folder, "float32", "meta").parameters())

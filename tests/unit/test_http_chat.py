@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
-from core_support import adapted_policy, picture
+from core_support import adapted_policy, picture, text_side
 from engine_support import endless
-from http_support import EngineBackend, Server, data_uri, serving, tiny_engine
+from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from openai.types.chat import ChatCompletion
+from tables import table
 
+from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.http.replies import ReplyText, without_thoughts
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SamplingParams
 
+TABLES = table("http_requests")
 IMAGE = picture(np.random.default_rng(3), 96, 64)
 HI = [{"role": "user", "content": "How many shapes are there?"}]
 
@@ -198,45 +207,14 @@ def test_a_stream_says_what_the_whole_says(client: openai.OpenAI, stop: list[str
 @pytest.mark.parametrize(
     ("arguments", "param"),
     [
-        ({"n": 0}, "n"),
-        ({"n": 65}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 100_000}, "max_tokens"),
-        ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"top_logprobs": 2}, None),
-        ({"stop": [""]}, "stop.0"),
         ({"stop": ["a"] * 17}, "stop"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0"),
-        ({"messages": [{"role": "user", "content": "x" * 200_001}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 200001}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x y " * 2000}]}, "messages"),
         ({"messages": [{"role": "user", "content": ""}] * 1025}, "messages"),
         ({"messages": [{"role": "user", "content": with_image("")[0]["content"] * 17}]}, "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"frequency_penalty": 2.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"extra_body": {"best_of": 2}}, "best_of"),
-        ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens"),
-        ({"extra_body": {"add_generation_prompt": False}}, "add_generation_prompt"),
-        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
-        ({"extra_body": {"min_tokens": 9}}, None),
-        ({"extra_body": {"min_tokens": 1, "guided_choice": ["a"]}}, None),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, None),
-        (
-            {"extra_body": {"chat_template_kwargs": {"tools_in_user_message": True}}},
-            "chat_template_kwargs.tools_in_user_message",
-        ),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"extra_body": {"min_p": 1.1}}, "min_p"),
-        ({"extra_body": {"min_q": 0.1}}, "min_q"),
-        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
-        ({"extra_body": {"guided_choice": ["a"], "choice": ["b"]}}, None),
+        *TABLES["bad_requests_are_refused_by_name"],
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_bad_requests_are_refused_by_name(client: openai.OpenAI, arguments: dict[str, Any], param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -351,3 +329,133 @@ def test_multibyte_characters_survive_a_stream(client: openai.OpenAI) -> None:
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert streamed == chat(client, model="policy", **arguments).choices[0].message.content
     codecs.encode(streamed, "utf-8")
+
+
+# --- The published schema allows what the server takes, field by field; it knows neither limits nor fields that contradict each other
+
+
+@pytest.fixture(scope="module")
+def schema(server: Server) -> Draft202012Validator:
+    document = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return Draft202012Validator({**body, "components": document["components"]})
+
+
+@pytest.mark.parametrize("changes", TABLES["schema_and_server_agree"], ids=str)
+def test_schema_and_server_agree(server: Server, schema: Draft202012Validator, changes: dict[str, Any]) -> None:
+    body = {"model": "tiny", "messages": HI, "max_tokens": 4, **changes}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    assert schema.is_valid(body) == (reply.status_code == 200), reply.text
+
+
+def test_what_means_nothing_to_vllm_means_nothing_here(server: Server) -> None:
+    """Every field of vLLM's own request with its default, as clients send it that fill in all fields."""
+    protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
+    own = protocol.ChatCompletionRequest(messages=HI).model_dump(mode="json")
+    reply = httpx.post(
+        f"{server.url}/v1/chat/completions", json={**own, "model": "tiny", "max_tokens": 4}, timeout=PATIENCE_S
+    )
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"stream_options": True, "stream": True}, "stream_options"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"structured_outputs": "a|b"}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
+        ({"structured_outputs": {}}, "structured_outputs.choice"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
+            "messages.0.content.0.image_url",
+        ),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_field(server: Server, changes: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny", "messages": HI, "max_tokens": 4, **changes}
+    error = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()["error"]
+    assert (error["param"], error["message"].startswith(param)) == (param, True), error
+
+
+# --- From sampled tokens to text: pieces give what the whole gives, stop strings are cut off, thoughts removed
+
+
+THOUGHTS = table("thoughts")
+
+
+@pytest.fixture(scope="module")
+def codec(tiny_folder: Path) -> ChatCodec:
+    return text_side(tiny_folder).codec
+
+
+def encode(codec: ChatCodec, text: str) -> list[int]:
+    return codec._plain.encode(text, add_special_tokens=False).ids
+
+
+def in_pieces(codec: ChatCodec, ids: list[int], cuts: list[int], stop: tuple[str, ...]) -> tuple[list[str], list[int]]:
+    reply, texts, tokens = ReplyText(codec, stop), [], []
+    edges = [0, *sorted(cuts), len(ids)]
+    for start, end in pairwise(edges):
+        text, released = reply.feed(ids[start:end], last=end == len(ids) and (start, end) == (edges[-2], edges[-1]))
+        texts.append(text)
+        tokens += released
+    return texts, tokens
+
+
+@pytest.mark.parametrize(
+    "text", ["<answer>3</answer>", "naïve 日本 🙂 \u200d x", "  spaces\n\n\ttabs", "<think>a</think>"]
+)
+def test_token_bytes_join_to_what_the_tokenizer_decodes(codec: ChatCodec, text: str) -> None:
+    ids = encode(codec, text)
+    assert b"".join(map(codec.token_bytes, ids)).decode() == text == codec.decode(np.array(ids))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), text=st.text(alphabet="ab<é🙂", max_size=12))
+def test_pieces_give_what_the_whole_gives(codec: ChatCodec, data: st.DataObject, text: str) -> None:
+    ids = encode(codec, text)
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
+    stop = tuple(data.draw(st.lists(st.text(alphabet="ab<é🙂", min_size=1, max_size=3), max_size=2)))
+    ends = [(text.index(s) + len(s), text.index(s)) for s in stop if s in text]
+    expected = text[: min(ends)[1]] if ends else text
+    whole, tokens = ReplyText(codec, stop).feed(ids, last=True)
+    assert whole == expected
+    texts, pieces = in_pieces(codec, ids, cuts, stop)
+    assert "".join(texts) == expected
+    assert pieces == list(tokens)
+    assert b"".join(codec.token_bytes(ids[k]) for k in tokens).decode("utf-8", "replace").startswith(expected)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]])
+def test_of_two_stop_strings_the_one_that_is_complete_first_counts(codec: ChatCodec, cuts: list[int]) -> None:
+    assert "".join(in_pieces(codec, encode(codec, "a<<"), cuts, ("<", "a<<"))[0]) == "a"
+
+
+def test_a_split_character_waits_for_its_other_half(codec: ChatCodec) -> None:
+    ids = encode(codec, "🙂!")
+    assert len(ids) >= 5
+    reply = ReplyText(codec)
+    assert [reply.feed([token], last=False)[0] for token in ids] == ["", "", "", "🙂", "!"]
+
+
+def test_what_may_become_a_stop_string_is_held_back_and_released(codec: ChatCodec) -> None:
+    reply = ReplyText(codec, ["aab"])
+    fed = [reply.feed(encode(codec, letter), last=False)[0] for letter in "xaaab"]
+    assert "".join(fed) == "xa"
+    reply = ReplyText(codec, ["aab"])
+    fed = [reply.feed(encode(codec, letter), last=letter == "c")[0] for letter in "xaac"]
+    assert fed == ["x", "", "", "aac"]
+
+
+@pytest.mark.parametrize(("text", "expected"), THOUGHTS["thoughts_are_removed"])
+def test_thoughts_are_removed(text: str, expected: str) -> None:
+    assert without_thoughts(text) == expected
+
+
+def test_every_id_has_the_bytes_that_the_tokenizer_decodes(codec: ChatCodec) -> None:
+    for token_id in range(codec.num_known_tokens):
+        assert codec.token_bytes(token_id).decode("utf-8", "replace") == codec._tokenizer.decode([token_id])

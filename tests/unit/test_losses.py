@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_vlm.config.learner import BUILTIN_LOSSES, AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, truncated_importance_weights
+from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, mismatch_weights, sample_means
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -32,6 +32,16 @@ def token_batch(new: Tensor, old: Tensor, advantage: Tensor, sample: Tensor | No
 
 
 # --- by hand
+
+
+def of_one_token(compute: Any, ratio: float, advantage: float, **settings: Any) -> tuple[Any, float]:
+    """The loss's terms of a token whose likelihood was exp(-2), and their gradient by its new log-probability."""
+    old = torch.tensor([-2.0], dtype=torch.float64)
+    new = (old + math.log(ratio)).requires_grad_()
+    terms = compute(token_batch(new, old, torch.tensor([advantage], dtype=torch.float64)), AlgorithmSection(**settings))
+    terms.loss.sum().backward()
+    assert new.grad is not None
+    return terms, new.grad.item()
 
 
 @pytest.mark.parametrize(
@@ -50,15 +60,8 @@ def token_batch(new: Tensor, old: Tensor, advantage: Tensor, sample: Tensor | No
 def test_the_clipped_surrogate_by_hand(
     ratio: float, advantage: float, loss: float, gradient: float, clipped: bool
 ) -> None:
-    """The gradient is with respect to the new log-probability, so it is the ratio times the advantage, or nothing."""
-    old = torch.tensor([-2.0], dtype=torch.float64)
-    new = (old + math.log(ratio)).requires_grad_()
-    tokens = token_batch(new, old, torch.tensor([advantage], dtype=torch.float64))
-    terms = clipped_surrogate(tokens, AlgorithmSection(clip_low=0.2, clip_high=0.28))
-    terms.loss.sum().backward()
-    assert terms.loss.item() == pytest.approx(loss)
-    assert new.grad is not None
-    assert new.grad.item() == pytest.approx(gradient)
+    terms, slope = of_one_token(clipped_surrogate, ratio, advantage, clip_low=0.2, clip_high=0.28)
+    assert (terms.loss.item(), slope) == pytest.approx((loss, gradient))
     assert terms.ratio.item() == pytest.approx(ratio)
     assert bool(terms.clipped) is clipped
 
@@ -67,25 +70,15 @@ def test_the_clipped_surrogate_by_hand(
     ("ratio", "advantage", "loss", "gradient", "clipped"),
     [
         (2.9, -1.0, 2.9, 2.9, False),
-        (
-            3.5,
-            -2.0,
-            6.0,
-            0.0,
-            True,
-        ),  # an unlikely token that became likely: its loss is 3 times |A|, and it stops pushing
+        (3.5, -2.0, 6.0, 0.0, True),  # an unlikely token that became likely stops pushing: its loss is 3 times |A|
         (3.5, 2.0, -2.56, 0.0, True),  # a good one is bounded by clip_high as before
         (0.5, -1.0, 0.8, 0.0, True),
     ],
 )
 def test_dual_clip_by_hand(ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
     """arXiv 1912.09729: max(min(r A, clip(r) A), c A) for A < 0."""
-    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    tokens = token_batch(new, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64))
-    terms = clipped_surrogate(tokens, AlgorithmSection(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
-    terms.loss.sum().backward()
-    assert new.grad is not None
-    assert (terms.loss.item(), new.grad.item()) == pytest.approx((loss, gradient))
+    terms, slope = of_one_token(clipped_surrogate, ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    assert (terms.loss.item(), slope) == pytest.approx((loss, gradient))
     assert bool(terms.clipped) is clipped
 
 
@@ -96,15 +89,10 @@ RATIOS = [0.01, 0.5, 0.9, 1.0, 1.1, 2.0, 4.0, 30.0]
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_cispo_by_hand(ratio: float, advantage: float) -> None:
     """arXiv 2506.13585: the weight is min(r, cap) without a gradient; the gradient is that of log π, for every token."""
-    new = torch.tensor([math.log(ratio) - 2], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([-2.0], dtype=torch.float64)
-    tokens = token_batch(new, old, torch.tensor([advantage], dtype=torch.float64))
-    terms = LOSSES.get("cispo")(tokens, AlgorithmSection(loss="cispo", cispo_cap=3.0))
-    terms.loss.sum().backward()
+    terms, slope = of_one_token(LOSSES.get("cispo"), ratio, advantage, loss="cispo", cispo_cap=3.0)
     weight = min(ratio, 3.0)
-    assert new.grad is not None
     assert terms.loss.item() == pytest.approx(-weight * advantage * (math.log(ratio) - 2), abs=1e-12)
-    assert new.grad.item() == pytest.approx(-weight * advantage, abs=1e-12)
+    assert slope == pytest.approx(-weight * advantage, abs=1e-12)
     assert bool(terms.clipped) is (ratio > 3)
 
 
@@ -112,15 +100,11 @@ def test_cispo_by_hand(ratio: float, advantage: float) -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_sapo_by_hand(ratio: float, advantage: float) -> None:
     """arXiv 2511.20347: the gate 4 σ(τ(r - 1)) / τ; its slope is 4 p (1 - p) with p = σ(τ(r - 1)), 1 where r is 1."""
-    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    tokens = token_batch(new, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64))
-    terms = LOSSES.get("sapo")(tokens, AlgorithmSection(loss="sapo", sapo_tau_pos=0.7, sapo_tau_neg=1.6))
-    terms.loss.sum().backward()
+    terms, slope = of_one_token(LOSSES.get("sapo"), ratio, advantage, loss="sapo", sapo_tau_pos=0.7, sapo_tau_neg=1.6)
     tau = 0.7 if advantage > 0 else 1.6
     p = 1 / (1 + math.exp(-tau * (ratio - 1)))
-    assert new.grad is not None
     assert terms.loss.item() == pytest.approx(-4 / tau * p * advantage, rel=1e-6)
-    assert new.grad.item() == pytest.approx(-ratio * 4 * p * (1 - p) * advantage, rel=1e-6, abs=1e-12)
+    assert slope == pytest.approx(-ratio * 4 * p * (1 - p) * advantage, rel=1e-6, abs=1e-12)
     assert not terms.clipped.any()
 
 
@@ -136,18 +120,6 @@ def test_at_the_first_step_every_loss_has_the_gradient_of_the_policy(loss: str) 
     assert new.grad.tolist() == pytest.approx((-advantage).tolist(), rel=1e-6)
     assert terms.ratio.tolist() == [1.0] * 3
     assert not terms.clipped.any()
-
-
-def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
-    old = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    behaviour = torch.tensor([-1.0, -3.0, -0.5])
-    weights = truncated_importance_weights(old, behaviour, 2.0)
-    assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-0.5)])
-    assert not weights.requires_grad
-    assert truncated_importance_weights(old, behaviour, None).tolist() == [1.0, 1.0, 1.0]
-    assert truncated_importance_weights(old, behaviour, 100.0).tolist() == pytest.approx(
-        [1.0, math.exp(2), math.exp(-0.5)]
-    )
 
 
 def test_kl_estimates_by_hand() -> None:
@@ -389,14 +361,11 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("name", CONSTANTS)
-@pytest.mark.parametrize("parts", [1, 3])
-def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
-    numbers = Numbers(seed=len(name))
-    config = settings_of(loss, **CONSTANTS[name])
-    plan = plan_update(numbers.groups(), STD, np.random.default_rng(0))
-    advantages = np.concatenate(plan.advantages)
+def agree(
+    trainer: Any, numbers: Numbers, loss: str, config: AlgorithmSection, parts: int
+) -> tuple[UpdateStats, dict[str, list[float]]]:
+    """Value and gradient of both; returns our statistics and their metrics."""
+    advantages = np.concatenate(plan_update(numbers.groups(), STD, np.random.default_rng(0)).advantages)
     assert np.count_nonzero(advantages[:SIZE]) == 0 < np.count_nonzero(advantages)
     value, gradient, stats = ours(numbers, config, parts)
     expected, expected_gradient, metrics = theirs(trainer, numbers, loss, config, advantages)
@@ -404,6 +373,15 @@ def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
     assert expected_gradient.abs().max() > 1e-3
     assert stats.loss == pytest.approx(expected, abs=2e-6)
+    return stats, metrics
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
+    numbers, config = Numbers(seed=len(name)), settings_of(loss, **CONSTANTS[name])
+    stats, metrics = agree(trainer, numbers, loss, config, parts)
     # Their fraction is over all tokens, ours over those that have an advantage or a penalty.
     clipped = metrics["clip_ratio/region_mean"][0] * numbers.mask.sum()
     if config.dual_clip is None:  # they do not count what it stops
@@ -419,39 +397,21 @@ def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str
 @pytest.mark.parametrize("parts", [1, 3])
 def test_gspo_and_its_gradient_equal_those_of_trl(trainer: Any, name: str, parts: int) -> None:
     """With one advantage per sequence, our gradient through each token equals theirs through the mean."""
-    numbers = Numbers(seed=7)
     config = settings_of("grpo", **{**CONSTANTS[name], "loss": "gspo"})
-    advantages = np.concatenate(plan_update(numbers.groups(), STD, np.random.default_rng(0)).advantages)
-    value, gradient, _ = ours(numbers, config, parts)
-    expected, expected_gradient, _ = theirs(trainer, numbers, "grpo", config, advantages)
-    assert value == pytest.approx(expected, abs=2e-6)
-    assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
-    assert expected_gradient.abs().max() > 1e-3
+    agree(trainer, Numbers(seed=7), "grpo", config, parts)
 
 
 @pytest.mark.parametrize("loss", ["cispo", "sapo"])
 @pytest.mark.parametrize("name", ["plain", "kl", "correction"])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_cispo_and_sapo_and_their_gradients_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
-    numbers = Numbers(seed=8)
     own = {"cispo_cap": 1.2} if loss == "cispo" else {"sapo_tau_pos": 0.8, "sapo_tau_neg": 1.5}
-    config = settings_of(loss, **CONSTANTS[name], **own)
-    advantages = np.concatenate(plan_update(numbers.groups(), STD, np.random.default_rng(0)).advantages)
-    value, gradient, stats = ours(numbers, config, parts)
-    expected, expected_gradient, _ = theirs(trainer, numbers, loss, config, advantages)
-    assert value == pytest.approx(expected, abs=2e-6)
-    assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
-    assert expected_gradient.abs().max() > 1e-3
+    stats, _ = agree(trainer, Numbers(seed=8), loss, settings_of(loss, **CONSTANTS[name], **own), parts)
     assert (stats.clipped > 3) is (loss == "cispo")
 
 
 def test_the_gspo_preset_equals_trl_with_the_published_bounds(trainer: Any) -> None:
-    numbers, config = Numbers(seed=9), settings_of("gspo", tis_cap=None)
-    advantages = np.concatenate(plan_update(numbers.groups(), STD, np.random.default_rng(0)).advantages)
-    value, gradient, stats = ours(numbers, config, parts=2)
-    expected, expected_gradient, _ = theirs(trainer, numbers, "grpo", config, advantages)
-    assert value == pytest.approx(expected, abs=2e-6)
-    assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
+    stats, _ = agree(trainer, Numbers(seed=9), "grpo", settings_of("gspo", tis_cap=None), parts=2)
     assert 0 < stats.clipped < stats.tokens  # bounds this narrow stop about half of the tokens
 
 
@@ -490,10 +450,7 @@ def test_the_rloo_preset_takes_the_first_step_of_trls_trainer(trainer: Any) -> N
 
 def test_the_entropy_bonus_of_the_token_mean_equals_that_of_trl(trainer: Any) -> None:
     numbers, config = Numbers(seed=3), settings_of("dapo", tis_cap=None, entropy_coef=0.05)
-    plan = plan_update(numbers.groups(), STD, np.random.default_rng(0))
-    value, _, stats = ours(numbers, config, parts=2)
-    expected, _, metrics = theirs(trainer, numbers, "dapo", config, np.concatenate(plan.advantages))
-    assert value == pytest.approx(expected, abs=2e-6)
+    stats, metrics = agree(trainer, numbers, "dapo", config, parts=2)
     assert stats.entropy / stats.tokens == pytest.approx(metrics["entropy"][0], rel=1e-5)
 
 
@@ -508,3 +465,83 @@ def test_mismatch_and_change_are_measured_from_the_right_policies() -> None:
     assert figures["mismatch/token_mult_prob_error"] == pytest.approx(np.mean(np.exp(np.abs(gap))), rel=1e-4)
     assert figures["policy/approx_kl"] == pytest.approx(np.mean(np.exp(change) - 1 - change), rel=1e-4)
     assert figures["policy/ratio_max"] == pytest.approx(np.exp(change.max()), rel=1e-5)
+
+
+# --- What corrects the mismatch between engine and learner: weights by hand, against TRL's, and in the update
+
+
+MISMATCHES = [0.2, 0.5, 0.9, 1.0, 1.8, 3.0, 6.0]
+
+
+def weights_of(
+    ratios: list[float], sample: list[int] | None = None, **settings: object
+) -> tuple[list[float], list[bool]]:
+    """Of tokens whose learner's log-probability is log(ratio) above the engine's."""
+    behaviour = torch.full((len(ratios),), -2.0, dtype=torch.float64)
+    old = behaviour + torch.tensor(ratios, dtype=torch.float64).log()
+    ids = torch.tensor(sample or range(len(ratios)))
+    weights, masked = mismatch_weights(old.requires_grad_(), behaviour, ids, AlgorithmSection(**settings))
+    assert not weights.requires_grad
+    return weights.tolist(), masked.tolist()
+
+
+def test_none_and_truncation_by_hand() -> None:
+    assert weights_of(MISMATCHES, mismatch="none") == ([1.0] * 7, [False] * 7)
+    weights, masked = weights_of(MISMATCHES)
+    assert weights == pytest.approx([min(ratio, 2.0) for ratio in MISMATCHES])
+    assert not any(masked)
+    assert weights_of(MISMATCHES, tis_cap=None)[0] == [1.0] * 7
+
+
+def test_the_token_mask_is_two_sided_and_keeps_the_ratio_inside() -> None:
+    weights, masked = weights_of(MISMATCHES, mismatch="mask", mismatch_low=0.6, mismatch_high=2.5)
+    assert weights == pytest.approx([0, 0, 0.9, 1.0, 1.8, 0, 0])
+    assert masked == [True, True, False, False, False, True, True]
+    assert weights_of([0.49, 0.51, 4.9, 5.1], mismatch="mask")[0] == pytest.approx([0, 0.51, 4.9, 0])
+
+
+def test_the_sequence_mask_compares_geometric_means() -> None:
+    """Trajectory 0: sqrt(0.5 · 2) = 1, kept; 1: sqrt(1.3 · 1.3) = 1.3, out; 2: a single token at 1.05, kept."""
+    ratios, sample = [0.5, 1.3, 2.0, 1.3, 1.05], [0, 1, 0, 1, 2]
+    settings = {"mismatch": "sequence_mask", "mismatch_low": 0.9, "mismatch_high": 1.1}
+    weights, masked = weights_of(ratios, sample, **settings, tis_cap=1.5)
+    assert masked == [False, True, False, True, False]
+    assert weights == pytest.approx([0.5, 0, 1.5, 0, 1.05])
+    assert weights_of(ratios, sample, **settings, tis_cap=None)[0] == [1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_the_token_mask_equals_trls_mode_token_mask() -> None:
+    """TRL: the ratio, and 0 below vllm_importance_sampling_clip_min or above vllm_importance_sampling_clip_max."""
+    rng = np.random.default_rng(0)
+    ratios = np.exp(rng.normal(0, 0.5, 1000))
+    theirs = torch.tensor(ratios)
+    theirs = theirs.masked_fill((theirs < 0.7) | (theirs > 1.6), 0.0)
+    weights, masked = weights_of(ratios.tolist(), mismatch="mask", mismatch_low=0.7, mismatch_high=1.6)
+    assert weights == pytest.approx(theirs.tolist(), abs=1e-9)
+    assert 100 < sum(masked) < 900
+
+
+def test_means_are_those_of_each_trajectory() -> None:
+    values = torch.tensor([1.0, 10.0, 3.0, 30.0, 5.0])
+    assert sample_means(values, torch.tensor([0, 1, 0, 1, 2])).tolist() == [2.0, 20.0, 2.0, 20.0, 5.0]
+
+
+@pytest.mark.parametrize("mismatch", ["mask", "sequence_mask"])
+def test_masked_tokens_have_no_gradient_and_are_counted(mismatch: str) -> None:
+    numbers = Numbers(seed=5)
+    bounds = {"mismatch_low": 0.8, "mismatch_high": 1.25}
+    _, gradient, stats = ours(numbers, settings_of("dapo", mismatch=mismatch, **bounds, entropy_coef=1e-9), parts=3)
+    gap = torch.tensor(numbers.old - numbers.behaviour)
+    mask = torch.tensor(numbers.mask)
+    compared = gap.exp() if mismatch == "mask" else ((gap * mask).sum(1) / mask.sum(1)).exp()[:, None].expand_as(gap)
+    outside: Tensor = ((compared < 0.8) | (compared > 1.25)) & mask
+    assert 0 < outside.sum() < mask.sum()
+    assert stats.masked == float(outside.sum())
+    assert stats.metrics()["mismatch/masked"] == pytest.approx(float(outside.sum() / mask.sum()))
+    assert not gradient[outside].any()
+    _, whole, plain = ours(numbers, settings_of("dapo", mismatch="none", entropy_coef=1e-9), parts=3)
+    assert plain.metrics()["mismatch/masked"] == 0.0
+    inside = ~outside & mask
+    weight = gap.exp() if mismatch == "mask" else gap.exp().clamp(max=2.0)
+    assert torch.allclose(gradient[inside], (whole * weight)[inside], rtol=1e-4, atol=1e-8)
+    assert math.isfinite(float(gradient.sum()))

@@ -5,22 +5,32 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from memory_support import PUBLISHED, gpus, published_configs, sizes
-from transformers import AttentionInterface, AutoModelForImageTextToText, Qwen3VLConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+)
 
 from rl_vlm import cli
 from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
 from rl_vlm.learning import losses
 from rl_vlm.models import qwen_vl
-from rl_vlm.models.lora import inject_lora, lora_config
+from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
 from rl_vlm.models.memory import needs
 from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
+from rl_vlm.models.memory.needs import max_kv_tokens
 from rl_vlm.models.memory.shape import CUDA_CONTEXT, ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
+from rl_vlm.runs import serve as module
 from rl_vlm.runs.memory import adapters_mib, make_plan, object_store_mib
+from rl_vlm.serving.deploy import initial_replicas
 from rl_vlm.types import UserInputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -278,3 +288,93 @@ def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFix
     assert "other/unknown" in capsys.readouterr().err
     assert cli.run(["plan", config, "model.path=./nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+# --- Counts from config.json equal what transformers' classes and peft allocate, on the meta device
+
+
+# Billions in the index files of the published weights.
+PUBLISHED_PARAMETERS = {"2b": 2_127_532_032, "4b": 4_437_815_808, "8b": 8_767_123_696, "32b": 33_357_390_064}
+
+
+def on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config)
+
+
+def count(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_parameters_equal_those_of_the_real_class(size: str) -> None:
+    data = PUBLISHED[size]
+    model = on_meta(Qwen3VLConfig(**copy.deepcopy(data)))
+    shape = ModelShape.from_config(data)
+    assert shape.parameters == count(model) == PUBLISHED_PARAMETERS[size]
+    assert shape.tower.parameters == count(model.model.visual)
+    assert shape.text.parameters + shape.text.embedding == count(model.model.language_model)
+
+
+@pytest.mark.parametrize("target", [name for name in TARGET_MODULES if name != "none"])
+def test_an_adapter_has_the_size_that_peft_gives_it(target: str) -> None:
+    data = copy.deepcopy(PUBLISHED["2b"])
+    data["text_config"]["num_hidden_layers"] = data["vision_config"]["depth"] = 2
+    data["vision_config"]["deepstack_visual_indexes"] = [0]
+    model = inject_lora(on_meta(Qwen3VLConfig(**copy.deepcopy(data))), lora_config(32, 64, target))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert ModelShape.from_config(data).lora_parameters(32, target) == trained
+
+
+def test_adapters_have_their_known_sizes() -> None:
+    """Of rank 32 in float32, in units of 10^6 bytes."""
+    sizes = {size: ModelShape.from_config(PUBLISHED[size]).lora_parameters(32, "all") * 4e-6 for size in PUBLISHED}
+    assert [round(sizes[size]) for size in ("2b", "4b", "8b")] == [139, 264, 349]
+
+
+def test_qwen_2_5_is_counted_too(tmp_path: Path) -> None:
+    config = Qwen2_5_VLConfig(
+        text_config={"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+                     "intermediate_size": 512, "vocab_size": 1000, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}},
+        vision_config={"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "out_hidden_size": 256},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    assert ModelShape.read(tmp_path).parameters == count(model)
+
+
+# --- What replicas have memory for, and how many `rl-vlm serve` waits for at its start
+
+
+FEWER = ["serving.num_replicas=3", "serving.autoscaling={min_replicas: 1, max_replicas: 2}"]
+
+
+def test_keys_and_values_get_what_a_replica_has_memory_for(tiny_folder: Path) -> None:
+    shape = ModelShape.read(tiny_folder)
+
+    def limit(*settings: str, card: int = 0, free: int = 0) -> int:
+        return max_kv_tokens(load_config(None, [f"model.path={tiny_folder}", *settings]), shape, card, free)
+
+    each = shape.kv_bytes_per_token(4)
+    assert limit(free=10 * GIB) == 8 * GIB // each
+    assert limit("serving.max_kv_gib=3", card=GIB, free=10 * GIB) == 3 * GIB // each
+    whole, half = (
+        limit("serving.engine=transformers", f"serving.gpus_per_replica={gpus}", card=8 * GIB) for gpus in (1, 0.5)
+    )
+    assert whole < 0.85 * 8 * GIB // each and whole - half == pytest.approx(0.85 * 4 * GIB / each, rel=1e-6)
+    assert limit(free=1) == 4096  # one sample
+
+
+def test_the_adapter_is_waited_for_on_the_replicas_that_there_are(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = load_config(None, [f"model.path={tiny_folder}", *FEWER]), []
+
+    def report(version: int, replicas: int, seconds: float) -> Any:
+        asked.append(replicas)
+        return SimpleNamespace(acked=["a", "b"])
+
+    monkeypatch.setattr(module.ray, "get", lambda value, timeout: value)
+    module._wait_for_adapter(SimpleNamespace(report=SimpleNamespace(remote=report)), run)
+    assert asked == [2] == [initial_replicas(run.serving)]

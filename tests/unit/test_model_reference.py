@@ -7,7 +7,9 @@ import shutil
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rl_vlm.models import reference
 from rl_vlm.models.digest import hash_model
@@ -46,11 +48,7 @@ def test_a_model_of_the_hub_is_downloaded(tiny_folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("/models/mine", "is neither a folder"),
-        (HUB_NAME, "HF_HUB_OFFLINE is set"),
-    ],
+    ("name", "why"), [("/models/mine", "is neither a folder"), (HUB_NAME, "HF_HUB_OFFLINE is set")]
 )
 def test_an_error_names_path_node_and_what_to_do(tiny_folder: Path, name: str, why: str) -> None:
     with pytest.raises(UserInputError) as error:
@@ -68,3 +66,70 @@ def test_another_model_of_the_same_name_is_rejected(tiny_folder: Path, tmp_path:
     (other / "config.json").write_text(json.dumps({**config, "note": "another revision"}))
     with pytest.raises(UserInputError, match="differs"):
         elsewhere(tiny_folder, str(other)).on_this_node()
+
+
+# --- The digest of a model folder: equal for equal models wherever they lie, different for what computes or reads differently
+
+
+ENDS = ("model.embed_tokens.weight", "model.visual.merger.weight")  # first and last by name, and far above a MiB
+MATRIX = "model.language_model.layers.0.mlp.up_proj.weight"
+
+
+def write_model(folder: Path, matrix: np.ndarray) -> Path:
+    """A model as transformers saves one: what adapters change lies between an embedding and a vision tower."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    large = np.zeros((2000, 1000), dtype=np.float32)
+    save_file({ENDS[0]: large, MATRIX: matrix, ENDS[1]: large}, folder / "model.safetensors")
+    return folder
+
+
+def merged(seed: int, share: float = 1.0) -> np.ndarray:
+    """A base matrix with an adapter in it, which changes a share of its numbers."""
+    rng, adapter = np.random.default_rng(0), np.random.default_rng(seed)
+    base = rng.normal(size=(512, 512))
+    return (base + adapter.normal(size=base.shape) * (adapter.random(base.shape) < share)).astype(np.float32)
+
+
+def test_exports_of_one_base_with_different_adapters_differ(tmp_path: Path) -> None:
+    folders = [write_model(tmp_path / str(seed), merged(seed)) for seed in (1, 2)]
+    assert len({hash_model(folder) for folder in folders}) == 2
+    rounded = write_model(tmp_path / "rounded", merged(3, share=0.01))  # most of a small change is lost in 16 bits
+    unchanged = write_model(tmp_path / "unchanged", merged(3, share=0.0))
+    assert hash_model(rounded) != hash_model(unchanged)
+    again = shutil.copytree(folders[0], tmp_path / "again")
+    assert hash_model(again) == hash_model(folders[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "preprocessor_config.json", "tokenizer.json", "merges.txt", "config.json"]
+)
+def test_the_text_side_counts(name: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", merged(1))
+    seen = {hash_model(folder)}
+    for content in ("one", "two"):
+        (folder / name).write_text(content)
+        seen.add(hash_model(folder))
+    assert len(seen) == 3
+    (folder / f".{name}").write_text("a draft")
+    (folder / "README.md").write_text("a card")
+    assert hash_model(folder) in seen
+
+
+def test_weights_of_other_and_of_no_format_count(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", merged(1))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    seen = {hash_model(folder)}
+    content = bytearray((folder / "pytorch_model.bin").read_bytes())
+    changed = len(content) // 2
+    content[changed : changed + 2**16] = bytes(2**16)
+    content[-2] ^= 1
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (folder / name).write_bytes(content)
+        seen.add(hash_model(folder))
+    for damaged in (b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x0e" + bytes(7) + b'{"a":{"b":[]}}'):
+        (folder / "model.safetensors").write_bytes(damaged)
+        seen.add(hash_model(folder))
+    assert len(seen) == 7
+    with pytest.raises(OSError):
+        hash_model(tmp_path / "nowhere")

@@ -9,31 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import task_support
 import torch
-from core_support import Plan, Sample, adapted_policy, conversation, picture, plan_update
+from core_support import Plan, Sample, adapted_policy, builder_of, conversation, picture, plan_update
 
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
-from rl_vlm.learning.batching import BatchBuilder
 from rl_vlm.learning.estimators import group_advantages
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, overlong_penalty
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy, gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
+from rl_vlm.types import Trajectory, TrajectoryGroup, Turn
 
 AGGREGATIONS = ["sequence_mean", "token_mean", "constant"]
 
 
 def bare(name: str, prompt: int, sampled: int, reward: float) -> Trajectory:
     """A trajectory without a model: `prompt` tokens, then `sampled` ones."""
-    total = prompt + sampled
-    mask = np.arange(total) >= prompt
-    turns = (Turn(prompt, total, 0, StopReason.END_OF_TURN, reward),) if sampled else ()
-    return Trajectory(
-        name, np.arange(total, dtype=np.int32), mask, np.where(mask, -1, 0).astype(np.float32), turns,
-        TrajectoryStatus.COMPLETED,
-    ).check()  # fmt: skip
+    return task_support.trajectory(name, [(sampled, reward)] if sampled else [], before=prompt)
 
 
 def bare_groups(count: int, size: int = 4, seed: int = 0) -> list[TrajectoryGroup]:
@@ -207,8 +201,7 @@ def test_shuffled_rewards_are_the_same_rewards_in_other_places() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(1, 0.0), (12, 0.0), (13, -1 / 8), (16, -0.5), (19, -7 / 8), (20, -1.0), (25, -1.0)],
+    ("length", "penalty"), [(1, 0.0), (12, 0.0), (13, -1 / 8), (16, -0.5), (19, -7 / 8), (20, -1.0), (25, -1.0)]
 )
 def test_the_overlong_penalty_by_hand(length: int, penalty: float) -> None:
     """DAPO's equation 13 with L_max = 20 and L_cache = 8."""
@@ -273,15 +266,9 @@ def groups(text: TextSide) -> list[TrajectoryGroup]:
 
 def gradient(policy: PolicyModel, text: TextSide, batches: Sequence[UpdateBatch], **settings: Any) -> torch.Tensor:
     """The sum of what each learner's part of one step adds."""
-    builder = BatchBuilder(
-        image_token_id=text.codec.image_token_id,
-        pad_token_id=text.codec.pad_token_id,
-        images=text.images,
-        max_tokens=300,
-    )
     updater = PolicyUpdater(
         policy.backbone,
-        builder,
+        builder_of(text, 300),
         AlgorithmSection(**settings),
         temperature=1.0,
         without_adapter=policy.without_adapter,
@@ -335,13 +322,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
     plan = plan_of(groups)
     expected = gradient(policy, text, plan.batches)
     before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
-    builder = BatchBuilder(
-        image_token_id=text.codec.image_token_id,
-        pad_token_id=text.codec.pad_token_id,
-        images=text.images,
-        max_tokens=300,
-    )
-    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(), temperature=1.0)
+    updater = PolicyUpdater(policy.backbone, builder_of(text, 300), AlgorithmSection(), temperature=1.0)
     norm = float(expected.norm())
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
         strategy, stats = Strategy(), UpdateStats()

@@ -235,11 +235,7 @@ def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kin
 @pytest.mark.parametrize(("kind", "optimizer"), [("head", "adamw"), ("adapter", "adamw"), ("adapter", "adafactor")])
 def test_two_and_two_updates_equal_four_byte_for_byte(tiny_folder: Path, kind: str, optimizer: str) -> None:
     run = ppo_run(
-        tiny_folder,
-        critic__kind=kind,
-        learner__lr=1e-2,
-        learner__optimizer=optimizer,
-        algorithm__minibatches=2,
+        tiny_folder, critic__kind=kind, learner__lr=1e-2, learner__optimizer=optimizer, algorithm__minibatches=2
     )
     batches = [make_groups(tiny_folder, seed=k) for k in range(4)]
     whole = Half(run, tiny_folder)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from tables import table
 
-from rl_vlm.cli.app import app
-from rl_vlm.config import load_config, parse_config, save_config
+from rl_vlm.algorithms.grpo import GRPOConfig
+from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+from rl_vlm.config import PolicyConfig, load_config, parse_config, save_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.config.loading import apply_overrides
+from rl_vlm.control_envs.metaworld_cameras import ORIGINAL_VIEWS, choose_view
+from rl_vlm.learning.learner import VLMLearner
+from rl_vlm.preference.sac import SACLearner
 from rl_vlm.types import UserInputError
+
+TABLES = table("settings")
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 
@@ -60,54 +67,7 @@ def test_the_quickstart_takes_every_preset_from_the_command_line(preset: str, tm
     assert load_config(tmp_path / "config.yaml") == run
 
 
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_dry_run_of_the_quickstart_passes_with_every_preset(preset: str, tiny_folder: Path) -> None:
-    arguments = ["train", str(QUICKSTART), f"model.path={tiny_folder}", f"algorithm.preset={preset}", "--dry-run"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "message"),
-    [
-        ({"preset": "grop"}, "algorithm.preset 'grop' is not one of grpo, dapo"),
-        ({"dual_clip": 1.0}, "dual_clip"),
-        (
-            {"dual_clip": 3.0, "loss": "sapo"},
-            "algorithm.dual_clip has no effect with algorithm.loss sapo: remove it, or set",
-        ),
-        ({"cispo_cap": 2.0}, "algorithm.cispo_cap has no effect .* set algorithm.loss to cispo"),
-        ({"gigpo_gamma": 0.9}, "algorithm.gigpo_gamma has no effect with algorithm.estimator group"),
-        ({"mismatch": "mask", "tis_cap": 3.0}, "algorithm.tis_cap has no effect with algorithm.mismatch mask"),
-        ({"mismatch_low": 0.9}, "algorithm.mismatch_low has no effect with algorithm.mismatch truncate"),
-        ({"mismatch": "drop"}, "algorithm.mismatch"),
-        (
-            {"name": "ppo", "gae_level": "turn", "gae_lambda": 0.95},
-            "gae_lambda has no effect with algorithm.gae_level turn",
-        ),
-        ({"name": "ppo", "turn_gamma": 0.9}, "turn_gamma has no effect with .*gae_level token: .* to turn or bilevel"),
-        (
-            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"},
-            "kl_estimator has no effect with algorithm.kl_in reward",
-        ),
-        ({"kl_coef": 0.1, "kl_max": 0.2}, "algorithm.kl_max has no effect without algorithm.kl_target"),
-        (
-            {"max_refill": 1.0, "estimator": "gigpo"},
-            "with algorithm.estimator gigpo these have a gradient: set it to 0",
-        ),
-        (
-            {"max_refill": 1.0, "estimator": "reinforce_pp"},
-            "with algorithm.estimator reinforce_pp these have a gradient",
-        ),
-        ({"max_refill": 1.0, "preset": "ppo"}, "with algorithm.(estimator gae|kl_in reward) these have a gradient"),
-        (
-            {"max_refill": 1.0, "estimator": "rloo", "kl_in": "reward", "kl_coef": 0.1},
-            "with algorithm.kl_in reward these",
-        ),
-        ({"overlong_buffer": 4000}, r"overlong_buffer \(4000\) exceeds rollout.max_new_tokens \(3072\)"),
-        ({"overlong_buffer": 100}, "overlong_buffer has no effect: its penalty begins after 2972 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "message"), TABLES["settings_without_an_effect_are_refused"])
 def test_settings_without_an_effect_are_refused(algorithm: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         parse_config({"algorithm": algorithm})
@@ -136,3 +96,146 @@ def test_a_preset_replaces_the_one_of_a_resolved_configuration(preset: str) -> N
     forgotten = {key for key in PRESETS["dapo"] if key not in PRESETS[preset]}
     assert found.model_dump(exclude=forgotten) == expected.model_dump(exclude=forgotten)
     assert (found.max_refill > 0) is (preset == "dapo")
+
+
+# --- RLlib's configurations that follow from a run's
+
+
+@pytest.mark.parametrize(("config", "learner"), [(GRPOConfig, VLMLearner), (PreferenceSACConfig, SACLearner)])
+def test_nothing_that_rllib_calls_deprecated_is_set(
+    config: type, learner: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Ray's loggers do not propagate, and the deprecation note is a log record.
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("ray")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    try:
+        made = config.from_run_config(config().run_config, tmp_path)
+    finally:
+        for logger in loggers:
+            logger.removeHandler(caplog.handler)
+    assert made.learner_class is learner
+    assert [record.message for record in caplog.records if "deprecat" in record.message.lower()] == []
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, PreferenceSACConfig])
+def test_keys_of_a_tune_space_change_the_run(config: type) -> None:
+    given = {"run_config": config().run_config.model_dump(), "learner.num_threads": 3, "seed": 7}
+    made = config().update_from_dict(given)
+    assert (made.run_config.learner.num_threads, made.run_config.seed, made.seed) == (3, 7, 7)
+    assert config().update_from_dict({"seed": 5}).run_config.seed == 5
+    assert config().update_from_dict({"seed": None}).run_config.seed == 0
+
+
+# --- The shipped recipes hold the numbers that were published: slime's geometry example, and RL-VLM-F's table of settings
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+# slime, examples/geo3k_vlm_multi_turn: 64 prompts x 8 samples are 512 samples and one optimiser step.
+@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
+def test_the_geometry_recipe_is_slimes(size: str) -> None:
+    run = load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml")
+    rollout, algorithm, learner = run.rollout, run.algorithm, run.learner
+    assert (rollout.prompts_per_iteration, rollout.group_size, rollout.temperature) == (64, 8, 1.0)
+    assert (rollout.max_turns, run.env.kwargs) == (3, {"max_turns": 3})
+    assert (run.serving.max_context, rollout.max_new_tokens, rollout.max_new_tokens_per_turn) == (4096, 3072, 3072)
+    assert (algorithm.iterations, algorithm.clip_low, algorithm.clip_high) == (3000, 0.2, 0.28)
+    assert (algorithm.kl_coef, algorithm.entropy_coef, algorithm.epochs) == (0.0, 0.0, 1)
+    assert algorithm.advantage_normalization == "std"
+    assert (algorithm.minibatches, run.rollout.max_policy_lag) == (1, 0)
+    assert (tuple(learner.betas), learner.weight_decay, run.seed) == ((0.9, 0.98), 0.1, 42)
+    assert learner.lr == 1e-5  # LoRA: ten times the 1e-6 of the full fine-tune
+
+
+METAWORLD: dict[str, Any] = {
+    "session_pairs": 40, "num_interact": 4000, "max_feedback": 20_000, "random_steps": 1000, "exploration_steps": 9000,
+    "total_steps": 1_000_000, "sac": (3e-4, 512, 256, 3), "image_size": 300, "reward_model": ("cnn", 3e-4, 10),
+    "horizon": 500,
+}  # fmt: skip
+SOFTGYM: dict[str, Any] = {
+    **METAWORLD, "session_pairs": 100, "num_interact": 5000, "total_steps": 600_000, "reward_model": ("resnet18", 1e-4, 30),
+}  # fmt: skip
+CLOTH: dict[str, Any] = {
+    "session_pairs": 50, "num_interact": 1000, "max_feedback": 500, "random_steps": 250, "exploration_steps": 250,
+    "total_steps": 15_000, "sac": (5e-4, 1024, 1024, 2), "image_size": 360, "reward_model": ("resnet18", 3e-4, 25),
+}  # fmt: skip
+CARTPOLE: dict[str, Any] = {
+    "session_pairs": 50, "num_interact": 5000, "max_feedback": 10_000, "random_steps": 1000, "exploration_steps": 1000,
+    "total_steps": 500_000, "sac": (5e-4, 1024, 1024, 2), "image_size": 200, "reward_model": ("cnn", 3e-4, 50),
+}  # fmt: skip
+# The fork's tasks, with the reward model that its job trains.
+LATER = METAWORLD | {"horizon": 100, "camera": "corner2", "reward_model": ("cnn", 1e-4, 5)}
+RECIPES = {
+    "cartpole": ("ContinuousCartPole-v0", CARTPOLE),
+    "drawer_open": ("metaworld/drawer-open-v3", METAWORLD),
+    "sweep_into": ("metaworld/sweep-into-v3", METAWORLD),
+    "door_open": ("metaworld/door-open-v3", METAWORLD),
+    "soccer": ("metaworld/soccer-v3", METAWORLD | {"reward_model": ("cnn", 1e-4, 5)}),
+    "rope_flatten": ("softgym/RopeFlattenEasy", SOFTGYM | {"image_size": 240}),
+    "pass_water": ("softgym/PassWater", SOFTGYM | {"image_size": 360}),
+    "cloth_fold": ("softgym/ClothFoldDiagonal", CLOTH),
+    "assembly": ("metaworld/assembly-v3", LATER),
+    "box_close": ("metaworld/box-close-v3", LATER),
+    "coffee_push": ("metaworld/coffee-push-v3", LATER),
+    "stick_pull": ("metaworld/stick-pull-v3", LATER),
+}
+
+
+def figures(run: PolicyConfig, horizon: bool) -> dict[str, Any]:
+    settings = run.preference
+    sac, model = settings.sac, settings.reward_model
+    found = {name: getattr(settings, name) for name in CARTPOLE if name not in ("sac", "reward_model")}
+    found |= {"sac": (sac.lr, sac.batch_size, sac.hidden, sac.depth)}
+    found |= {"reward_model": (model.architecture, model.lr, model.epochs)}
+    if horizon:
+        found |= {"horizon": run.env.kwargs.get("horizon", 500)}
+    return found | ({"camera": run.env.kwargs["camera"]} if "camera" in run.env.kwargs else {})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_preference_recipe_is_the_published_one(name: str) -> None:
+    run = load_config(CONFIGS / "rl_vlm_f" / f"{name}.yaml")
+    env_id, expected = RECIPES[name]
+    assert (run.env.id, figures(run, "horizon" in expected)) == (env_id, expected)
+    assert run.preference.reward == "learn_from_preference"
+    assert (run.preference.labels.source, run.preference.labels.steps) == ("vlm", 2)
+
+
+def test_the_constants_of_the_loop_are_the_published_ones() -> None:
+    for name in RECIPES:
+        settings = load_config(CONFIGS / "rl_vlm_f" / f"{name}.yaml").preference
+        sac, model = settings.sac, settings.reward_model
+        assert (sac.gamma, sac.init_alpha, sac.alpha_lr, sac.betas) == (0.99, 0.1, 1e-4, (0.9, 0.999))
+        assert (sac.tau, sac.target_update_every, sac.updates_per_step) == (0.005, 2, 1)
+        assert (sac.log_std_bounds, sac.target_entropy) == ((-5.0, 2.0), None)
+        assert (settings.exploration_k, settings.reset_updates, settings.feedback_schedule) == (5, 100, 0)
+        assert (settings.frame_capacity, settings.segment_length) == (200_000, 1)
+        assert (model.size, model.kernels, model.channels, model.strides) == (
+            3, (5, 3, 3, 3), (16, 32, 64, 128), (3, 2, 2, 2),
+        )  # fmt: skip
+        assert (model.batch, model.stop_accuracy, model.squash) == (None, 0.97, "tanh")
+
+
+def test_the_cameras_are_the_originals() -> None:
+    """Position, orientation, opening angle (degrees) of the original's scenes; what is left of 480 x 480 pixels."""
+    found = {
+        task: (view.position, view.xyaxes or view.euler, view.fovy, view.window, view.turned)
+        for task, view in ORIGINAL_VIEWS.items()
+    }
+    cut, whole = (80, 380, 100, 400), (0, 480, 0, 480)
+    assert found == {
+        "drawer-open": ((-0.6, 0.2, 0.35), (-1, 1, 0, -0.2, -0.2, -1), 45, cut, True),
+        "sweep-into": ((0, 1.1, 0.75), (-0.5, 0, 0), 45, cut, False),
+        "soccer": ((0.2, 0.6, 0.5), (3.5, 2.7, 1), 45, whole, True),
+        "door-open": ((0.7, 0.35, 0.6), (3.9, 2.3, 0.6), 60, whole, True),
+    }
+    for task in found:
+        assert choose_view(task, None) == choose_view(task, "original") == ORIGINAL_VIEWS[task]
+    assert (choose_view("assembly", None).name, choose_view("assembly", None).turned) == ("corner2", True)
+
+
+def test_every_full_recipe_is_in_the_table() -> None:
+    own = {"cartpole_tiny", "drawer_close_cpu"}  # made for machines without a GPU
+    assert {path.stem for path in (CONFIGS / "rl_vlm_f").glob("*.yaml")} - own == set(RECIPES)

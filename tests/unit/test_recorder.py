@@ -1,14 +1,39 @@
 """RunRecorder: what a run leaves behind for people and programs, and that resuming cuts it."""
 
+import errno
 import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from recorder_support import QUIET, evaluations, group, leftovers, rows, scalars, words
+from recorder_support import (
+    QUIET,
+    evaluations,
+    group,
+    leftovers,
+    picture,
+    read_trajectories,
+    rows,
+    scalars,
+    trajectory,
+    words,
+)
 
+from rl_vlm import files
 from rl_vlm.config import PolicyConfig
+from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
+from rl_vlm.monitoring import recorder
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
+from rl_vlm.types import Message, TrajectoryGroup
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +152,335 @@ def test_each_kind_of_failure_is_told_once_and_all_are_kept(tmp_path, monkeypatc
     kept = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
     assert [entry["group"] for entry in kept] == ["a", "b", "c", "d", "e"]
     assert kept[2] == {"iteration": 2, "group": "c", "reason": "no result within 61 s"}
+
+
+# --- Writing whole files, appending whole lines, values as JSON
+
+
+def test_an_atomic_write_replaces_the_file_and_is_readable_by_others(tmp_path):
+    old_mask = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "a.txt", "first")
+        write_atomic(tmp_path / "a.txt", b"second")
+    finally:
+        os.umask(old_mask)
+    assert (tmp_path / "a.txt").read_text() == "second"
+    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch, step):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_atomic(tmp_path / "a.txt", "old")
+    monkeypatch.setattr(files.os, step, fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text() == "old"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_failed_append_leaves_the_file_as_it_was(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\n")
+    code = (
+        "import resource, signal, sys\n"
+        "from rl_vlm.files import append_whole\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    append_whole(sys.argv[1], b'x' * 200)\n"
+        "except OSError as error:\n    print(error.errno)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], capture_output=True, text=True)
+    assert int(done.stdout) == errno.EFBIG, done.stderr
+    assert (tmp_path / "log").read_bytes() == b"one\n"
+    append_whole(tmp_path / "log", b"two\n")
+    assert whole_lines(tmp_path / "log") == [b"one", b"two"]
+
+
+def test_a_last_line_that_was_cut_short_does_not_count(tmp_path):
+    (tmp_path / "log").write_bytes(b"one\ntw")
+    assert whole_lines(tmp_path / "log") == [b"one"]
+    assert whole_lines(tmp_path / "missing") == []
+
+
+def test_json_values_are_plain_and_finite():
+    value = {"a": np.float32(0.5), 2: np.arange(2), "c": (float("nan"), np.inf), "d": "\ud800", "e": {3, 1}}
+    value |= {"f": np.bool_(True), "g": np.longdouble(1), "h": Path("x"), "i": np.int64(7)}
+    plain = to_jsonable(value)
+    assert plain == {
+        "a": 0.5, "2": [0, 1], "c": [None, None], "d": "?", "e": [1, 3], "f": True, "g": 1.0, "h": "x", "i": 7,
+    }  # fmt: skip
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+
+
+def test_event_files_of_a_resumed_run_come_last_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard reads them in the order of their names."""
+    for now in (
+        1_700_000_000.0,
+        1_699_990_000.0,
+        1_699_980_000.0,
+    ):  # each machine's clock is behind that of the one before
+        monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda now=now: now))
+        known = set(tmp_path.iterdir())
+        file = recorder.TensorBoardFile(tmp_path)
+        file.add(1, {"reward/mean": 0.5})
+        (new,) = set(tmp_path.iterdir()) - known
+        assert sorted(tmp_path.iterdir())[-1] == new
+
+
+# --- Dumps of sampled trajectories: they come back as they were, whole groups, images once
+
+
+def test_trajectories_come_back_as_they_were(tmp_path):
+    red, blue = picture("red"), picture("blue")
+    one = trajectory(
+        "g0/0",
+        reward=0.5,
+        images=(red,),
+        info={"correct": np.bool_(True), "score": np.float32(0.5), "bad": "\udc80"},
+        messages=(
+            Message.of("user", red, "How many?"),
+            Message.of("assistant", "3"),
+            Message.of("tool", blue.to_pil()),
+        ),
+        replica_ids=("r1", "r2"),
+    )
+    two = trajectory("g0/1", reward=0.0, images=(red,))
+    recorder = RunRecorder(tmp_path, QUIET)
+    one.turns = (replace(one.turns[0], parts=(("answer", 1.0), ("format", 0.5))),)
+    recorder.dump_trajectories(10, [TrajectoryGroup("g0", 7, [one, two], "count", 2)], [np.array([1.0, -1.0])], words)
+    path = tmp_path / "trajectories" / "iteration-000010.parquet"
+    first, second = read_trajectories(path)
+    assert (first["iteration"], first["group_id"], first["trajectory_id"], first["index"]) == (10, "g0", "g0/0", 7)
+    assert (first["env"], first["stage"]) == ("count", 2)
+    for name in ("token_ids", "loss_mask", "logprobs"):
+        np.testing.assert_array_equal(first[name], getattr(one, name))
+    assert first["turns"] == [
+        {
+            "start": 2,
+            "stop": 4,
+            "policy_version": 3,
+            "stop_reason": "end_of_turn",
+            "reward": 0.5,
+            "state_id": "shown",
+            "pieces": [],
+            "parts": [{"name": "answer", "value": 1.0}, {"name": "format", "value": 0.5}],
+            "well_formed": True,
+        }
+    ]
+    assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)
+    assert (first["status"], first["error"], first["replica_ids"]) == ("completed", "", ["r1", "r2"])
+    assert first["info"] == {"correct": True, "score": 0.5, "bad": "?"}
+    assert first["images"] == [red.sha256]
+    assert first["messages"] == [
+        {"role": "user", "parts": [{"image": red.sha256}, "How many?"]},
+        {"role": "assistant", "parts": ["3"]},
+        {"role": "tool", "parts": [{"image": blue.sha256}]},
+    ]
+    assert first["text"] == "5 6 7 8"
+    images = tmp_path / "trajectories" / "images"
+    assert {path.stem for path in images.iterdir()} == {red.sha256, blue.sha256}
+    assert (images / f"{red.sha256}.png").read_bytes() == red.png
+    assert leftovers(tmp_path) == []
+
+
+def test_images_are_written_once(tmp_path):
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.dump_trajectories(1, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    (image,) = (tmp_path / "trajectories" / "images").iterdir()
+    before = image.stat().st_ino
+    recorder.dump_trajectories(2, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    assert image.stat().st_ino == before
+
+
+# --- Weights & Biases: used when its key is set, never in the way of a run
+
+
+class FakeWandb(types.ModuleType):
+    """The part of wandb's interface that is used; `failures` calls of `init` fail as without a network."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, failures: int = 0) -> None:
+        super().__init__("wandb")
+        self.errors = types.SimpleNamespace(Error=self.Error)
+        self.failures, self.inits, self.logged, self.finished = failures, [], [], 0
+
+    def Settings(self, **kwargs):
+        return kwargs
+
+    def init(self, **kwargs):
+        self.inits.append(kwargs)
+        if self.failures:
+            self.failures -= 1
+            raise self.Error("no network")
+        return self
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, metrics):
+        self.logged.append(metrics)
+
+    def finish(self):
+        self.finished += 1
+
+
+def with_wandb(monkeypatch, **kwargs) -> FakeWandb:
+    fake = FakeWandb(**kwargs)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_metrics_go_to_wandb_when_its_key_is_set(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"reward/mean": 0.5})
+    recorder.finish({"status": "done"})
+    recorder.close()
+    assert fake.logged == [{"iteration": 1, "reward/mean": 0.5}] and fake.finished == 1
+    assert "secret" not in json.dumps(fake.inits, default=str)
+    RunRecorder(tmp_path, QUIET, resumed_iteration=1)
+    assert fake.inits[0]["id"] == fake.inits[1]["id"]
+
+
+def test_wandb_without_a_network_works_offline(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch, failures=1)
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
+    assert fake.inits[1]["mode"] == "offline" and len(fake.logged) == 1
+
+
+def test_wandb_that_fails_altogether_is_warned_of_and_left_out(tmp_path, monkeypatch, caplog):
+    with_wandb(monkeypatch, failures=2)
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
+    assert "Weights & Biases is off" in caplog.text
+
+
+def test_a_failing_wandb_call_does_not_fail_the_run(tmp_path, monkeypatch):
+    fake = with_wandb(monkeypatch)
+    monkeypatch.setattr(fake, "log", lambda _: 1 / 0)
+    recorder = RunRecorder(tmp_path, QUIET)
+    recorder.log_iteration(1, {"a": 1})
+    assert recorder.write_errors == 1 and rows(tmp_path)
+
+
+# --- A full disk harms neither the run nor its files: simulated, by a quota, and on a tiny file system
+
+
+def test_a_full_disk_is_counted_warned_of_once_and_made_up_for(tmp_path, monkeypatch, caplog):
+    full = True
+
+    def write(real, *arguments):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    for module in ("trajectories", "recorder"):
+        for name in ("write_atomic", "append_whole"):
+            target = f"rl_vlm.monitoring.{module}.{name}"
+            real = getattr(files, name)
+            monkeypatch.setattr(target, lambda *a, real=real: write(real, *a), raising=False)
+    caplog.set_level(logging.WARNING)
+    recorder = RunRecorder(tmp_path, PolicyConfig())
+    for iteration in (1, 2):
+        recorder.log_iteration(iteration, {"reward/mean": 0.1 * iteration})
+        recorder.log_evaluation(iteration, {"accuracy/default": 0.5})
+        recorder.dump_trajectories(iteration, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
+    assert recorder.write_errors == 2 * 5  # csv, jsonl, trajectories, TensorBoard for metrics and for evaluations
+    assert len(caplog.records) == 4 and all("The run goes on" in record.message for record in caplog.records)
+    assert recorder.column("reward/mean") == [0.1, 0.2] and recorder.has_evaluation(2)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    full = False
+    recorder.log_iteration(3, {"reward/mean": 0.3, "new": 1})
+    recorder.log_evaluation(3, {"accuracy/default": 0.6})
+    assert [row["reward/mean"] for row in rows(tmp_path)] == ["0.1", "0.2", "0.3"]
+    assert [entry["iteration"] for entry in evaluations(tmp_path)] == [1, 2, 3]
+    assert scalars(tmp_path)["reward/mean"] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    recorder.finish({"status": "done"})
+    assert recorder.write_errors == 10
+
+
+# Runs on a file system that is full in truth, by a quota on file sizes or by being tiny.
+REAL = """
+import errno, json, resource, signal, sys
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, sys.argv[3])
+from recorder_support import group, leftovers, picture, read_trajectories, rows, scalars, words, evaluations
+from rl_vlm.config import PolicyConfig
+from rl_vlm.monitoring.recorder import RunRecorder
+from rl_vlm.plots.curves import draw_curve
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+ballast = folder / "ballast"
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def fill():
+    if how == "quota":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+        return
+    with ballast.open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 1024)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+def free():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    ballast.unlink(missing_ok=True)
+
+recorder = RunRecorder(folder, PolicyConfig(), draw=draw_curve)
+image = picture("red")
+recorder.log_iteration(1, {"reward/mean": 0.5})
+recorder.log_evaluation(1, {"accuracy/default": 0.5})
+fill()
+for iteration in range(2, 200):
+    recorder.log_iteration(iteration, {"reward/mean": 1 / iteration})
+    if iteration == 2 or iteration % 50 == 0:
+        recorder.log_evaluation(iteration, {"accuracy/default": 0.5, "text": "x" * 2000})
+        recorder.dump_trajectories(iteration, [group(0, images=(image,))], [np.zeros(3)], words)
+recorder.finish({"status": "interrupted"})
+assert recorder.write_errors > 10, recorder.write_errors
+assert not leftovers(folder)
+assert not (folder / "curve.png").exists()
+for line in (folder / "progress.csv").read_text().splitlines():
+    assert line.count(",") == 1
+free()
+errors = recorder.write_errors
+recorder.log_iteration(200, {"reward/mean": 1 / 200, "new": 1})
+recorder.log_evaluation(200, {"accuracy/default": 0.5})
+recorder.dump_trajectories(200, [group(0, images=(image,))], [np.zeros(3)], words)
+recorder.finish({"status": "done"})
+assert recorder.write_errors == errors
+assert [int(row["iteration"]) for row in rows(folder)] == list(range(1, 201))
+assert [entry["iteration"] for entry in evaluations(folder)] == [1, 2, *range(50, 200, 50), 200]
+assert [step for step, _ in scalars(folder)["reward/mean"]] == list(range(1, 201))
+assert len(read_trajectories(folder / "trajectories" / "iteration-000200.parquet")) == 3
+assert (folder / "trajectories" / "images" / f"{image.sha256}.png").read_bytes() == image.png
+assert json.loads((folder / "result.json").read_text())["status"] == "done"
+assert (folder / "curve.png").stat().st_size > 10_000
+print("all well")
+"""
+
+
+@pytest.mark.parametrize("how", ["quota", "tiny"])
+def test_a_disk_that_is_really_full_harms_nothing(tmp_path, how):
+    command = [sys.executable, "-c", REAL, str(tmp_path), how, str(Path(__file__).parent)]
+    if how == "tiny":
+        mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+        # In a mount namespace of its own, so that the mount ends with the process; root there needs no root here.
+        own = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-c"]
+        if subprocess.run([*own, mount], capture_output=True).returncode:
+            pytest.skip("this container may not mount; the quota's case needs no mount")
+        command = [*own, f'{mount} && exec "$@"', "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert "all well" in done.stdout
+    assert "Free some space" in done.stderr or how == "quota"

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import configparser
+import importlib
+import importlib.util
+import inspect
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rl_vlm.config import PolicyConfig, PreferenceConfig, load_config
+from rl_vlm.config.section import keys_of
+from rl_vlm.envs.foreign.slime import SlimeEnv
+from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,3 +84,212 @@ def test_what_tools_leave_behind_is_ignored_and_not_in_the_repository() -> None:
     assert set(LEFT_BY_TOOLS) - set(ignored) == set()
     listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--ignored", "--exclude-standard"]
     assert subprocess.run(listed, capture_output=True, text=True, timeout=900, check=True).stdout == ""
+
+
+# --- The layers: the drawing in the docs is the contract, and every folder says what belongs there
+
+
+def contract() -> list[list[str]]:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / ".importlinter")
+    lines = parser["importlinter:contract:layers"]["layers"].split("\n")
+    return [[name.strip() for name in line.split("|")] for line in lines if line.strip()]
+
+
+def drawing() -> list[list[str]]:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    block = text.split("## Layers", 1)[1].split("```")[1]
+    found = []
+    for line in block.strip().splitlines():
+        names = re.split(r"\s{2,}", line)[0]  # what stands after two spaces explains
+        found.append([name.strip() for name in names.split("|")])
+    return found
+
+
+def test_the_drawing_in_the_docs_is_the_contract() -> None:
+    assert drawing() == contract()
+
+
+def test_every_folder_has_a_line_that_says_what_belongs_there() -> None:
+    for folder in (ROOT / "rl_vlm").rglob("__init__.py"):
+        line = ast.get_docstring(ast.parse(folder.read_text())) or ""
+        assert len(line) > 30 and line.endswith("."), f"{folder} says nothing about what belongs there"
+
+
+def test_every_module_of_the_package_has_its_layer() -> None:
+    package = ROOT / "rl_vlm"
+    modules = {path.name.removesuffix(".py") for path in package.iterdir() if not path.name.startswith(("_", "."))}
+    assert {name for layer in contract() for name in layer} == modules
+
+
+# --- Shell scripts and Dockerfiles by their linters, which the extra `dev` installs
+
+
+SCRIPTS = [*sorted((ROOT / "cluster").rglob("*.sbatch")), *sorted((ROOT / "cluster").rglob("*.sh")), ROOT / ".ci/run"]
+DOCKERFILES = sorted((ROOT / "cluster/docker").glob("Dockerfile.*"))
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    assert found is not None, f"{name} is not installed: make install"
+    return found
+
+
+def lint(*command: str, text: str | None = None) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=900, check=False)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    assert lint(tool("shellcheck"), str(script)) == ""
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.suffix)
+def test_hadolint_finds_nothing(dockerfile: Path) -> None:
+    assert lint(tool("hadolint"), str(dockerfile)) == ""
+
+
+# --- Notebooks are valid, their code parses, what they import exists, and they hold neither large outputs nor paths of a machine
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+
+
+def cells(path: Path, kind: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def code(path: Path) -> ast.Module:
+    """The code cells as one module; magics are left out."""
+    lines = [line for cell in cells(path, "code") for line in cell.splitlines() if not line.startswith("%")]
+    return ast.parse("\n".join(lines))
+
+
+@notebooks
+def test_what_is_imported_exists(path: Path) -> None:
+    imported: set[tuple[str, str | None]] = set()
+    for node in ast.walk(code(path)):
+        if isinstance(node, ast.Import):
+            imported |= {(alias.name, None) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None and node.level == 0
+            imported |= {(node.module, alias.name) for alias in node.names}
+    assert imported
+    for module, name in imported:
+        package = module.partition(".")[0]
+        assert importlib.util.find_spec(package) is not None, package
+        if package == "rl_vlm" and name is not None:  # importing the others would take longer than all else here
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+@notebooks
+def test_names_are_defined_before_they_are_used(path: Path) -> None:
+    """Cells run from top to bottom: compiling them in this order must not read a name that nothing has bound."""
+    tree = code(path)
+    bound = set(vars(builtins)) | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for statement in tree.body:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        bound |= {alias.asname or alias.name.split(".")[0] for node in ast.walk(statement)
+                  if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
+        bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        bound |= {node.name for node in ast.walk(statement) if isinstance(node, ast.FunctionDef)}
+        assert {node.id for node in names} <= bound
+
+
+@notebooks
+def test_its_links_and_configurations_exist(path: Path) -> None:
+    text = "\n".join(cells(path, "markdown") + cells(path, "code"))
+    named = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"\.\./configs/[a-z0-9_]+\.yaml", text)
+    assert named
+    for target in named:
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+# --- The pages for users of other systems: every key and log name on them exists, and their commands are understood
+
+
+SLIME = ROOT / "docs" / "slime.md"
+PAGES = [SLIME, ROOT / "docs" / "vlm_gym.md", ROOT / "docs" / "rl_vlm_f.md"]
+RECIPE = ROOT / "configs" / "geo3k_qwen3vl_2b.yaml"
+KEYS = {*keys_of(PolicyConfig), *keys_of(PreferenceConfig)}
+_KEY = re.compile(r"((?:[a-z_]+\.)+[a-z_]+)(?:(?::\s*|=)([^`]+))?")
+
+# What the example's script passes, its evaluation, which is commented out there, included.
+_FLAGS = """
+hf-checkpoint use-wandb wandb-project wandb-group wandb-key prompt-data input-key label-key multimodal-keys rm-type apply-chat-template
+custom-generate-function-path custom-config-path rollout-shuffle num-rollout rollout-batch-size n-samples-per-prompt
+rollout-max-response-len rollout-temperature global-batch-size eval-interval eval-prompt-data n-samples-per-eval-prompt
+eval-max-response-len eval-top-k advantage-estimator kl-loss-coef kl-loss-type kl-coef entropy-coef eps-clip eps-clip-high optimizer lr
+lr-decay-style weight-decay adam-beta1 adam-beta2 rollout-num-gpus-per-engine sglang-mem-fraction-static sglang-cuda-graph-bs
+train-backend gradient-checkpointing sglang-attention-backend attn-implementation update-weight-buffer-size load
+tensor-model-parallel-size sequence-parallel pipeline-model-parallel-size context-parallel-size expert-model-parallel-size
+expert-tensor-parallel-size recompute-granularity recompute-method recompute-num-layers use-dynamic-batch-size max-tokens-per-gpu
+attention-dropout hidden-dropout accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend megatron-to-hf-mode
+actor-num-nodes actor-num-gpus-per-node rollout-num-gpus colocate
+"""
+FLAGS = _FLAGS.split()
+VARIABLES = ("MODEL_NAME", "NUM_GPUS", "EXTERNAL_RAY", "TRAIN_BACKEND")
+
+
+def quoted(page: Path) -> list[str]:
+    """What stands in back quotes outside of code blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+
+
+def keys_on(page: Path) -> Iterator[tuple[str, str | None]]:
+    """The dotted keys of a configuration that a page names, and the value that it gives to each."""
+    for text in quoted(page):
+        match = _KEY.fullmatch(text)
+        if match and match[1].partition(".")[0] in KEYS and match[2] != "value":
+            yield match[1], match[2]
+
+
+def commands(page: Path) -> list[list[str]]:
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_exists(page: Path) -> None:
+    found = [key for key, _ in keys_on(page)]
+    assert len(set(found)) > 20
+    for key in found:
+        if key.startswith("env.kwargs."):
+            arguments = {*inspect.signature(Geo3kEnv).parameters, *inspect.signature(SlimeEnv).parameters}
+            assert key.removeprefix("env.kwargs.") in arguments, key
+        else:
+            assert key in KEYS, key
+
+
+def test_every_value_for_a_key_on_slimes_page_is_legal() -> None:
+    given = [(key, value) for key, value in keys_on(SLIME) if value is not None]
+    assert len(given) >= 10
+    for key, value in given:
+        load_config(RECIPE, [f"{key}={value}"])
+
+
+def test_no_flag_and_no_variable_of_slimes_example_is_missing() -> None:
+    text = SLIME.read_text()
+    named = set(re.findall(r"--([a-z][a-z0-9-]+)", text))
+    assert len(FLAGS) == 68
+    assert set(FLAGS) <= named, set(FLAGS) - named
+    for name in VARIABLES:
+        assert f"`SLIME_SCRIPT_{name}`" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_log_names_are_logged(page: Path) -> None:
+    source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py"))
+    rows = re.findall(r"^\| ([^|]*)\| ([^|]*)\|", page.read_text().partition("log name")[2], re.MULTILINE)
+    names = [
+        name
+        for _, ours in rows
+        for name in re.findall(r"`((?:reward|policy|value|mismatch|rollout)/[a-z_0-9]+)`", ours)
+    ]
+    assert names or "log name" not in page.read_text()
+    for name in names:
+        assert f'"{name}"' in source, name

@@ -92,7 +92,7 @@ def test_a_group_reward_sees_all_answers_and_may_wait() -> None:
         return [float(place) for place in np.argsort(np.argsort([len(a[-1]) for a in answered.answers]))]
 
     scored = score(episode("a", (0.0, 1.0), 3), episode("b", (1.0,), 2), env=1.0, rank=0.5)
-    assert seen[0].answers == (("1-2-3", "4-5-6"), ("1-2",)) and seen[0].policy is POLICY
+    assert seen[0].answers == (("1-2-3", "5-6-7"), ("1-2",)) and seen[0].policy is POLICY
     assert scored.rewards == pytest.approx([1.5, 1.0])
     assert [turn.reward for turn in scored.trajectories[0].turns] == pytest.approx([0.0, 1.5])
 

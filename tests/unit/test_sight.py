@@ -141,14 +141,9 @@ def test_an_engine_and_a_learner_that_see_the_same_have_no_fault(tiny_folder: Pa
     assert parts.faults() == []
 
 
-def test_an_engine_without_pixels_is_found(tiny_folder: Path) -> None:
-    parts = InProcess(tiny_folder, BlindEngine(tiny_folder, max_context=MAX_CONTEXT))
-    assert parts.faults() == ["engine_blind"]
-
-
-def test_an_engine_that_swaps_two_images_is_found(tiny_folder: Path) -> None:
-    parts = InProcess(tiny_folder, SwappingEngine(tiny_folder, max_context=MAX_CONTEXT))
-    assert parts.faults() == ["images_swapped"]
+@pytest.mark.parametrize(("engine", "fault"), [(BlindEngine, "engine_blind"), (SwappingEngine, "images_swapped")])
+def test_an_engine_that_loses_pixels_or_swaps_images_is_found(tiny_folder: Path, engine: Any, fault: str) -> None:
+    assert InProcess(tiny_folder, engine(tiny_folder, max_context=MAX_CONTEXT)).faults() == [fault]
 
 
 def test_an_engine_with_zeros_in_the_rows_of_positions_is_found(

@@ -12,6 +12,7 @@ import pytest
 from engine_support import until
 from memory_support import gpus, sizes
 from registry_support import Direct, own_registry, publish
+from tables import table
 
 from rl_vlm.config import load_config, parse_config
 from rl_vlm.engines.base import EngineStats
@@ -25,6 +26,8 @@ from rl_vlm.serving import registry as module
 from rl_vlm.serving.follower import Admission, Follower, Lifecycle, ReplicaTally
 from rl_vlm.serving.registry import Registry
 from rl_vlm.types import POLICY, UserInputError
+
+TABLES = table("settings")
 
 # The configurations of the published Qwen3-VL models, by size.
 PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
@@ -111,20 +114,7 @@ def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_fo
     asyncio.run(story())
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"rollout": {"max_policy_lag": 1}}, "rollout.max_policy_lag 1 samples then: remove one of them"),
-        ({"serving": {"shared": "ours"}}, "would stop the other runs of serving.shared"),
-        ({"serving": {"num_replicas": 2}}, "one replica and one learner on one GPU: set serving.gpus_per_replica"),
-        ({"serving": {"gpus_per_replica": 1}}, "one replica and one learner on one GPU"),
-        ({"learner": {"gpus_per_learner": 0}}, "one replica and one learner on one GPU"),
-        (
-            {"serving": {"engine": "transformers"}},
-            "serving.vllm has no effect with serving.engine",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "reason"), TABLES["runs_that_do_not_take_turns_are_refused"])
 def test_runs_that_do_not_take_turns_are_refused(config: dict[str, dict[str, Any]], reason: str) -> None:
     base: dict[str, dict[str, Any]] = {
         "model": {"dtype": "bfloat16"},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from ray.exceptions import ActorAlreadyExistsError
 
+from rl_vlm.runs.lifecycle import leaving_on_signals
 from rl_vlm.serving import deploy
 from rl_vlm.serving.deploy import ServingError, start_serve
 
@@ -42,3 +46,117 @@ def test_a_serve_that_never_comes_up_is_an_error_after_the_deadline(monkeypatch:
     monkeypatch.setattr(deploy.serve, "start", Starts(lost=10**6))
     with pytest.raises(ServingError, match=r"0\.2 s"):
         start_serve(timeout_s=0.2)
+
+
+# --- Signals while a command starts: a sentence, the exit code, and the handlers of before
+
+
+SERVE_THAT_IMPORTS_FOR_LONG = """
+import sys, time
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "rl_vlm.runs.serve":
+            print("importing", flush=True)
+            time.sleep(600)
+
+sys.meta_path.insert(0, Slow())
+from rl_vlm.cli.app import main
+main(["serve", "tiny"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_told_and_ends_with_its_code_and_not_outside(number: signal.Signals, capsys) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, leaving_on_signals():
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+    assert ended.value.code == 128 + number
+    assert capsys.readouterr().err == f"Interrupted by {number.name}: ending what was started.\n"
+    assert signal.getsignal(number) is before
+
+
+def test_the_code_is_the_signals_whatever_comes_of_its_exception() -> None:
+    """In a call of Ray's it comes out as another one."""
+    with pytest.raises(SystemExit) as ended, leaving_on_signals():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except SystemExit:
+            raise ValueError("half started") from None
+    assert ended.value.code == 143
+    with pytest.raises(ValueError, match="no signal"), leaving_on_signals():
+        raise ValueError("no signal")
+
+
+def test_serve_ends_at_once_while_it_imports() -> None:
+    command = [sys.executable, "-c", SERVE_THAT_IMPORTS_FOR_LONG]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=300)
+    assert (process.returncode, said) == (143, "Interrupted by SIGTERM: ending what was started.\n")
+
+
+# --- A command ends though an environment hangs in one of its threads, with its code and after its output
+
+
+_SCRIPT = """
+import asyncio, sys, time
+from rl_vlm.envs.errors import EnvTimeoutError
+from rl_vlm.waiting import leave
+from rl_vlm.rollout.env_pool import EnvPool
+
+class Env:
+    def reset(self, *, seed=None, options=None):
+        time.sleep(float(sys.argv[1]))
+        return None, {}
+    def close(self):
+        pass
+
+async def play():
+    pool = EnvPool(Env, 0.2)
+    envs = await pool.borrow(1)
+    try:
+        await pool.reset(envs, 0, {})
+    except EnvTimeoutError as error:
+        print(error)
+    except Exception:
+        print("answered")
+    pool.close()
+
+asyncio.run(play())
+if sys.argv[1] == "1.0":
+    time.sleep(3)
+print("results are written")
+leave(3)
+"""
+
+
+def _run(seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(seconds)], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_command_does_not_wait_for_an_environment_that_hangs() -> None:
+    done = _run(3600)
+    assert done.returncode == 3
+    assert "did not answer within 0.2 s" in done.stdout and done.stdout.endswith("results are written\n")
+    assert done.stderr == "rl-vlm: an environment still hangs; it is left behind.\n"
+
+
+def test_a_call_without_an_end_is_left_behind_with_the_process() -> None:
+    script = """
+import threading
+from rl_vlm.waiting import leave, within
+try:
+    within(0.2, "waiting for ever", threading.Event().wait)
+except TimeoutError as error:
+    print(error)
+leave(4)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (4, "waiting for ever did not end within 0.2 s\n")
+    assert done.stderr == "rl-vlm: waiting for ever still hangs; it is left behind.\n"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from tables import table
 
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import load_config
@@ -22,14 +23,11 @@ from rl_vlm.runs import run_folder
 from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.runs.train import kind_of
 from rl_vlm.sweeps.results import SweepProgress, group_by_setting, read_results, write_results
-from rl_vlm.sweeps.sweep import (
-    _MARKER,
-    check_folder,
-    run_sweep,
-    write_settings,
-)
+from rl_vlm.sweeps.sweep import _MARKER, check_folder, run_sweep, write_settings
 from rl_vlm.sweeps.trial import TrialResources, trial_class, trials_at_once
 from rl_vlm.types import UserInputError
+
+TABLES = table("settings")
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = load_config(ROOT / "configs/quickstart.yaml")
@@ -87,16 +85,7 @@ def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any],
         load_sweep(file)
 
 
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        ({"learner.lrr": {"choice": [1e-3]}}, "Did you mean learner.lr"),
-        ({"model.lora.rank": {"choice": [8, 0]}}, "With model.lora.rank=0: "),
-        ({"model.lora.rank": {"randint": [0, 8]}}, "With model.lora.rank=0: "),
-        ({"model.lora.rank": {"loguniform": [4, 64]}}, "With model.lora.rank=26.07.*: .*integer"),
-        ({"rollout.group_size": {"uniform": [4, 8]}}, "With rollout.group_size=5.47.*: .*integer"),
-    ],
-)
+@pytest.mark.parametrize(("space", "message"), TABLES["each_value_is_checked_before_anything_starts"])
 def test_each_value_is_checked_before_anything_starts(space: dict[str, Any], message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         SweepConfig.model_validate({"space": space}).check_space(RUN)
@@ -226,21 +215,7 @@ def test_less_is_better_with_mode_min(tmp_path: Path) -> None:
     assert [trial.name for trial in read_results(results, sweep(mode="min"))] == ["trial-b", "trial-a"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"search": "optuna"}, "pbt varies the settings itself"),
-        ({"max_concurrent": 2}, "leave out max_concurrent"),
-        ({"space": {"model.lora.rank": {"choice": [4, 8]}}}, "have to have the same shapes: leave out model.lora.rank"),
-        ({"space": {"preference.sac.depth": {"choice": [2, 3]}}}, "same shapes: leave out preference.sac.depth"),
-        (
-            {"space": {"learner.optimizer": {"choice": ["adamw", "adafactor"]}}},
-            "same shapes: leave out learner.optimizer",
-        ),
-        ({"space": {"seed": {"choice": [0, 1]}}}, "leave out seed"),
-        ({"space": {"learner.lr": {"grid": [1e-3, 2e-3]}}}, "use choice in place of grid"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), TABLES["population_based_training_needs_values_that_it_can_vary"])
 def test_population_based_training_needs_values_that_it_can_vary(changes: dict[str, object], message: str) -> None:
     given = {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}}
     SweepConfig.model_validate(given)

@@ -12,12 +12,7 @@ from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.drawing import render
 from rl_vlm.zoo.nlvr2.environment import read_verdict
 from rl_vlm.zoo.scenes.data import LOOKS, caption_of, pair_item, random_scene
-from rl_vlm.zoo.scenes.lesson import (
-    VERDICT_QUESTION,
-    draw_lesson,
-    vague_caption,
-    verdict_lesson,
-)
+from rl_vlm.zoo.scenes.lesson import VERDICT_QUESTION, draw_lesson, vague_caption, verdict_lesson
 
 # --- what is taught
 

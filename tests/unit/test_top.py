@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from ports import local_server
 from rich.console import Console
 
 from rl_vlm.cli.app import run as rl_vlm
@@ -91,7 +91,7 @@ def text(found: object, width: int = 200) -> str:
 
 def test_the_table_says_what_matters() -> None:
     shown = text(table(overview(parse(PAGE), 1e9 + 90), ["10.0.0.3:8080"]))
-    for part in (
+    for part in [
         "quick",
         "grpo",
         "1m 30s ago",
@@ -104,7 +104,7 @@ def test_the_table_says_what_matters() -> None:
         "8.0/16 GiB",
         "80 %",
         "1.0/4 GiB",
-    ):
+    ]:
         assert part in shown, part
     assert "No answer from 10.0.0.3:8080" in shown
     assert "No run reports metrics here" in text(table(overview([], 0.0)))
@@ -112,48 +112,32 @@ def test_the_table_says_what_matters() -> None:
     assert "[red]x[/red]" in text(table(overview(parse(hostile), 1e9)))
 
 
-class Served(BaseHTTPRequestHandler):
+@contextmanager
+def served() -> Iterator[str]:
     """A dashboard, a node and a Prometheus at one port."""
 
-    def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        port = self.server.server_port  # type: ignore[attr-defined]
+    def reply(path: str, headers: Any, _: bytes) -> tuple[int, Any]:
+        asked = urlsplit(path)
         if asked.path == "/api/prometheus/sd":
-            if self.headers["Authorization"] != "Bearer secret":
-                return self._send(401, "text/plain", "no")
-            targets = [f"127.0.0.1:{port}", "127.0.0.1:9"]
-            return self._send(200, "application/json", json.dumps([{"labels": {}, "targets": targets}]))
+            targets = [headers["Host"], "127.0.0.1:9"]
+            return (
+                (200, [{"labels": {}, "targets": targets}])
+                if headers["Authorization"] == "Bearer secret"
+                else (401, "no")
+            )
         if asked.path == "/metrics":
-            assert self.headers["Authorization"] is None  # the token is for the dashboard alone
-            return self._send(200, "text/plain", PAGE)
+            assert headers["Authorization"] is None  # the token is for the dashboard alone
+            return 200, PAGE
         if asked.path == "/api/v1/query":
             assert "ray_rl_vlm_" in parse_qs(asked.query)["query"][0]
             series = [
                 {"metric": {"__name__": one.name, **one.labels}, "value": [1e9, str(one.value)]} for one in parse(PAGE)
             ]
-            return self._send(200, "application/json", json.dumps({"data": {"result": series}}))
-        return self._send(200, "text/html", "<html>")
+            return 200, {"data": {"result": series}}
+        return 200, "<html>"
 
-    def _send(self, status: int, kind: str, body: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def served() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Served) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join(10)
+    with local_server(reply) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,11 @@ import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ports import local_server
 from recorder_support import QUIET
 from traces_support import Written, as_written, read_trace
 
@@ -132,32 +133,23 @@ def test_the_recorder_keeps_a_file_per_iteration_and_a_resumed_run_cuts_them(tmp
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["iteration-000002.jsonl"]
 
 
-class Collector(BaseHTTPRequestHandler):
-    received: list[tuple[str, str | None, bytes]] = []  # noqa: RUF012
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.received.append((self.path, self.headers["X-Key"], body))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_a_collector_gets_the_spans_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     spans = pickle.loads(pickle.dumps(example()))
-    with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+    received: list[tuple[str, str, bytes]] = []
+
+    def collect(path: str, headers: Any, body: bytes) -> tuple[int, str]:
+        received.append((path, headers["X-Key"], body))
+        return 200, ""
+
+    with local_server(collect) as url:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"{url}/")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=Basic%20secret, other=1")
         recorder = RunRecorder(tmp_path, QUIET)
         recorder.log_spans(1, spans)
         recorder.close()
-        server.shutdown()
-    ((path, key, body),) = Collector.received
+    ((path, key, body),) = received
     assert (path, key) == ("/v1/traces", "Basic secret")
     sent = ExportTraceServiceRequest.FromString(body)
     assert {

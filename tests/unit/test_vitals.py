@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 import re
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
+from tables import table
 
-from rl_vlm.monitoring.display import MismatchGrowth, MovingAverage, RewardTrend
-from rl_vlm.monitoring.ray_metrics import FAMILIES, PREFIX, all_metrics, series_of
+from rl_vlm.config import PolicyConfig
+from rl_vlm.monitoring import ray_metrics
+from rl_vlm.monitoring.display import MovingAverage, RewardTrend
+from rl_vlm.monitoring.ray_metrics import FAMILIES, PREFIX, RayMetrics, all_metrics, series_of
+from rl_vlm.runs.policy import EqualRewards, NotFiniteError, SkippedSteps, blind
+from rl_vlm.serving import follower as serving
+
+TABLES = table("vitals")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,14 +37,6 @@ def test_a_moving_average_begins_at_its_first_value() -> None:
     assert average.value == pytest.approx((0.9 * 0.1 * 2 + 0.1 * 4) / (0.9 * 0.1 + 0.1))
 
 
-def test_growth_is_relative_to_the_first_five_values() -> None:
-    growth = MismatchGrowth()
-    assert [growth.add(kl) for kl in (1e-3, 2e-3, math.nan, 3e-3, 4e-3, 5e-3)] == [None] * 6
-    assert growth.start.value == pytest.approx(3e-3)
-    assert growth.add(3e-2) == pytest.approx(10)
-    assert growth.add(math.nan) is None
-
-
 def test_the_best_reward_is_a_smoothed_one_and_comes_after_the_start() -> None:
     trend = RewardTrend()
     first = [trend.add(reward) for reward in (5.0, 0.0, 0.0, 0.0, 0.0)]
@@ -44,23 +48,7 @@ def test_the_best_reward_is_a_smoothed_one_and_comes_after_the_start() -> None:
     assert fallen["reward_smoothed"] < 0.1 and fallen["reward_start"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("figure", "part", "metric", "name", "found_part"),
-    [
-        ("reward/mean", "", "rl_vlm_reward_mean", "", "rollout"),
-        ("mismatch/kl", "", "rl_vlm_mismatch_kl", "", "learner"),
-        ("labels/accuracy", "", "rl_vlm_labels_accuracy", "", "preference"),
-        ("weights/version", "", "rl_vlm_weights_version", "", "serving"),
-        ("dropped/too_old", "", "rl_vlm_dropped", "too_old", "rollout"),
-        ("time/step", "", "rl_vlm_time", "step", "train"),
-        ("accuracy/default", "eval", "rl_vlm_accuracy", "default", "eval"),
-        ("reward/part/format", "", "rl_vlm_reward", "part/format", "rollout"),
-        ("rollout/reached_turn_2", "", "rl_vlm_rollout", "reached_turn_2", "rollout"),
-        ("evaluation/seconds", "eval", "rl_vlm_evaluation", "seconds", "eval"),
-        ("mine/own number", "", "rl_vlm_metric", "mine/own number", "train"),
-        ("bare", "", "rl_vlm_metric", "bare", "train"),
-    ],
-)
+@pytest.mark.parametrize(("figure", "part", "metric", "name", "found_part"), TABLES["where_a_metric_goes"])
 def test_where_a_metric_goes(figure: str, part: str, metric: str, name: str, found_part: str) -> None:
     found = series_of(figure, part)
     assert (found.metric, found.name, found.part) == (metric, name, found_part)
@@ -79,3 +67,159 @@ def test_every_figure_that_the_code_names_has_a_metric_of_a_bounded_list() -> No
         if figure.startswith(("policy/", "mismatch/", "critic/", "replay/"))
     )
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) and name.startswith(PREFIX) for name in all_metrics())
+
+
+# --- Rules and dashboard ask for metrics that the code has, and the dashboard's file is the one that its script writes
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "cluster" / "monitoring"
+DOCS = FOLDER.parents[1] / "docs" / "monitoring.md"
+RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+DASHBOARD = json.loads((FOLDER / "grafana_dashboard.json").read_text())
+QUERIES = {
+    (panel["title"], target["refId"]): target["expr"]
+    for panel in DASHBOARD["panels"]
+    for target in panel.get("targets", [])
+}
+
+
+def known() -> set[str]:
+    """The names of all series as Prometheus sees them."""
+    histograms = {f"{name}_{part}" for name in serving._HISTOGRAMS for part in ("bucket", "sum", "count")}
+    replicas = {f"rl_vlm_{name}" for name in {*serving._GAUGES, *serving._COUNTERS, "errors_total"} | histograms}
+    return {f"ray_{name}" for name in all_metrics() | replicas}
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dashboard", FOLDER / "dashboard.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("expr", [*QUERIES.values(), *(rule["expr"] for rule in RULES)])
+def test_queries_name_metrics_that_exist(expr: str) -> None:
+    named = set(re.findall(r"\bray_rl_vlm_[a-z0-9_]+", expr))
+    recorded = {rule["record"] for rule in RULES if "record" in rule}
+    assert named <= known()
+    assert set(re.findall(r"\brl_vlm:[a-z_]+", expr)) <= recorded
+    assert named or "rl_vlm:" in expr or "ray_node_" in expr
+
+
+def test_names_of_the_tag_name_are_logged() -> None:
+    source = "".join(path.read_text() for path in (FOLDER.parents[1] / "rl_vlm").rglob("*.py"))
+    for expr in (*QUERIES.values(), *(rule["expr"] for rule in RULES)):
+        for name in re.findall(r'name="(\w+)"', expr):
+            assert f'"{name}"' in source or f"/{name}" in source, name
+
+
+def test_every_alert_says_what_to_do_and_is_in_the_docs_and_has_a_test() -> None:
+    page, tests = DOCS.read_text(), (FOLDER / "alerts_test.yml").read_text()
+    assert len(ALERTS) == 9
+    for name, rule in ALERTS.items():
+        assert len(rule["annotations"]["description"]) > 40 and rule["labels"]["severity"] in ("warning", "critical")
+        assert f"`{name}`" in page, name
+        assert f'alertname="{name}"' in tests, name
+
+
+# --- A run's figures as Ray metrics, with gauges that only remember
+
+
+class Clock:
+    """A wall clock that can be set, beside one that only goes forward."""
+
+    wall, forward = 1e9, 0.0
+
+    def advance(self, seconds: float) -> None:
+        self.wall, self.forward = self.wall + seconds, self.forward + seconds
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    values: dict[str, float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: Any) -> None:
+            self._name = name.removeprefix("rl_vlm_")
+
+        def set(self, value: float, tags: Any) -> None:
+            values[self._name] = value
+
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    return values
+
+
+def test_a_clock_that_is_set_does_not_change_what_an_iteration_took(
+    shown: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour per iteration would silence the alert about a run without progress for ten hours."""
+    clock = Clock()
+    time = SimpleNamespace(time=lambda: clock.wall, monotonic=lambda: clock.forward)
+    monkeypatch.setattr(ray_metrics, "time", time)
+    figures = RayMetrics(PolicyConfig(), tmp_path, 10)
+    for iteration, jump in ((1, 0.0), (2, 3600.0), (3, -7200.0)):
+        clock.advance(2.0)
+        clock.wall += jump
+        figures.add(iteration, {"reward/mean": 0.5})
+    assert shown["iteration_seconds"] == pytest.approx(2.0)
+    assert shown["last_progress_timestamp_seconds"] == clock.wall
+    figures.close()
+
+
+# --- What a run says about figures that usually mean a mistake
+
+
+@pytest.mark.parametrize(
+    ("unseen", "gap", "high", "said"),
+    [
+        (0.25, 0.0, 0.05, "0.25 are right with blank ones, +0.00 with the true ones"),
+        (0.25, 0.5, 0.7, ""),
+        (0.0, 0.05, 0.09, "0.00 are right with blank ones, +0.05"),
+        (0.0, 0.0, 0.0, ""),  # all wrong: that says nothing of images
+    ],
+)
+def test_answers_that_do_not_need_images(unseen: float, gap: float, high: float, said: str) -> None:
+    results = {"sight/accuracy_blank": unseen, "sight/accuracy_gap": gap, "sight/accuracy_gap_high": high}
+    assert said in blind(results) and bool(said) == bool(blind(results))
+
+
+def told(shares: list[float], first: int = 1) -> list[int]:
+    start = EqualRewards()
+    return [
+        iteration
+        for iteration, share in enumerate(shares, first)
+        if start.look(iteration, {"reward/zero_advantage_groups": share, "reward/mean": 0.0})
+    ]
+
+
+def test_a_start_without_differences_is_told_once() -> None:
+    assert told([1.0] * 12) == [5]
+    assert told([1.0, 1.0, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == []  # something was learned from
+    assert told([1.0] * 12, first=21) == []  # a resumed run: its task may be solved
+
+
+def steps(skipped: int, taken: int) -> dict[str, float]:
+    return {"policy/skipped_steps": float(skipped), "policy/optimizer_steps": float(taken)}
+
+
+def test_a_skipped_step_is_told_once_and_ten_in_a_row_end_the_run() -> None:
+    watch = SkippedSteps()
+    assert [bool(watch.look(k, steps(*each))) for k, each in enumerate([(0, 4), (1, 3), (4, 0), (4, 0)])] == [
+        False, True, False, False,
+    ]  # fmt: skip
+    with pytest.raises(NotFiniteError):
+        watch.look(5, steps(4, 0))
+    watch = SkippedSteps()
+    for k in range(20):  # each iteration takes one
+        watch.look(k, steps(3, 1))
+
+
+def test_a_run_without_a_single_finite_step_is_no_success() -> None:
+    watch = SkippedSteps()
+    watch.look(1, steps(4, 0))
+    with pytest.raises(NotFiniteError):
+        watch.check()
+    watch.look(2, steps(0, 4))
+    watch.check()
