@@ -25,6 +25,7 @@ from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks
 from rl_vlm.evaluation.players import EpisodesLostError
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.env_runner import RolloutWorker
+from rl_vlm.rollout.sampler import merged
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs import evaluate
 from rl_vlm.runs.evaluate import evaluate_policy_run
