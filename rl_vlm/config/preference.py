@@ -41,7 +41,6 @@ class RewardModelSection(Section):
     hidden: int = Field(256, ge=1, description="Width of the MLP.")
     layers: int = Field(3, ge=1, description="Hidden layers of the MLP.")
     squash: Squash = Field("tanh", description="[activation]")
-    weights: str | None = Field(None, description="A local file of ImageNet weights for resnet18.")
     load: str | None = Field(None, description="A saved reward model to begin with. [reward_model_load_dir]")
 
     @property

@@ -18,8 +18,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from PIL import Image
 
-from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.labelling.store import Label, LabelStore, LabelValue, Segment, SegmentPair
 from rl_vlm.limits import call_limited
 from rl_vlm.types import UserInputError
 

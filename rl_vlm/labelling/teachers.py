@@ -17,7 +17,7 @@ from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
 from rl_vlm.labelling.labeller import TaskPrompts, UnknownTaskError, VLMLabeller, task_prompts
-from rl_vlm.labelling.types import (
+from rl_vlm.labelling.store import (
     SKIPPED,
     InputKind,
     Label,
@@ -269,7 +269,6 @@ def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
 
 def build_labeller(
     section: LabelsSection,
-    *,
     env_id: str = "",
     seed: int = 0,
     client: Client | None = None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,29 @@ import numpy as np
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
-from rl_vlm.numerics import derive_seed
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.numerics import derive_seed, wilson_interval
 from rl_vlm.types import RLVLMError, UserInputError
 
 MakeEnv = Callable[[], ControlEnv]
 
 
 def make_run_env(config: PreferenceConfig) -> ControlEnv:
-    """One environment of a run, whose pictures have `preference.image_size`."""
+    """One environment of a run, whose pictures have `preference.image_size`.
+
+    Raises UserInputError where no episode holds a segment: no pair would ever be labelled.
+    """
+    settings = config.preference
     if "image_size" in config.env.kwargs:
         raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
-    return make_control_env(config.env.id, image_size=config.preference.image_size, **config.env.kwargs)
+    env = make_control_env(config.env.id, image_size=settings.image_size, **config.env.kwargs)
+    asks_for_pairs = settings.reward == "learn_from_preference" and settings.labels.source != "cache"
+    if asks_for_pairs and settings.segment_length > env.horizon:
+        env.close()
+        raise UserInputError(
+            f"preference.segment_length is {settings.segment_length} and episodes have at most {env.horizon} steps: no "
+            "pair of segments could be labelled. Take shorter segments, or longer episodes."
+        )
+    return env
 
 
 class CollectionError(RLVLMError):
@@ -41,11 +53,44 @@ def environment_errors() -> Iterator[None]:
         raise CollectionError(f"An environment failed: {type(error).__name__}: {error}.") from error
 
 
+@dataclass(slots=True)
+class StepBatch:
+    """n steps of any number of environments, each environment's in the order in which they happened.
+
+    observations, next_observations float32 [n, O]; actions float32 [n, A]; true_rewards, successes float32 [n];
+    terminated, truncated bool [n]; episodes int64 [n], numbers that are never reused; times int32 [n], from 0; frames
+    uint8 [n, S, S, 3], drawn after the step, or None.
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    next_observations: np.ndarray
+    true_rewards: np.ndarray
+    successes: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    episodes: np.ndarray
+    times: np.ndarray
+    frames: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    @classmethod
+    def concatenate(cls, batches: list[StepBatch]) -> StepBatch:
+        """One batch of all rows, in order."""
+        columns: dict[str, Any] = {}
+        for name in (column.name for column in fields(cls)):
+            parts = [getattr(batch, name) for batch in batches]
+            columns[name] = None if parts[0] is None else np.concatenate(parts)
+        return cls(**columns)
+
+
 class NumpyActor:
     """The agent's policy as plain matrices: mean and log standard deviation of a squashed Gaussian.
 
     `layers` are (weight [out, in], bias [out]) float32; the last one gives [2 A] numbers. The arithmetic is that of
-    `networks.py`, without torch's cost per call.
+    `sac.sample_actions`, without torch's cost per call.
     """
 
     def __init__(self, layers: Sequence[tuple[np.ndarray, np.ndarray]], log_std_bounds: tuple[float, float]) -> None:
@@ -57,20 +102,17 @@ class NumpyActor:
         """A."""
         return len(self.layers[-1][1]) // 2
 
-    def head(self, observations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and log standard deviation before the squashing, float32 [E, A] each."""
+    def act(self, observations: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+        """Actions float32 [E, A]; `noise` [E, A] is standard normal, None gives the mode of the distribution."""
         hidden = observations
         for weight, bias in self.layers[:-1]:
             hidden = np.maximum(hidden @ weight.T + bias, 0.0)
         weight, bias = self.layers[-1]
         mean, raw = np.split(hidden @ weight.T + bias, 2, axis=1)
-        low, high = self.log_std_bounds
-        return mean, low + 0.5 * (high - low) * (np.tanh(raw) + 1)
-
-    def act(self, observations: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Actions float32 [E, A]; `noise` [E, A] is standard normal, None gives the mode of the distribution."""
-        mean, log_std = self.head(observations)
-        return np.tanh(mean if noise is None else mean + noise * np.exp(log_std)).astype(np.float32)
+        if noise is not None:
+            low, high = self.log_std_bounds
+            mean = mean + noise * np.exp(low + 0.5 * (high - low) * (np.tanh(raw) + 1))
+        return np.tanh(mean).astype(np.float32)
 
 
 @dataclass(slots=True)
@@ -156,30 +198,26 @@ class Collector:
                 episode.actions.append(actions[index])
         return batch
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> list[dict[str, Any]]:
         """Per environment its episode, the actions so far and the state of its noise, for `load`."""
-        return {
-            "episodes": [
-                {
-                    "number": episode.number,
-                    "noise": episode.noise.bit_generator.state,
-                    "actions": [action.tolist() for action in episode.actions],
-                }
-                for episode in self._open
-            ]
-        }
+        return [
+            {
+                "number": episode.number,
+                "noise": episode.noise.bit_generator.state,
+                "actions": [action.tolist() for action in episode.actions],
+            }
+            for episode in self._open
+        ]
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore a saved state: every open episode is started again and its actions are repeated."""
-        saved = state["episodes"]
         if not saved:
             return
         self._start([entry["number"] for entry in saved])
-        for index, entry in enumerate(saved):
-            episode = self._open[index]
+        for env, episode, entry in zip(self._envs, self._open, saved, strict=True):
             for action in entry["actions"]:
                 episode.actions.append(np.array(action, np.float32))
-                episode.observation = self._envs[index].step(episode.actions[-1])[0]
+                episode.observation = env.step(episode.actions[-1])[0]
             episode.noise.bit_generator.state = entry["noise"]
 
     def close(self) -> None:
@@ -199,6 +237,23 @@ class EpisodeResult:
     success_best: float
     success_last: float
     frames: np.ndarray | None = None
+
+
+def evaluation_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
+    """Metrics of evaluation episodes: shares in [0, 1] with the 95 % interval of a proportion (Wilson, 1927), and
+    returns by the true reward."""
+    best = [result.success_best for result in results]
+    returns = [result.true_return for result in results]
+    low, high = wilson_interval(round(sum(best)), len(best))
+    return {
+        "accuracy/success": float(np.mean(best)),
+        "accuracy_low/success": low,
+        "accuracy_high/success": high,
+        "reward/success": float(np.mean(returns)),
+        "evaluation/reward_std": float(np.std(returns)),
+        "evaluation/success_last": float(np.mean([result.success_last for result in results])),
+        "items/success": len(results),
+    }
 
 
 def evaluation_seeds(config: PreferenceConfig) -> list[int]:
@@ -260,3 +315,57 @@ class Evaluator:
         for env in self._envs:
             env.close()
         self._envs = []
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode of the collection so far: returns by the learned and by the true reward, the best success of any
+    moment (0 or 1), and the steps."""
+
+    learned_return: float = 0.0
+    true_return: float = 0.0
+    success: float = 0.0
+    length: int = 0
+
+
+class EpisodeTracker:
+    """Sums rewards and steps per episode."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self._open: dict[int, Episode] = {}
+        self._returns: deque[float] = deque(maxlen=10)
+
+    def add(self, batch: StepBatch, rewards: np.ndarray) -> list[Episode]:
+        """Add a round of steps with the agent's rewards; returns the episodes that ended."""
+        ended = []
+        for row, number in enumerate(batch.episodes.tolist()):
+            episode = self._open.setdefault(number, Episode())
+            episode.learned_return += float(rewards[row])
+            episode.true_return += float(batch.true_rewards[row])
+            episode.success = max(episode.success, float(batch.successes[row]))
+            episode.length += 1
+            if batch.terminated[row] or batch.truncated[row]:
+                ended.append(self._open.pop(number))
+                self._returns.append(episode.true_return)
+        self.finished += len(ended)
+        return ended
+
+    @property
+    def mean_true_return(self) -> float:
+        """Over the last ten episodes; 0 before the first ends."""
+        return float(np.mean(self._returns)) if self._returns else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "finished": self.finished,
+            "returns": list(self._returns),
+            "open": {str(number): asdict(episode) for number, episode in self._open.items()},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.finished = int(state["finished"])
+        self._returns = deque(state["returns"], maxlen=10)
+        self._open = {int(number): Episode(**episode) for number, episode in state["open"].items()}

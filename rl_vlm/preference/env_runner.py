@@ -1,14 +1,31 @@
-"""ControlEnvRunner: an env runner that collects steps and plays evaluation episodes of control environments."""
+"""Env runners of control environments: an RLlib env runner, and the driver's side, which replaces those that die."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
 from rl_vlm.config import PreferenceConfig
-from rl_vlm.preference.collector import Collector, EpisodeResult, Evaluator, NumpyActor, make_run_env
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collector import (
+    CollectionError,
+    Collector,
+    EpisodeResult,
+    Evaluator,
+    NumpyActor,
+    StepBatch,
+    environment_errors,
+    make_run_env,
+)
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
+from rl_vlm.types import UserInputError
+
+logger = logging.getLogger(__name__)
 
 
 class ControlEnvRunner(RunEnvRunner):
@@ -29,7 +46,7 @@ class ControlEnvRunner(RunEnvRunner):
         evaluation = run_config.preference.evaluation
         self._evaluator = Evaluator(lambda: make_run_env(run_config), evaluation.parallel, evaluation.end_on_success)
 
-    def sample(self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
+    def sample(self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
         """`steps` steps of every environment of this runner."""
         return self.collector.collect(actor, steps, episode_counts)
 
@@ -41,3 +58,153 @@ class ControlEnvRunner(RunEnvRunner):
         """Close the environments."""
         self.collector.close()
         self._evaluator.close()
+
+
+class ControlSampler:
+    """Collects from an RLlib env-runner group, or from its local runner when there are no others.
+
+    Args:
+        group: the env runners.
+        envs_per_runner: environments of each.
+        timeout_s: how long one round of steps may take, restarts of dead runners included.
+    """
+
+    def __init__(self, group: Any, envs_per_runner: int, timeout_s: float) -> None:
+        self._group, self._envs_per_runner, self._timeout_s = group, envs_per_runner, timeout_s
+        self._local: ControlEnvRunner | None = group.local_env_runner
+        self._num_runners = 1 if self._local is not None else group.num_remote_env_runners()
+        self.num_envs = self._num_runners * envs_per_runner
+        self.episode_counts = [0] * self.num_envs  # the first episode number of a replaced runner
+        self.restarts = 0  # deaths of runners, not failed calls
+        self._finish: Callable[[], list[StepBatch]] | None = None  # between `start` and `finish`
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the driver steps the environments itself, which it cannot do while it learns."""
+        return self._local is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps have been asked for that `finish` has not returned."""
+        return self._finish is not None
+
+    def _runners(self) -> list[Any]:
+        manager = self._group._worker_manager
+        return [manager.actors()[runner] for runner in manager.actor_ids()]
+
+    def _call(
+        self, method: str, actor: NumpyActor | None, arguments: Callable[[int], Any], timeout_s: float, setting: str
+    ) -> Callable[[], list[Any]]:
+        """Call a method of all runners: with the actor, and `arguments(k)` of the k-th. The function that is returned
+        waits for the results and raises CollectionError."""
+
+        def call_local() -> list[Any]:
+            with environment_errors():
+                return [getattr(self._local, method)(actor, *arguments(0))]
+
+        def ask(number: int) -> ray.ObjectRef:
+            reference: ray.ObjectRef = getattr(self._runners()[number], method).remote(actor_ref, *arguments(number))
+            return reference
+
+        if self._local is not None:
+            return call_local
+        actor_ref = ray.put(actor)
+        running = {ask(number): number for number in range(self._num_runners)}
+        return lambda: self._gather(running, ask, timeout_s, setting)
+
+    def start(self, actor: NumpyActor | None, steps: int) -> None:
+        """Ask every runner for `steps` steps per environment; `finish` returns them."""
+        per = self._envs_per_runner
+
+        def arguments(number: int) -> Any:
+            return steps, self.episode_counts[number * per : (number + 1) * per]
+
+        self._finish = self._call("sample", actor, arguments, self._timeout_s, "preference.collection.timeout_s")
+
+    def finish(self) -> StepBatch:
+        """The steps of all runners, in the runners' order. Raises CollectionError."""
+        assert self._finish is not None
+        finish, self._finish = self._finish, None
+        batch = StepBatch.concatenate(finish())
+        # The episode after each environment's current one is where the replacement of a dead runner starts.
+        for episode in np.unique(batch.episodes).tolist():
+            self.episode_counts[episode % self.num_envs] = episode // self.num_envs + 1
+        return batch
+
+    def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
+        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises
+        CollectionError."""
+        count = self._num_runners
+
+        def arguments(number: int) -> Any:
+            return list(seeds[number::count]), len(range(number, film, count))
+
+        shares = self._call("evaluate", actor, arguments, timeout_s, "evaluation.timeout_s")()
+        by_seed = {result.seed: result for share in shares for result in share}
+        return [by_seed[seed] for seed in seeds]
+
+    def _gather(
+        self, running: dict[ray.ObjectRef, int], ask: Callable[[int], ray.ObjectRef], timeout_s: float, setting: str
+    ) -> list[Any]:
+        """The results of the calls `running`, in the runners' order; `ask` calls a runner that died again."""
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        died: set[int] = set()  # calls to these fail until Ray has restarted them
+        while running:
+            ready, _ = ray.wait(list(running), timeout=0.5)
+            for reference in ready:
+                number = running.pop(reference)
+                try:
+                    results[number] = ray.get(reference, timeout=30)
+                except RayTaskError as error:
+                    raise CollectionError(f"An environment failed: {error.cause}.") from error
+                except RayError as error:  # GetTimeoutError included: it is asked again
+                    if isinstance(error, RayActorError) and number not in died:
+                        died.add(number)
+                        self.restarts += 1
+                    time.sleep(0.5)
+                    running[ask(number)] = number
+            if running and time.monotonic() > deadline:
+                for number in running.values():
+                    ray.kill(self._runners()[number], no_restart=False)
+                raise CollectionError(
+                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or "
+                    f"raise {setting}."
+                )
+        return [results[number] for number in sorted(results)]
+
+    def states(self) -> list[list[dict[str, Any]]]:
+        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open
+        episodes."""
+        if self._local is not None:
+            return [self._local.collector.state()]
+        references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._runners()]
+        ray.wait(references, num_returns=len(references), timeout=self._timeout_s)
+        return [_state_of(reference) for reference in references]
+
+    def load_states(self, states: Sequence[list[dict[str, Any]]], episode_counts: Sequence[int]) -> None:
+        """Restore every runner's environments, and `episode_counts`. Raises UserInputError where their number
+        differs."""
+        if (len(states), len(episode_counts)) != (self._num_runners, self.num_envs):
+            raise UserInputError(
+                f"The checkpoint has {len(states)} env runners with {len(episode_counts)} environments, and this run "
+                f"{self._num_runners} with {self.num_envs}: keep preference.collection.num_env_runners and "
+                "envs_per_runner."
+            )
+        if self._local is not None:
+            self._local.collector.load(states[0])
+        else:
+            loading = [
+                runner.apply.remote(lambda r, state=state: r.collector.load(state))
+                for runner, state in zip(self._runners(), states, strict=True)
+            ]
+            ray.get(loading, timeout=self._timeout_s)
+        self.episode_counts = list(episode_counts)
+
+
+def _state_of(reference: ray.ObjectRef) -> list[dict[str, Any]]:
+    try:
+        return ray.get(reference, timeout=1.0)  # type: ignore[no-any-return]  # it was waited for
+    except RayError as error:
+        logger.warning("An env runner's episodes are not in the checkpoint: %s", str(error).splitlines()[0])
+        return []

@@ -332,7 +332,7 @@ class SACModule(TorchRLModule):
 
 
 class SACLearner(TorchLearner):
-    """Runs `SACUpdater`. `tensors` and `scalars` are its complete state; RLlib's own state holds it as well."""
+    """Runs `SACUpdater`. `snapshot` is all that it knows; RLlib's own state holds it as well."""
 
     def build(self) -> None:
         """Build module and optimisers."""
@@ -383,33 +383,30 @@ class SACLearner(TorchLearner):
         """The policy's matrices. In the driver's own process they are views, which later updates change."""
         return [(layer.weight.data.cpu().numpy(), layer.bias.data.cpu().numpy()) for layer in self.networks.actor]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Networks, targets, log alpha, Adam's moments and the state of the noise, by name."""
-        copies = self.networks.state()
+    def snapshot(self) -> dict[str, Tensor]:
+        """Networks, targets, log alpha, Adam's moments, the state of the noise and all counts, by name."""
+        state = self.networks.state()
         for name, optimizer in self.updater.optimizers.items():
-            for index, state in optimizer.state_dict()["state"].items():
-                for key, tensor in state.items():
-                    copies[f"moments.{name}.{index}.{key}"] = tensor.cpu().clone()
-        return {**copies, "noise": self.updater.generator.get_state()}
+            for index, moments in optimizer.state_dict()["state"].items():
+                state |= {f"moments.{name}.{index}.{key}": tensor.cpu().clone() for key, tensor in moments.items()}
+        scale = torch.tensor([*asdict(self.entropy_scale).values()], dtype=torch.float64)
+        updates = torch.tensor([self.updater.updates])
+        return {**state, "noise": self.updater.generator.get_state(), "entropy_scale": scale, "updates": updates}
 
-    def scalars(self) -> dict[str, Any]:
-        """The rest of the state."""
-        return {"updates": self.updater.updates, "entropy_scale": asdict(self.entropy_scale)}
-
-    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. Raises UserInputError when it does not fit."""
         try:
-            self.networks.load_state_dict({name: tensors[name] for name in self.networks.state_dict()})
+            self.networks.load_state_dict({name: state[name] for name in self.networks.state_dict()})
         except (KeyError, RuntimeError) as error:
             reason = f"The checkpoint's networks have other shapes ({error}): keep preference.sac and the environment."
             raise UserInputError(reason) from error
         for name, optimizer in self.updater.optimizers.items():
             moments: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
-            for key, tensor in tensors.items():
+            for key, tensor in state.items():
                 if key.startswith(f"moments.{name}."):
                     index, kind = key.split(".")[2:]
                     moments[int(index)][kind] = tensor
             optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(moments)})
-        self.updater.generator.set_state(tensors["noise"])
-        self.updater.updates = int(scalars["updates"])
-        self.entropy_scale = RunningStd(**scalars["entropy_scale"])
+        self.updater.generator.set_state(state["noise"])
+        self.updater.updates = int(state["updates"])
+        self.entropy_scale = RunningStd(*state["entropy_scale"].tolist())

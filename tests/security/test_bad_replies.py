@@ -18,8 +18,7 @@ from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders
 from rl_vlm.labelling.folder import label_folder
-from rl_vlm.labelling.store import COLUMNS, QueryLog
-from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
+from rl_vlm.labelling.store import COLUMNS, Label, Labeller, Segment, SegmentPair, log_row, query_log
 from rl_vlm.types import Message, UserInputError
 
 CHOICES = ("0", "1", "-1")
@@ -158,11 +157,11 @@ def test_pictures_are_read_when_they_are_labelled_and_few_at_a_time(tmp_path, mo
 
 def test_a_log_with_a_long_answer_can_be_continued(tmp_path):
     part = Segment(np.zeros((1, 0), np.float32), np.zeros((1, 0), np.float32), np.ones(1, np.float32), None)
-    log = QueryLog(tmp_path / "log.csv")
+    log = query_log(tmp_path / "log.csv")
     for iteration in (1, 2, 3):
-        log.append([SegmentPair(part, part)], [Label(0, text="word " * 30_000)], iteration=iteration, time=time.time())
+        log.add(log_row(SegmentPair(part, part), Label(0, text="word " * 30_000), iteration, time.time()))
     with (tmp_path / "log.csv").open("a") as file:  # as an earlier version wrote it
         file.write(",".join(["1", "1", "0", "1.0", "2", "given", "", "", "", "", "1", "", "x" * 140_000]) + "\n")
-    QueryLog(tmp_path / "log.csv", keep_until=2)
+    log.rewind(2)
     lines = (tmp_path / "log.csv").read_text().splitlines()
     assert len(lines) == 4 and lines[0] == ",".join(COLUMNS)

@@ -15,8 +15,7 @@ from image_corpus import png
 from rl_vlm.envs import data
 from rl_vlm.envs.data import BadRowError, QuestionTable, file_rows
 from rl_vlm.labelling.import_labels import import_labels
-from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.types import Label, Segment, SegmentPair
+from rl_vlm.labelling.store import Label, LabelStore, Segment, SegmentPair
 from rl_vlm.limits import LimitExceededError, call_limited
 from rl_vlm.types import RLVLMError, UserInputError
 

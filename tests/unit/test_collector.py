@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
-from rl_vlm.preference.collector import Collector, Evaluator, NumpyActor
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collector import Collector, Evaluator, NumpyActor, StepBatch
 
 
 def actor(seed: int = 0) -> NumpyActor:

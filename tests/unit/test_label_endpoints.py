@@ -22,7 +22,7 @@ from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, serve
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
-from rl_vlm.labelling.types import Label
+from rl_vlm.labelling.store import Label
 from rl_vlm.types import UserInputError
 
 PROMPTS = task_prompts("cartpole")

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from label_support import pair
 from pydantic import ValidationError
 
-from rl_vlm.config import LabelsSection, PreferenceSection, parse_config
+from rl_vlm.config import LabelsSection, parse_config
 from rl_vlm.labelling.labeller import VLMLabeller
+from rl_vlm.labelling.store import Label, Labeller
 from rl_vlm.labelling.teachers import CoinFlips, FlippedLabels, ScriptedTeacher, build_labeller
-from rl_vlm.labelling.types import Label, Labeller
-from rl_vlm.preference.build_feedback import build_feedback
-from rl_vlm.preference.reward_model import AgentReward
+from rl_vlm.preference.feedback import build_feedback
 from rl_vlm.types import UserInputError
 
 
@@ -77,25 +75,20 @@ def test_models_of_picture_and_text_compute_where_the_run_says(
     found: list[str] = []
     monkeypatch.setattr(f"rl_vlm.labelling.teachers.{name}", lambda model, text, device: found.append(device))
     build_labeller(LabelsSection(source=source), env_id="soccer", device="cuda:1")  # type: ignore[arg-type]
-    reward = {"clip": "clip_image_text_matching", "itm": "blip2_image_text_matching"}[source]
-    AgentReward(PreferenceSection(reward=reward), "soccer", None, "cuda:1")  # type: ignore[arg-type]
-    assert found == ["cuda:1"] * 2
+    assert found == ["cuda:1"]
 
 
 def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr("rl_vlm.preference.build_feedback.driver_device", lambda run: "meta")
-    monkeypatch.setattr(
-        "rl_vlm.preference.build_feedback.RewardEnsemble", lambda *_, device, **__: found.append(device)
-    )
-    monkeypatch.setattr("rl_vlm.preference.build_feedback.RewardTrainer", lambda *_: None)
-    monkeypatch.setattr("rl_vlm.preference.build_feedback.PairFeedback", lambda *_: None)
-    monkeypatch.setattr("rl_vlm.labelling.teachers.build_labeller", lambda *_, device, **__: found.append(device))
+    monkeypatch.setattr("rl_vlm.preference.feedback.driver_device", lambda run: "meta")
+    monkeypatch.setattr("rl_vlm.preference.feedback.RewardEnsemble", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr("rl_vlm.preference.feedback.PairFeedback", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.labelling.teachers.build_labeller", lambda *given: found.append(given[-1]))
     preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
     run = parse_config(
         {"algorithm": {"name": "preference_sac"}, "env": {"id": "ContinuousCartPole-v0"}, "preference": preference}
     )
-    build_feedback(run, tmp_path, SimpleNamespace(client_and_text=lambda: (None, None)), (4, 1))  # type: ignore[arg-type]
+    build_feedback(run, tmp_path, (None, None), (4, 1))  # type: ignore[arg-type]
     assert found == ["meta"] * 2
 
 

@@ -15,6 +15,7 @@ from scipy.special import expit
 from scipy.stats import binomtest
 
 from rl_vlm.config import TeacherSection
+from rl_vlm.labelling.store import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.labelling.teachers import (
     ClipSimilarity,
     CoinFlips,
@@ -22,7 +23,6 @@ from rl_vlm.labelling.teachers import (
     ScriptedTeacher,
     SimilarityLabeller,
 )
-from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
 from rl_vlm.types import UserInputError
 
 
