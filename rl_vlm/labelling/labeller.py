@@ -389,7 +389,7 @@ class VLMLabeller(Labeller):
             logger.warning(
                 "In a session of %d, %d answers were neither a label nor a score, even when the labeller was asked "
                 "again. They decide nothing. An endpoint that can be held to the choices loses no answer "
-                "(preference.labels.guided, preference.labels.endpoint.guidance).",
+                "(preference.labels.guided).",
                 count, lost,
             )  # fmt: skip
 

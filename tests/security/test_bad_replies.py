@@ -28,9 +28,7 @@ def ask(reply, kind=OpenAIEndpoint, choices=CHOICES):
     def answer(_):
         return reply if isinstance(reply, httpx.Response) else httpx.Response(200, content=reply)
 
-    endpoint = kind(
-        EndpointSection(url="http://127.0.0.1:9/v1", guidance="none"), transport=httpx.MockTransport(answer)
-    )
+    endpoint = kind(EndpointSection(url="http://127.0.0.1:9/v1"), transport=httpx.MockTransport(answer))
 
     async def once():
         async with endpoint.open() as question:
