@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rl_vlm.config.section import Section
 
-Source = Literal["vlm", "endpoint", "generate", "scripted", "random", "clip", "itm", "cache"]
+Source = Literal["vlm", "endpoint", "generate", "scripted", "clip", "itm", "cache"]
 # Which pairs are asked about: RL-VLM-F's `feed_type` 0 to 5.
 Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"]
 
@@ -62,8 +62,8 @@ class LabelsSection(Section):
 
     source: Source = Field(
         "vlm",
-        description="vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. random: coin flips, a "
-        "control. clip, itm: similarity of picture and text. cache: a label store alone.",
+        description="vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. clip, itm: similarity "
+        "of picture and text. cache: a label store alone.",
     )
     task: str | None = Field(None, description="Whose prompts are used; by default the environment's.")
     goal: str | None = Field(None, description="The goal in words, such as `to open the drawer`; replaces the task's.")

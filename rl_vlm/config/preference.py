@@ -140,7 +140,7 @@ class PreferenceSection(Section):
             yield "preference.max_feedback must be above 0 where the reward is learned from labels"
         if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
             yield "preference.labels.cache holds labels of pairs, not the scores of learn_from_score: leave it out"
-        if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
+        if self.reward == "learn_from_score" and self.labels.source in ("scripted", "cache"):
             yield "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
             yield "preference.random_steps + exploration_steps must give the first session something to show"
@@ -169,7 +169,7 @@ class PreferenceSection(Section):
     @property
     def draws_frames(self) -> bool:
         """Whether a picture is drawn after every step: for the reward, or for who labels."""
-        looked_at = self.learns_reward and self.labels.source not in ("scripted", "random")
+        looked_at = self.learns_reward and self.labels.source != "scripted"
         return self.rewards_images or looked_at
 
     @property

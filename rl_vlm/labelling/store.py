@@ -105,6 +105,15 @@ class Score:
     seconds: float = 0.0
     error: str = ""
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether a score was given."""
+        return not self.error and self.value is not None
+
+    def swapped(self) -> Score:
+        """The score of the opposite goal."""
+        return self if self.value is None else replace(self, value=1 - self.value)
+
 
 class Labeller:
     """Compares segments, and may score single pictures. One with a random state says so in `state`, for an exact

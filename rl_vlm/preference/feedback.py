@@ -259,7 +259,7 @@ class Feedback(ABC):
         asked = self._ask(replay, count, rng, self.settings.query_episodes * horizon)
         if asked is None:
             return None
-        examples, answers = asked
+        examples, answers = asked[0], self._swapped(asked[1], rng)
         if not answers:
             logger.warning(
                 "Nothing could be asked about at step %d: the newest %d episodes hold no two segments of %d steps "
@@ -295,6 +295,16 @@ class Feedback(ABC):
                 "reward_model/loss": fit.losses[-1],
             }
         return {name: value for name, value in metrics.items() if np.isfinite(value)}
+
+    def _swapped(self, answers: Sequence[Any], rng: np.random.Generator) -> Sequence[Any]:
+        """The answers of two controls that must not succeed: all swapped, or each decided one by a coin flip.
+
+        Undecided answers stay undecided, so there are as many usable ones as without the control.
+        """
+        labels = self.settings.labels
+        if labels.coin_flips:
+            return [a.swapped() if a.is_decided and rng.integers(2) else a for a in answers]
+        return [answer.swapped() for answer in answers] if labels.flip else answers
 
     @abstractmethod
     def _ask(
@@ -379,8 +389,7 @@ class Feedback(ABC):
                 self.labeller.set_state(state["labeller"])
         except (KeyError, TypeError) as error:
             raise UserInputError(
-                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels "
-                "source and coin_flips."
+                "The checkpoint is of a run with another labeller: keep preference.reward and preference.labels.source."
             ) from error
         self._rewind()
         self.model.load(model_file)

@@ -17,7 +17,7 @@ from control_support import steps
 
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
 from rl_vlm.labelling.store import Label, Labeller, LabelStore, Score, Segment, SegmentPair
-from rl_vlm.labelling.teachers import CoinFlips, ScriptedTeacher
+from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.preference.feedback import LabellerDownError, PairFeedback, ScoreFeedback, check_cache, label_accuracy
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import RewardEnsemble
@@ -151,6 +151,22 @@ def test_rounds_that_replace_undecided_pairs_stay_within_max_feedback(tmp_path: 
     assert run(one)["labels/asked"] == 40 and run(one)["labels/asked"] == 15 and one.asked == 55
 
 
+def test_controls_swap_what_is_decided(tmp_path: Path) -> None:
+    def values(name: str, **control: bool) -> list[int]:
+        one = feedback(tmp_path / name, ScriptedTeacher(TeacherSection(eps_equal=0.5)), labels=control)
+        one.session(replay(), 200, 140, np.random.default_rng(0), mean_return=50.0, horizon=1)
+        return [label.value for label in LabelStore(tmp_path / name / "labels").read(1)[1]]
+
+    plain, flipped, coins = values("plain"), values("flip", flip=True), values("coins", coin_flips=True)
+    decided = [k for k, value in enumerate(plain) if value != -1]
+    assert 50 < len(decided) < 200
+    assert flipped == [{0: 1, 1: 0, -1: -1}[value] for value in plain]
+    assert [k for k, value in enumerate(coins) if value != -1] == decided
+    right = sum(coins[k] == plain[k] for k in decided) / len(decided)
+    assert 0.3 < right < 0.7
+    assert Label(0, (0.7, 0.2, 0.1), answers=(0, -1)).swapped() == Label(1, (0.2, 0.7, 0.1), answers=(1, -1))
+
+
 def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()))
     with pytest.raises(UserInputError, match="preference.segment_length"):
@@ -221,7 +237,7 @@ def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 30
 
 
-@pytest.mark.parametrize("saved_by", [None, CoinFlips()])
+@pytest.mark.parametrize("saved_by", [None, Ties()])
 def test_the_state_of_another_labeller_is_refused(tmp_path: Path, saved_by: Labeller | None) -> None:
     state = feedback(tmp_path, saved_by).state() if saved_by is not None else None
     with pytest.raises(UserInputError, match="another labeller: keep"):
