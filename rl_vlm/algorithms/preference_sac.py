@@ -207,8 +207,9 @@ class PreferenceSAC(RunAlgorithm):
         num_envs = settings.collection.num_envs
         steps = -(-settings.total_steps // num_envs) * num_envs  # all environments step together, the last time, too
         self.replay = ReplayBuffer(min(capacity, steps), observations, actions, frame_capacity, settings.image_size)
-        sizes = (observations, actions)
-        self.feedback: Feedback | None = build_feedback(self.run_config, self.folder, self._served(), sizes)
+        self.feedback: Feedback | None = build_feedback(
+            self.run_config, self.folder, self._served(), (observations, actions)
+        )
         # What gives the reward where the task does not.
         self._reward_model: Any = self.feedback.model if self.feedback is not None else None
         if settings.reward in _SIMILARITY_SOURCES:
@@ -224,7 +225,7 @@ class PreferenceSAC(RunAlgorithm):
         self.on_episode: Callable[[Episode], None] = lambda _: None
         self.on_session: Callable[[dict[str, float]], None] = lambda _: None
         self._rng = np.random.default_rng(derive_seed(self.run_config.seed, 10))
-        self.target_entropy: float = self.learners.call(lambda learner: learner.updater.target_entropy)
+        self.target_entropy = -float(actions)
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._episodes: list[Episode] = []
         self._remember_learner()

@@ -31,9 +31,7 @@ class RewardModelSection(Section):
     stop_accuracy: float = Field(0.97, gt=0, description="Ends a session early. Above 1: never.")
     # With few pairs the accuracy on them is high long before the reward is right.
     min_gradient_steps: int = Field(60, ge=0, description="Per session, whatever the accuracy; the original: 0.")
-    soft_labels: bool = Field(False, description="Train on the label's probabilities where they are known.")
     label_margin: float = Field(0.0, ge=0, lt=0.5, description="m turns a hard label into (1 - m, m).")
-    ties: Literal["skip", "half"] = Field("skip", description="half: train on undecided pairs as (1/2, 1/2).")
     stride: int = Field(1, ge=1, description="See every stride-th pixel. [resize_factor]")
     kernels: tuple[int, ...] = Field((5, 3, 3, 3), description="[conv_kernel_sizes]")
     channels: tuple[int, ...] = Field((16, 32, 64, 128), description="[conv_n_channels]")
@@ -64,7 +62,6 @@ class SACSection(Section):
     hidden: int = Field(256, ge=1)
     depth: int = Field(3, ge=1, description="Hidden layers.")
     log_std_bounds: tuple[float, float] = (-5.0, 2.0)
-    target_entropy: float | None = Field(None, description="null: minus the number of actions.")
     updates_per_step: int = Field(1, ge=1)
     compile: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -116,22 +116,6 @@ class MLPMembers(nn.Module):
 _UNPACKED_BYTES = 2**30  # pictures that are kept unpacked while a model is trained
 
 
-def target_of_label(label: Label, settings: RewardModelSection) -> tuple[float, float] | None:
-    """(weight of the first, weight of the second), summing to 1; None if the label is not trained on.
-
-    Where the label's probabilities are used, no preference counts half for each side.
-    """
-    if label.error or (label.value == -1 and settings.ties == "skip"):
-        return None
-    if settings.soft_labels and label.probabilities is not None:
-        first, second, neither = label.probabilities
-        return first + neither / 2, second + neither / 2
-    if label.value == -1:
-        return 0.5, 0.5
-    high, low = 1 - settings.label_margin, settings.label_margin
-    return (high, low) if label.value == 0 else (low, high)
-
-
 class Examples:
     """Examples of `parts` segments each (2 for pairs, 1 for scores) with a target per segment.
 
@@ -185,6 +169,7 @@ class RewardEnsemble:
         self, input_shape: Sequence[int], settings: RewardModelSection, seed: int = 0, device: str = "cpu"
     ) -> None:
         self.settings, self.device = settings, device
+        self._batch_size = settings.batch_size
         self._shape = tuple(input_shape)
         if self.input_kind == "image":
             height, width, _ = self._shape
@@ -247,23 +232,23 @@ class RewardEnsemble:
         return self._subsampled(inputs)
 
     def add_pairs(self, examples: Examples, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
-        """Add the pairs that may be trained on; returns how many. Raises UserInputError for segments that the model
+        """Add the pairs that were decided; returns how many. Raises UserInputError for segments that the model
         cannot see."""
-        before = len(examples)
-        for pair, label in zip(pairs, labels, strict=True):
-            target = target_of_label(label, self.settings)
-            if target is not None:
-                examples.add([self.inputs_of(pair.first), self.inputs_of(pair.second)], target)
-        return len(examples) - before
+        high, low = 1 - self.settings.label_margin, self.settings.label_margin
+        decided = [(pair, label) for pair, label in zip(pairs, labels, strict=True) if label.is_decided]
+        for pair, label in decided:
+            target = (high, low) if label.value == 0 else (low, high)
+            examples.add([self.inputs_of(pair.first), self.inputs_of(pair.second)], target)
+        return len(decided)
 
     def add_scores(self, examples: Examples, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
         """Add the segments that have a score s, with the target 2 s - 1, the range of a squashed reward; returns how
         many."""
-        before = len(examples)
-        for segment, score in zip(segments, scores, strict=True):
-            if score.value is not None and not score.error:
-                examples.add([self.inputs_of(segment)], (2 * score.value - 1,))
-        return len(examples) - before
+        known = [(segment, score.value) for segment, score in zip(segments, scores, strict=True) if not score.error]
+        scored = [(segment, value) for segment, value in known if value is not None]
+        for segment, value in scored:
+            examples.add([self.inputs_of(segment)], (2 * value - 1,))
+        return len(scored)
 
     def _subsampled(self, inputs: np.ndarray) -> np.ndarray:
         """The inputs with every `stride`-th pixel. Raises UserInputError if they have another size."""
@@ -311,7 +296,7 @@ class RewardEnsemble:
     def _batch_starts(self, examples: Examples) -> list[int]:
         """Where batches begin. Batch normalisation needs two pictures: a last one that is alone joins the batch
         before."""
-        starts = list(range(0, len(examples), self.settings.batch_size))
+        starts = list(range(0, len(examples), self._batch_size))
         normalises, scores = self.settings.architecture == "resnet18", examples.parts == 1
         alone = normalises and scores and bool(starts) and len(examples) - starts[-1] == 1
         return starts[:-1] if alone else starts

@@ -175,8 +175,7 @@ class SACUpdater:
         self.networks, self.settings = networks, settings
         self.generator = torch.Generator().manual_seed(seed)
         self.updates = 0
-        automatic = -float(networks.action_size)
-        self.target_entropy = automatic if settings.target_entropy is None else settings.target_entropy
+        self.target_entropy = -float(networks.action_size)
 
         def adam(parameters: list[nn.Parameter], lr: float) -> torch.optim.Adam:
             return torch.optim.Adam(parameters, lr=lr, betas=settings.betas, fused=True)
@@ -324,11 +323,6 @@ class SACModule(TorchRLModule):
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As RLlib's, but copies: its arrays are views of the weights, which later updates change in place."""
         return {name: np.array(value) for name, value in super().get_state(*args, **kwargs).items()}
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The mode of the policy for `obs` [B, O], under RLlib's key `actions`."""
-        noise = torch.zeros(len(batch["obs"]), self.networks.action_size, device=batch["obs"].device)
-        return {"actions": self.networks.act(batch["obs"], noise)[0]}
 
 
 class SACLearner(TorchLearner):

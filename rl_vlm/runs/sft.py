@@ -109,8 +109,7 @@ class SFTRun(BaseRun):
         import torch
 
         from rl_vlm.learning.policy_model import PolicyModel
-        from rl_vlm.supervised.answers import AnswerWriter
-        from rl_vlm.supervised.trainer import SFTTrainer
+        from rl_vlm.supervised.trainer import AnswerWriter, SFTTrainer
 
         job = self.job
         torch.set_num_threads(job.learner.num_threads)

@@ -22,7 +22,6 @@ from rl_vlm.preference.reward_model import (
     RewardEnsemble,
     preference_loss,
     score_loss,
-    target_of_label,
 )
 from rl_vlm.types import UserInputError
 
@@ -76,24 +75,20 @@ def test_the_loss_of_scores_is_their_squared_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "options", "target"),
+    ("label", "target"),
     [
-        (Label(0), RewardModelSection(), (1, 0)),
-        (Label(1), RewardModelSection(), (0, 1)),
-        (Label(1), RewardModelSection(label_margin=0.1), (0.1, 0.9)),
-        (Label(-1), RewardModelSection(), None),
-        (Label(-1), RewardModelSection(ties="half"), (0.5, 0.5)),
-        (Label(-1, error="HTTP 500"), RewardModelSection(ties="half"), None),
-        (Label(-1, error=SKIPPED), RewardModelSection(ties="half", soft_labels=True), None),
-        (Label(0, (0.6, 0.2, 0.2)), RewardModelSection(), (1, 0)),
-        (Label(0, (0.6, 0.2, 0.2)), RewardModelSection(soft_labels=True), (0.7, 0.3)),
-        (Label(-1, (0.4, 0.2, 0.4)), RewardModelSection(soft_labels=True), None),
-        (Label(-1, (0.4, 0.2, 0.4)), RewardModelSection(soft_labels=True, ties="half"), (0.6, 0.4)),
-        (Label(1), RewardModelSection(soft_labels=True, label_margin=0.2), (0.2, 0.8)),
+        (Label(0), (0.9, 0.1)),
+        (Label(1, (0.4, 0.2, 0.4)), (0.1, 0.9)),
+        (Label(-1), None),
+        (Label(-1, error="HTTP 500"), None),
+        (Label(-1, error=SKIPPED), None),
     ],
 )
-def test_labels_become_targets(label: Label, options: RewardModelSection, target: tuple[float, float] | None) -> None:
-    assert target_of_label(label, options) == (None if target is None else pytest.approx(target))
+def test_labels_become_targets(label: Label, target: tuple[float, float] | None) -> None:
+    examples = Examples(2)
+    ensemble = RewardEnsemble((5,), RewardModelSection(architecture="mlp", label_margin=0.1))
+    ensemble.add_pairs(examples, state_pairs(1), [label])
+    assert examples.targets == ([] if target is None else [pytest.approx(target)])
 
 
 def test_the_stacked_perceptrons_are_perceptrons() -> None:

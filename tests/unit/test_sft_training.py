@@ -22,9 +22,8 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora import load_lora_state, lora_state
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.ownership import files_in, run_files
-from rl_vlm.supervised.answers import AnswerWriter
 from rl_vlm.supervised.dataset import open_job_data
-from rl_vlm.supervised.trainer import SFTTrainer, learning_rate
+from rl_vlm.supervised.trainer import AnswerWriter, SFTTrainer, learning_rate
 from rl_vlm.types import Message, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
