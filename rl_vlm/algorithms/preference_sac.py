@@ -217,8 +217,7 @@ class PreferenceSAC(RunAlgorithm):
 
             labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[settings.reward]})
             self._reward_model = build_similarity(labels, self.run_config.env.id, driver_device(self.run_config))
-        collection = settings.collection
-        self.sampler = ControlSampler(self.env_runner_group, collection.envs_per_runner, collection.timeout_s)
+        self.sampler = ControlSampler(self.env_runner_group, settings.collection.timeout_s)
         self.tracker = EpisodeTracker()
         self.env_steps = 0  # environment steps
         self.last_session = -1  # the step of the last one; -1: critics have not been reset yet

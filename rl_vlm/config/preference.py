@@ -74,14 +74,13 @@ class CollectionSection(Section):
 
     num_env_runners: int = Field(0, ge=0, description="0: the driver itself.")
     cpus_per_env_runner: float = Field(0.5, ge=0)
-    envs_per_runner: int = Field(1, ge=1)
     steps: int = Field(1, ge=1, description="Steps per environment between updates, which then are as many.")
     timeout_s: float = Field(300.0, gt=0)
 
     @property
     def num_envs(self) -> int:
-        """Environments of all runners, which step together."""
-        return max(self.num_env_runners, 1) * self.envs_per_runner
+        """One of each runner; they step together."""
+        return max(self.num_env_runners, 1)
 
 
 class ControlEvaluationSection(Section):

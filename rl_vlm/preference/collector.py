@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -115,116 +115,89 @@ class NumpyActor:
         return np.tanh(mean).astype(np.float32)
 
 
-@dataclass(slots=True)
-class _OpenEpisode:
-    """An unfinished episode, and the actions that repeat it."""
-
-    number: int  # counted per environment
-    noise: np.random.Generator
-    observation: np.ndarray
-    actions: list[np.ndarray] = field(default_factory=list)
-
-
 class Collector:
-    """Steps `count` environments side by side.
+    """Steps one environment.
 
     Args:
-        make: makes one environment.
+        make: makes the environment.
         seed: of the run. Episode k of environment e starts from a seed of (run, e, k) and draws its noise from another.
-        first_env, num_envs: this collector has environments first_env, first_env + 1, ... of all `num_envs`.
-        count: how many of them.
+        env, num_envs: the environment's number among all `num_envs` of the run.
         frames: draw a picture after every step.
     """
 
-    def __init__(
-        self, make: MakeEnv, *, seed: int, count: int = 1, first_env: int = 0, num_envs: int | None = None, frames: bool
-    ) -> None:
-        self._make, self._seed, self._frames = make, seed, frames
-        self._first, self._count = first_env, count
-        self._num_envs = num_envs or count
-        self._envs: list[ControlEnv] = []
-        self._open: list[_OpenEpisode] = []
+    def __init__(self, make: MakeEnv, *, seed: int, env: int = 0, num_envs: int = 1, frames: bool) -> None:
+        self._make, self._seed, self._number, self._num_envs, self._frames = make, seed, env, num_envs, frames
+        self._env: ControlEnv | None = None
+        self._episode = 0  # counted per environment
+        self._actions: list[np.ndarray] = []  # of the unfinished episode, which they repeat
 
-    def collect(self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int] | None = None) -> StepBatch:
-        """Take `steps` steps in every environment; the rows of one time step are adjacent.
+    def collect(self, actor: NumpyActor | None, steps: int, first_episode: int = 0) -> StepBatch:
+        """Take `steps` steps. `actor` None acts uniformly at random.
 
-        `actor` None acts uniformly at random. `episode_counts` [count] are the first episode numbers of a new
-        collector, so that one that replaces a dead process uses no number twice.
+        `first_episode` is the number that a new collector begins with, so that one that replaces a dead process uses no
+        number twice.
         """
-        if not self._envs:
-            self._start(episode_counts or [0] * self._count)
-        return StepBatch.concatenate([self._step_all(actor) for _ in range(steps)])
+        if self._env is None:
+            self._env = self._make()
+            self._reset(self._env, first_episode)
+        return StepBatch.concatenate([self._step(self._env, actor) for _ in range(steps)])
 
-    def _start(self, episode_counts: Sequence[int]) -> None:
-        self._envs = [self._make() for _ in range(self._count)]
-        self._open = [self._reset(index, number) for index, number in enumerate(episode_counts)]
+    def _reset(self, env: ControlEnv, episode: int) -> None:
+        self._episode, self._actions = episode, []
+        self._observation, _ = env.reset(seed=derive_seed(self._seed, 20, self._number, episode) % 2**31)
+        self._noise = np.random.default_rng(derive_seed(self._seed, 21, self._number, episode))
 
-    def _reset(self, index: int, number: int) -> _OpenEpisode:
-        env = self._first + index
-        observation, _ = self._envs[index].reset(seed=derive_seed(self._seed, 20, env, number) % 2**31)
-        noise = np.random.default_rng(derive_seed(self._seed, 21, env, number))
-        return _OpenEpisode(number, noise, observation)
-
-    def _step_all(self, actor: NumpyActor | None) -> StepBatch:
-        observations = np.stack([episode.observation for episode in self._open])
-        size = self._envs[0].action_space.shape[0]
+    def _step(self, env: ControlEnv, actor: NumpyActor | None) -> StepBatch:
+        size = env.action_space.shape[0]
         if actor is None:
-            actions = np.stack([episode.noise.uniform(-1, 1, size) for episode in self._open]).astype(np.float32)
+            action = self._noise.uniform(-1, 1, size).astype(np.float32)
         else:
-            noise = np.stack([episode.noise.standard_normal(size) for episode in self._open]).astype(np.float32)
-            actions = actor.act(observations, noise)
-        results = [env.step(action) for env, action in zip(self._envs, actions, strict=True)]
+            noise = self._noise.standard_normal(size).astype(np.float32)
+            action = actor.act(self._observation[None], noise[None])[0]
+        observation, reward, terminated, truncated, info = env.step(action)
         batch = StepBatch(
-            observations=observations,
-            actions=actions,
-            next_observations=np.stack([result[0] for result in results]),
-            true_rewards=np.array([result[1] for result in results], np.float32),
-            successes=np.array([e.success(r[4]) for e, r in zip(self._envs, results, strict=True)], np.float32),
-            terminated=np.array([result[2] for result in results], bool),
-            truncated=np.array([result[3] for result in results], bool),
+            observations=np.array([self._observation]),
+            actions=np.array([action]),
+            next_observations=np.array([observation]),
+            true_rewards=np.array([reward], np.float32),
+            successes=np.array([env.success(info)], np.float32),
+            terminated=np.array([terminated], bool),
+            truncated=np.array([truncated], bool),
             # A number that no other episode of the run has.
-            episodes=np.array(
-                [e.number * self._num_envs + self._first + k for k, e in enumerate(self._open)], np.int64
-            ),
-            times=np.array([len(episode.actions) for episode in self._open], np.int32),
-            frames=np.stack([env.frame() for env in self._envs]) if self._frames else None,
+            episodes=np.array([self._episode * self._num_envs + self._number], np.int64),
+            times=np.array([len(self._actions)], np.int32),
+            frames=np.array([env.frame()]) if self._frames else None,
         )
-        for index, (observation, _, terminated, truncated, _) in enumerate(results):
-            episode = self._open[index]
-            if terminated or truncated:
-                self._open[index] = self._reset(index, episode.number + 1)
-            else:
-                episode.observation = observation
-                episode.actions.append(actions[index])
+        self._observation = observation
+        self._actions.append(action)
+        if terminated or truncated:
+            self._reset(env, self._episode + 1)
         return batch
 
-    def state(self) -> list[dict[str, Any]]:
-        """Per environment its episode, the actions so far and the state of its noise, for `load`."""
-        return [
-            {
-                "number": episode.number,
-                "noise": episode.noise.bit_generator.state,
-                "actions": [action.tolist() for action in episode.actions],
-            }
-            for episode in self._open
-        ]
+    def state(self) -> dict[str, Any] | None:
+        """The open episode: its number, the actions so far and the state of its noise, for `load`; None before the
+        first step."""
+        if self._env is None:
+            return None
+        actions = [action.tolist() for action in self._actions]
+        return {"episode": self._episode, "noise": self._noise.bit_generator.state, "actions": actions}
 
-    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore a saved state: every open episode is started again and its actions are repeated."""
-        if not saved:
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Restore a saved state: the open episode is started again and its actions are repeated."""
+        if saved is None:
             return
-        self._start([entry["number"] for entry in saved])
-        for env, episode, entry in zip(self._envs, self._open, saved, strict=True):
-            for action in entry["actions"]:
-                episode.actions.append(np.array(action, np.float32))
-                episode.observation = env.step(episode.actions[-1])[0]
-            episode.noise.bit_generator.state = entry["noise"]
+        env = self._env = self._make()
+        self._reset(env, saved["episode"])
+        for action in saved["actions"]:
+            self._actions.append(np.array(action, np.float32))
+            self._observation = env.step(self._actions[-1])[0]
+        self._noise.bit_generator.state = saved["noise"]
 
     def close(self) -> None:
-        """Close the environments."""
-        for env in self._envs:
-            env.close()
-        self._envs, self._open = [], []
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
 @dataclass(slots=True)

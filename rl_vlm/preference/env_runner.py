@@ -29,26 +29,25 @@ logger = logging.getLogger(__name__)
 
 
 class ControlEnvRunner(RunEnvRunner):
-    """Steps this runner's share of the run's environments; all settings are in `run_config`."""
+    """Steps one environment of the run; all settings are in `run_config`."""
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
         run_config: PreferenceConfig = self.config.run_config
-        collection = run_config.preference.collection
+        settings = run_config.preference
         self.collector = Collector(
             lambda: make_run_env(run_config),
             seed=run_config.seed,
-            count=collection.envs_per_runner,
-            first_env=self.place * collection.envs_per_runner,
-            num_envs=collection.num_envs,
-            frames=run_config.preference.draws_frames,
+            env=self.place,
+            num_envs=settings.collection.num_envs,
+            frames=settings.draws_frames,
         )
-        evaluation = run_config.preference.evaluation
+        evaluation = settings.evaluation
         self._evaluator = Evaluator(lambda: make_run_env(run_config), evaluation.parallel, evaluation.end_on_success)
 
-    def sample(self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
-        """`steps` steps of every environment of this runner."""
-        return self.collector.collect(actor, steps, episode_counts)
+    def sample(self, actor: NumpyActor | None, steps: int, first_episode: int) -> StepBatch:
+        """`steps` steps of its environment."""
+        return self.collector.collect(actor, steps, first_episode)
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
         """One episode per seed with the mode of the policy."""
@@ -65,15 +64,13 @@ class ControlSampler:
 
     Args:
         group: the env runners.
-        envs_per_runner: environments of each.
         timeout_s: how long one round of steps may take, restarts of dead runners included.
     """
 
-    def __init__(self, group: Any, envs_per_runner: int, timeout_s: float) -> None:
-        self._group, self._envs_per_runner, self._timeout_s = group, envs_per_runner, timeout_s
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
         self._local: ControlEnvRunner | None = group.local_env_runner
-        self._num_runners = 1 if self._local is not None else group.num_remote_env_runners()
-        self.num_envs = self._num_runners * envs_per_runner
+        self.num_envs: int = 1 if self._local is not None else group.num_remote_env_runners()
         self.episode_counts = [0] * self.num_envs  # the first episode number of a replaced runner
         self.restarts = 0  # deaths of runners, not failed calls
         self._finish: Callable[[], list[StepBatch]] | None = None  # between `start` and `finish`
@@ -109,17 +106,13 @@ class ControlSampler:
         if self._local is not None:
             return call_local
         actor_ref = ray.put(actor)
-        running = {ask(number): number for number in range(self._num_runners)}
+        running = {ask(number): number for number in range(self.num_envs)}
         return lambda: self._gather(running, ask, timeout_s, setting)
 
     def start(self, actor: NumpyActor | None, steps: int) -> None:
-        """Ask every runner for `steps` steps per environment; `finish` returns them."""
-        per = self._envs_per_runner
-
-        def arguments(number: int) -> Any:
-            return steps, self.episode_counts[number * per : (number + 1) * per]
-
-        self._finish = self._call("sample", actor, arguments, self._timeout_s, "preference.collection.timeout_s")
+        """Ask every runner for `steps` steps; `finish` returns them."""
+        setting = "preference.collection.timeout_s"
+        self._finish = self._call("sample", actor, lambda k: (steps, self.episode_counts[k]), self._timeout_s, setting)
 
     def finish(self) -> StepBatch:
         """The steps of all runners, in the runners' order. Raises CollectionError."""
@@ -134,7 +127,7 @@ class ControlSampler:
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
         """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises
         CollectionError."""
-        count = self._num_runners
+        count = self.num_envs
 
         def arguments(number: int) -> Any:
             return list(seeds[number::count]), len(range(number, film, count))
@@ -173,23 +166,22 @@ class ControlSampler:
                 )
         return [results[number] for number in sorted(results)]
 
-    def states(self) -> list[list[dict[str, Any]]]:
+    def states(self) -> list[dict[str, Any] | None]:
         """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open
-        episodes."""
+        episode."""
         if self._local is not None:
             return [self._local.collector.state()]
         references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._runners()]
         ray.wait(references, num_returns=len(references), timeout=self._timeout_s)
         return [_state_of(reference) for reference in references]
 
-    def load_states(self, states: Sequence[list[dict[str, Any]]], episode_counts: Sequence[int]) -> None:
-        """Restore every runner's environments, and `episode_counts`. Raises UserInputError where their number
+    def load_states(self, states: Sequence[dict[str, Any] | None], episode_counts: Sequence[int]) -> None:
+        """Restore every runner's environment, and `episode_counts`. Raises UserInputError where their number
         differs."""
-        if (len(states), len(episode_counts)) != (self._num_runners, self.num_envs):
+        if len(states) != self.num_envs:
             raise UserInputError(
-                f"The checkpoint has {len(states)} env runners with {len(episode_counts)} environments, and this run "
-                f"{self._num_runners} with {self.num_envs}: keep preference.collection.num_env_runners and "
-                "envs_per_runner."
+                f"The checkpoint has {len(states)} env runners and this run {self.num_envs}: keep "
+                "preference.collection.num_env_runners."
             )
         if self._local is not None:
             self._local.collector.load(states[0])
@@ -202,9 +194,9 @@ class ControlSampler:
         self.episode_counts = list(episode_counts)
 
 
-def _state_of(reference: ray.ObjectRef) -> list[dict[str, Any]]:
+def _state_of(reference: ray.ObjectRef) -> dict[str, Any] | None:
     try:
         return ray.get(reference, timeout=1.0)  # type: ignore[no-any-return]  # it was waited for
     except RayError as error:
-        logger.warning("An env runner's episodes are not in the checkpoint: %s", str(error).splitlines()[0])
-        return []
+        logger.warning("An env runner's episode is not in the checkpoint: %s", str(error).splitlines()[0])
+        return None

@@ -62,7 +62,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Runner]:
 def sampler(runners: dict[int, Runner]) -> ControlSampler:
     manager = SimpleNamespace(actors=lambda: runners, actor_ids=lambda: list(runners))
     group = SimpleNamespace(local_env_runner=None, num_remote_env_runners=lambda: len(runners), _worker_manager=manager)
-    return ControlSampler(group, 1, 30)  # type: ignore[arg-type]
+    return ControlSampler(group, 30)
 
 
 def seeds_of(results: list[EpisodeResult]) -> list[int]:
