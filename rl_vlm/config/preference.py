@@ -91,7 +91,6 @@ class ControlEvaluationSection(Section):
     end_on_success: bool = Field(
         False, description="End an evaluation episode when it succeeds. [eval_terminate_on_success]"
     )
-    parallel: int = Field(20, ge=1, description="Episodes that one process steps side by side.")
     film: int = Field(1, ge=0, description="Episodes of which a GIF is kept.")
 
 

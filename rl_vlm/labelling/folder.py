@@ -27,6 +27,7 @@ from rl_vlm.labelling.store import (
     LabelStore,
     Segment,
     SegmentPair,
+    agreement,
     log_row,
     query_log,
     true_return,
@@ -118,19 +119,14 @@ def _batches(pairs: Sequence[NamedPair]) -> Iterator[list[NamedPair]]:
 
 def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
     """Counts, and the accuracy on pairs whose true returns are known and differ."""
-    known = []  # (the better side, label)
-    for named, label in zip(pairs, labels, strict=True):
-        difference = named.returns[1] - named.returns[0]
-        if not label.error and np.isfinite(difference) and difference != 0:
-            known.append((int(difference > 0), label.value))
-    decided = [(better, value) for better, value in known if value != -1]
-    right = sum(better == value for better, value in decided)
+    known = agreement([named.returns for named in pairs], labels)
+    right, decided = known.count(True), len(known) - known.count(None)
     answered = [label.value for label in labels if not label.error]
     return {
         "pairs": len(labels),
         "labels": {str(value): answered.count(value) for value in (0, 1, -1)},  # type: ignore[arg-type]
         "errors": len(labels) - len(answered),
-        "accuracy": right / len(decided) if decided else None,
+        "accuracy": right / decided if decided else None,
         "accuracy_of_non_ties": right / len(known) if known else None,
     }
 

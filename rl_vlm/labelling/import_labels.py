@@ -204,18 +204,10 @@ def _scalar(dtype: Any, data: Any) -> Any:
     return _from_buffer(data, dtype, (), "C")[()]
 
 
-def _encode(text: Any, encoding: Any) -> bytes:
-    """Bytes under old pickle protocols."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise UserInputError("it encodes something that is no bytes.")
-    return text.encode("latin1")
-
-
 _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): None,  # only named, as an argument of _reconstruct
     ("numpy", "dtype"): _Maker(_DType),
     ("numpy.core.multiarray", "_reconstruct"): _Maker(_Array),
     ("numpy.core.multiarray", "scalar"): _Maker(_scalar),
     ("numpy.core.numeric", "_frombuffer"): _Maker(_from_buffer),
-    ("_codecs", "encode"): _Maker(_encode),
 }

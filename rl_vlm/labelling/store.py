@@ -448,6 +448,16 @@ def true_return(segment: Segment) -> float:
     return float(np.sum(segment.true_rewards, dtype=np.float64))
 
 
+def agreement(returns: Sequence[tuple[float, float]], labels: Sequence[Label]) -> list[bool | None]:
+    """Of the pairs whose true returns are known and differ, and whose label is no error: whether it prefers the higher
+    return; None: it is undecided."""
+    return [
+        (label.value == 1) == (second > first) if label.is_decided else None
+        for (first, second), label in zip(returns, labels, strict=True)
+        if np.isfinite(second - first) and first != second and not label.error
+    ]
+
+
 def log_row(pair: SegmentPair, label: Label, iteration: int, time: float, *more: str) -> tuple[Any, ...]:
     """The row of a pair; `time` in seconds since 1970, `more` are texts for further columns."""
     probabilities = ["", "", ""] if label.probabilities is None else [f"{p:.6g}" for p in label.probabilities]

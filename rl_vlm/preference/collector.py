@@ -205,10 +205,10 @@ class EpisodeResult:
     """One evaluation episode; `frames` uint8 [T, S, S, 3] where they were asked for."""
 
     seed: int
-    true_return: float
-    length: int
-    success_best: float
-    success_last: float
+    true_return: float = 0.0
+    length: int = 0
+    success_best: float = 0.0
+    success_last: float = 0.0
     frames: np.ndarray | None = None
 
 
@@ -238,56 +238,40 @@ class Evaluator:
     """Runs whole episodes with the mode of the policy.
 
     Args:
-        make: makes one environment.
-        parallel: how many episodes are stepped side by side.
+        make: makes the environment.
         end_on_success: end an episode at the first step that succeeds, not only at the horizon.
     """
 
-    def __init__(self, make: MakeEnv, parallel: int, end_on_success: bool = False) -> None:
-        self._make, self._parallel, self._end_on_success = make, parallel, end_on_success
-        self._envs: list[ControlEnv] = []
+    def __init__(self, make: MakeEnv, end_on_success: bool = False) -> None:
+        self._make, self._end_on_success = make, end_on_success
+        self._env: ControlEnv | None = None
 
     def run(self, actor: NumpyActor, seeds: Sequence[int], film: int = 0) -> list[EpisodeResult]:
         """One episode per seed, in order; the first `film` of them with frames."""
-        results: list[EpisodeResult] = []
-        for start in range(0, len(seeds), self._parallel):
-            chosen = seeds[start : start + self._parallel]
-            results += self._run_some(actor, chosen, max(film - start, 0))
-        return results
+        if self._env is None:
+            self._env = self._make()
+        return [self._play(self._env, actor, seed, number < film) for number, seed in enumerate(seeds)]
 
-    def _run_some(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
-        while len(self._envs) < len(seeds):
-            self._envs.append(self._make())
-        observations = np.stack([env.reset(seed=seed)[0] for env, seed in zip(self._envs, seeds, strict=False)])
-        results = [EpisodeResult(seed, 0.0, 0, 0.0, 0.0) for seed in seeds]
-        films: list[list[np.ndarray]] = [[] for _ in seeds]
-        running = list(range(len(seeds)))
-        while running:
-            actions = actor.act(observations[running])
-            still = []
-            for index, action in zip(running, actions, strict=True):
-                env, result = self._envs[index], results[index]
-                observation, reward, terminated, truncated, info = env.step(action)
-                result.true_return += float(reward)
-                result.length += 1
-                result.success_last = env.success(info)
-                result.success_best = max(result.success_best, result.success_last)
-                if index < film:
-                    films[index].append(env.frame())
-                observations[index] = observation
-                solved = self._end_on_success and result.success_last > 0
-                if not (terminated or truncated or solved):
-                    still.append(index)
-            running = still
-        for result, frames in zip(results, films, strict=True):
-            result.frames = np.stack(frames) if frames else None
-        return results
+    def _play(self, env: ControlEnv, actor: NumpyActor, seed: int, film: bool) -> EpisodeResult:
+        observation, _ = env.reset(seed=seed)
+        result, frames, over = EpisodeResult(seed), list[np.ndarray](), False
+        while not over:
+            observation, reward, terminated, truncated, info = env.step(actor.act(observation[None])[0])
+            result.true_return += float(reward)
+            result.length += 1
+            result.success_last = env.success(info)
+            result.success_best = max(result.success_best, result.success_last)
+            if film:
+                frames.append(env.frame())
+            over = terminated or truncated or (self._end_on_success and result.success_last > 0)
+        result.frames = np.stack(frames) if film else None
+        return result
 
     def close(self) -> None:
-        """Close the environments."""
-        for env in self._envs:
-            env.close()
-        self._envs = []
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
 @dataclass(slots=True)

@@ -42,8 +42,7 @@ class ControlEnvRunner(RunEnvRunner):
             num_envs=settings.collection.num_envs,
             frames=settings.draws_frames,
         )
-        evaluation = settings.evaluation
-        self._evaluator = Evaluator(lambda: make_run_env(run_config), evaluation.parallel, evaluation.end_on_success)
+        self._evaluator = Evaluator(lambda: make_run_env(run_config), settings.evaluation.end_on_success)
 
     def sample(self, actor: NumpyActor | None, steps: int, first_episode: int) -> StepBatch:
         """`steps` steps of its environment."""

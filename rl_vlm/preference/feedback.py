@@ -29,6 +29,7 @@ from rl_vlm.labelling.store import (
     Segment,
     SegmentPair,
     SessionFiles,
+    agreement,
     label_cache,
     log_row,
     query_log,
@@ -459,7 +460,9 @@ class PairFeedback(Feedback):
         return self.model.add_pairs(self.examples, examples, answers)
 
     def _accuracy(self, examples: Sequence[SegmentPair], answers: Sequence[Label]) -> float:
-        return label_accuracy(examples, answers)
+        right = agreement([(true_return(pair.first), true_return(pair.second)) for pair in examples], answers)
+        decided = [agrees for agrees in right if agrees is not None]
+        return float(np.mean(decided)) if decided else float("nan")
 
     def _log(self, examples: Sequence[SegmentPair], answers: Sequence[Label], now: float) -> None:
         rows = (log_row(pair, label, self.sessions, now) for pair, label in zip(examples, answers, strict=True))
@@ -469,18 +472,6 @@ class PairFeedback(Feedback):
         super()._rewind()
         self._log_file.rewind(self.sessions)
         self._asked_features.clear()
-
-
-def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
-    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan
-    without any."""
-    decided = [
-        (true_return(pair.second) - true_return(pair.first), label.value == 1)
-        for pair, label in zip(pairs, labels, strict=True)
-        if label.is_decided
-    ]
-    right = [(difference > 0) == second for difference, second in decided if np.isfinite(difference) and difference]
-    return float(np.mean(right)) if right else float("nan")
 
 
 class ScoreFeedback(Feedback):

@@ -314,8 +314,7 @@ def evaluate_preference_run(
     checkpoint = _find_checkpoint(run_dir)
     step = int(read_state(checkpoint)["step"])
     actor = _load_actor(config, checkpoint)
-    settings = config.preference.evaluation
-    evaluator = Evaluator(lambda: make_run_env(config), settings.parallel, settings.end_on_success)
+    evaluator = Evaluator(lambda: make_run_env(config), config.preference.evaluation.end_on_success)
     started = time.monotonic()
     try:
         with environment_errors():

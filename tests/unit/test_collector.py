@@ -70,19 +70,19 @@ def test_a_new_process_continues_the_numbers_of_episodes() -> None:
     assert sorted(set(batch.episodes.tolist())) == [7 * 4 + 2, 8 * 4 + 2]
 
 
-def test_parallel_evaluation_equals_one_after_another() -> None:
+def test_the_same_seeds_give_the_same_episodes_and_the_first_are_filmed() -> None:
     def make() -> ContinuousCartPole:
         return ContinuousCartPole(horizon=12, image_size=32)
 
     seeds = [11, 12, 13, 14, 15]
-    wide = Evaluator(make, parallel=4).run(actor(), seeds, film=2)
-    narrow = Evaluator(make, parallel=1).run(actor(), seeds)
-    for one, other in zip(wide, narrow, strict=True):
+    one_run = Evaluator(make).run(actor(), seeds, film=2)
+    again = Evaluator(make).run(actor(), seeds)
+    for one, other in zip(one_run, again, strict=True):
         assert one.seed == other.seed and one.length == other.length == 12
         assert one.true_return == pytest.approx(other.true_return, rel=1e-5)
-    assert [result.frames is not None for result in wide] == [True, True, False, False, False]
-    assert wide[0].frames is not None and wide[0].frames.shape == (12, 32, 32, 3)
-    assert len({round(result.true_return, 3) for result in wide}) == 5
+    assert [result.frames is not None for result in one_run] == [True, True, False, False, False]
+    assert one_run[0].frames is not None and one_run[0].frames.shape == (12, 32, 32, 3)
+    assert len({round(result.true_return, 3) for result in one_run}) == 5
 
 
 def test_an_evaluation_episode_may_end_when_it_succeeds() -> None:
@@ -94,7 +94,7 @@ def test_an_evaluation_episode_may_end_when_it_succeeds() -> None:
     def make() -> ContinuousCartPole:
         return Soon(horizon=10, image_size=32)
 
-    for result in Evaluator(make, parallel=2, end_on_success=True).run(actor(), [1, 2, 3]):
+    for result in Evaluator(make, end_on_success=True).run(actor(), [1, 2, 3]):
         assert (result.length, result.success_best, result.success_last) == (4, 1.0, 1.0)
-    for result in Evaluator(make, parallel=2).run(actor(), [1, 2, 3]):
+    for result in Evaluator(make).run(actor(), [1, 2, 3]):
         assert (result.length, result.success_best, result.success_last) == (10, 1.0, 0.0)

@@ -16,9 +16,9 @@ import pytest
 from control_support import steps
 
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
-from rl_vlm.labelling.store import Label, Labeller, LabelStore, Score, Segment, SegmentPair
+from rl_vlm.labelling.store import Label, Labeller, LabelStore, Score, SegmentPair, agreement
 from rl_vlm.labelling.teachers import ScriptedTeacher
-from rl_vlm.preference.feedback import LabellerDownError, PairFeedback, ScoreFeedback, check_cache, label_accuracy
+from rl_vlm.preference.feedback import LabellerDownError, PairFeedback, ScoreFeedback, check_cache
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import RewardEnsemble
 from rl_vlm.types import UserInputError
@@ -302,14 +302,7 @@ def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None
     assert np.array_equal(one.model.rewards(frames), other.model.rewards(frames))
 
 
-def test_label_accuracy_counts_decided_pairs_that_differ() -> None:
-    def segment(value: float) -> Segment:
-        return Segment(np.zeros((1, 1)), np.zeros((1, 1)), np.array([value]))
-
-    pairs = [SegmentPair(segment(a), segment(b)) for a, b in ((1, 2), (2, 1), (1, 1), (1, 2), (1, 2))]
-    labels = [Label(1), Label(1), Label(0), Label(-1), Label(1, error="x")]
-    assert label_accuracy(pairs, labels) == 0.5
-    assert np.isnan(label_accuracy(pairs[:0], []))
-    unknown = SegmentPair(segment(np.nan), segment(1))
-    assert np.isnan(label_accuracy([unknown, unknown], [Label(0), Label(1)]))
-    assert label_accuracy([unknown, pairs[0]], [Label(0), Label(0)]) == 0.0
+def test_agreement_counts_pairs_that_differ() -> None:
+    returns = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (1.0, 2.0), (1.0, 2.0), (np.nan, 1.0)]
+    labels = [Label(1), Label(1), Label(0), Label(-1), Label(1, error="x"), Label(0)]
+    assert agreement(returns, labels) == [True, False, None]
