@@ -172,13 +172,9 @@ def _stored(folder: Path) -> list[NamedPair]:
             name = f"session {session} pair {number}"
             returns = true_return(pair.first), true_return(pair.second)
             pixels = sum(part.frames.size // 3 for part in (pair.first, pair.second) if part.frames is not None)
-            load = partial(_of_session, read, session, number)
+            load = partial(lambda session, number: read(session)[0][number], session, number)
             pairs.append(NamedPair(load, f"{name} first", f"{name} second", returns, pixels))
     return pairs
-
-
-def _of_session(read: Callable[[int], tuple[list[Any], list[Any]]], session: int, number: int) -> SegmentPair:
-    return read(session)[0][number]  # type: ignore[no-any-return]
 
 
 def _by_name(folder: Path) -> list[tuple[str, str]]:
@@ -204,13 +200,11 @@ def _by_name(folder: Path) -> list[tuple[str, str]]:
 
 def _named(folder: Path, names: tuple[str, str], returns: tuple[float, float] = (np.nan, np.nan)) -> NamedPair:
     sizes = [_read(folder, name, check_header) for name in names]
-    return NamedPair(
-        partial(_pair, folder, names, returns), *names, returns, sum(width * height for width, height in sizes)
-    )
 
+    def load() -> SegmentPair:
+        return SegmentPair(*(_single_frame(folder, name, value) for name, value in zip(names, returns, strict=True)))
 
-def _pair(folder: Path, names: tuple[str, str], returns: tuple[float, float]) -> SegmentPair:
-    return SegmentPair(*(_single_frame(folder, name, value) for name, value in zip(names, returns, strict=True)))
+    return NamedPair(load, *names, returns, sum(width * height for width, height in sizes))
 
 
 def _read(folder: Path, name: str, use: Callable[[bytes], T]) -> T:

@@ -260,8 +260,6 @@ def build_labeller(
     `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip
     and itm.
     """
-    if section.source == "cache":
-        raise UserInputError("A label cache alone labels nothing new.")
     if section.source == "scripted":
         return ScriptedTeacher(section.teacher, seed)
     if section.source in ("clip", "itm"):

@@ -169,8 +169,7 @@ class ReplayBuffer:
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]. Raises IndexError for rows whose frame has been overwritten."""
-        if self.frames is None:
-            raise IndexError("This replay buffer keeps no frames.")
+        assert self.frames is not None
         ages = self._ages(rows)
         if len(ages) and ages.max() >= len(self.frames):
             raise IndexError(f"Only the newest {len(self.frames)} steps have frames.")

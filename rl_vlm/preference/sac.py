@@ -320,13 +320,9 @@ class SACModule(TorchRLModule):
         sizes = config["observation_size"], config["action_size"]
         self.networks = SACNetworks(*sizes, config["settings"], derive_seed(config["seed"], 30))
 
-    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As RLlib's, but copies: its arrays are views of the weights, which later updates change in place."""
-        return {name: np.array(value) for name, value in super().get_state(*args, **kwargs).items()}
-
 
 class SACLearner(TorchLearner):
-    """Runs `SACUpdater`. `snapshot` is all that it knows; RLlib's own state holds it as well."""
+    """Runs `SACUpdater`, whose state is `snapshot` and not RLlib's."""
 
     def build(self) -> None:
         """Build module and optimisers."""
@@ -334,15 +330,10 @@ class SACLearner(TorchLearner):
         super().build()
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
-        """One Adam each for actor, critics and alpha."""
+        """The updater has one Adam each for actor, critics and alpha."""
         config, self.networks = self.config.run_config, self.module[module_id].networks
         seed = derive_seed(config.seed, 31)
         self.updater = SACUpdater(self.networks, config.preference.sac, seed, self.config.compile_updates)
-        for name, optimizer in self.updater.optimizers.items():
-            params, lr = optimizer.param_groups[0]["params"], optimizer.param_groups[0]["lr"]
-            self.register_optimizer(
-                module_id=module_id, optimizer_name=name, optimizer=optimizer, params=params, lr_or_lr_schedule=lr
-            )
 
     def _make_modules_ddp_if_necessary(self) -> None:
         """There is one learner, so DDP is not needed."""

@@ -6,7 +6,6 @@ Forward pass, positions, masks and packing are those of the policy update (`lear
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,17 +31,6 @@ class OutOfMemoryError(RLVLMError):
     """A step does not fit into the GPU's memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """loss: nats per assistant token, before the step. tokens, targets: of the batch. grad_norm: before clipping; None:
-    it was not finite and the step was skipped."""
-
-    loss: float
-    tokens: int
-    targets: int
-    grad_norm: float | None
-
-
 class SFTTrainer:
     """Trains the LoRA weights of one policy.
 
@@ -59,8 +47,12 @@ class SFTTrainer:
         self._strategy = Strategy()
         self._strategy.prepare(policy, self._optimizer)
 
-    def step(self, batch: Sequence[Trajectory], lr: float) -> StepFigures:
-        """One optimiser step. Every assistant token of the batch has the same weight. Raises OutOfMemoryError."""
+    def step(self, batch: Sequence[Trajectory], lr: float) -> tuple[float, int, float | None]:
+        """One optimiser step, in which every assistant token of the batch has the same weight. Raises OutOfMemoryError.
+
+        Returns the loss (nats per assistant token) before the step, the number of these tokens, and the norm of the
+        gradient before clipping; None: it was not finite and the step was skipped.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         targets = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
@@ -72,7 +64,7 @@ class SFTTrainer:
                 "A step does not fit into the GPU's memory: lower learner.micro_batch_tokens or sft.max_length, or set "
                 "learner.gradient_checkpointing."
             ) from error
-        return StepFigures(loss, sum(map(len, batch)), targets, norm)
+        return loss, targets, norm
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Trajectory]]) -> tuple[float, int]:

@@ -47,8 +47,6 @@ def test_labellers_are_built_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(build_labeller(LabelsSection(source="endpoint", endpoint=endpoint), env_id="soccer"), VLMLabeller)  # type: ignore[arg-type]
     with pytest.raises(UserInputError, match="served model"):
         build_labeller(LabelsSection(), env_id="soccer")
-    with pytest.raises(UserInputError, match="nothing new"):
-        build_labeller(LabelsSection(source="cache", cache="x"))
 
 
 @pytest.mark.parametrize(("source", "name"), [("clip", "ClipSimilarity"), ("itm", "MatchingSimilarity")])

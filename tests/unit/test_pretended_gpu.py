@@ -190,7 +190,7 @@ def test_supervised_steps_on_a_gpu_are_those_of_a_cpu(tiny_folder: Path, tmp_pat
             before = trainer.evaluate([batch])
             steps = [trainer.step(batch, 1e-3) for _ in range(2)]
             trainer.restore(trainer.adapter(1), trainer.moments())
-            found[where] = [before[0], *(step.loss for step in steps), trainer.evaluate([batch])[0]]
+            found[where] = [before[0], *(loss for loss, *_ in steps), trainer.evaluate([batch])[0]]
     np.testing.assert_allclose(found["cuda"], found["cpu"], rtol=1e-4)
 
 
