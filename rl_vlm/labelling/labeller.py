@@ -284,7 +284,6 @@ class LabelStats:
     sampled_tokens: int = 0
     retries: int = 0
     errors: int = 0
-    identical: int = 0
     disagreements: int = 0
     shown_first: int = 0  # answers for the picture that was shown first
     shown_second: int = 0
@@ -380,7 +379,6 @@ class VLMLabeller(Labeller):
 
     async def _label_one(self, ask: Ask, number: int, first: EncodedImage, second: EncodedImage) -> Label:
         if first.sha256 == second.sha256:
-            self.stats.identical += 1
             return Label(-1, (0.0, 0.0, 1.0), IDENTICAL)
         started = time.monotonic()
         orders = [(first, second), (second, first)][: 1 + self._settings.both_orders]

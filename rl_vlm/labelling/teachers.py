@@ -96,7 +96,7 @@ class ScriptedTeacher(Labeller):
         first, second = (_discounted(part.true_rewards, settings.gamma) for part in (pair.first, pair.second))
         if settings.beta > 0:
             # P(second preferred) = sigmoid(beta (R2 - R1)), Bradley and Terry (1952).
-            value = int(noise < _sigmoid(settings.beta * (second - first)))
+            value = int(noise < 0.5 * (1 + math.tanh(settings.beta * (second - first) / 2)))
         elif first == second:
             return Label(-1)
         else:
@@ -110,10 +110,6 @@ def _discounted(rewards: np.ndarray, gamma: float) -> float:
     """Sum over t of gamma^(T - 1 - t) r_t."""
     weights = gamma ** np.arange(len(rewards) - 1, -1, -1, dtype=np.float64)
     return float(np.sum(weights * rewards))
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 class _ModelSimilarity:
@@ -194,8 +190,6 @@ class SimilarityLabeller(Labeller):
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
-        if not pairs:
-            return []
         started = time.monotonic()
         shown = np.stack([picture_of(part, self._frames) for pair in pairs for part in (pair.first, pair.second)])
         similarities = await asyncio.to_thread(self._similarity.similarities, shown)

@@ -265,8 +265,8 @@ class RewardEnsemble:
     def fit(self, examples: Examples) -> FitReport:
         """One session of training on all examples: pairs with an early stop, or scores with squared error and without
         one."""
-        settings, report, starts = self.settings, FitReport(), self._batch_starts(examples)
-        if not starts:
+        settings, report = self.settings, FitReport()
+        if not len(examples):
             return report
         compares, read = examples.parts == 2, examples.reader()
         targets = torch.tensor(examples.targets, device=self.device)
@@ -275,8 +275,8 @@ class RewardEnsemble:
             # Every member sees the examples in an order of its own.
             orders = np.stack([self._rng.permutation(len(examples)) for _ in range(settings.size)])
             right = total = 0
-            for start, end in zip(starts, [*starts[1:], len(examples)], strict=True):
-                indices = orders[:, start:end]
+            for start in range(0, len(examples), self._batch_size):
+                indices = orders[:, start : start + self._batch_size]
                 returns = self.returns([read(row) for row in indices])
                 wanted = targets[torch.from_numpy(indices).to(self.device)]  # [E, B, parts]
                 losses = preference_loss(returns, wanted) if compares else score_loss(returns, wanted)
@@ -292,14 +292,6 @@ class RewardEnsemble:
             enough = len(report.losses) >= settings.min_gradient_steps
             if enough and (report.epochs >= settings.epochs or report.accuracy > settings.stop_accuracy):
                 return report
-
-    def _batch_starts(self, examples: Examples) -> list[int]:
-        """Where batches begin. Batch normalisation needs two pictures: a last one that is alone joins the batch
-        before."""
-        starts = list(range(0, len(examples), self._batch_size))
-        normalises, scores = self.settings.architecture == "resnet18", examples.parts == 1
-        alone = normalises and scores and bool(starts) and len(examples) - starts[-1] == 1
-        return starts[:-1] if alone else starts
 
     def save(self, path: str | Path) -> None:
         """Write weights, optimiser and random state as one safetensors file. The examples are in the label store."""
