@@ -277,8 +277,9 @@ class Evaluator:
 @dataclass(slots=True)
 class Episode:
     """An episode of the collection so far: returns by the learned and by the true reward, the best success of any
-    moment (0 or 1), and the steps."""
+    moment (0 or 1), and the steps. `number` counts the finished episodes of a run from 1."""
 
+    number: int = 0
     learned_return: float = 0.0
     true_return: float = 0.0
     success: float = 0.0
@@ -303,9 +304,10 @@ class EpisodeTracker:
             episode.success = max(episode.success, float(batch.successes[row]))
             episode.length += 1
             if batch.terminated[row] or batch.truncated[row]:
-                ended.append(self._open.pop(number))
+                self.finished += 1
+                episode.number = self.finished
                 self._returns.append(episode.true_return)
-        self.finished += len(ended)
+                ended.append(self._open.pop(number))
         return ended
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,53 +18,79 @@ _CODEC = pa.Codec("zstd", compression_level=1)
 class FrameRing:
     """The newest `capacity` frames of one size: frame number n is in slot n % capacity.
 
-    Each is kept as its compressed difference to the first frame of all.
+    The first frame of an episode is compressed whole, and shared by the slots of all its frames, which are kept as
+    compressed differences to it.
     """
 
     def __init__(self, capacity: int, image_size: int) -> None:
         self.capacity = capacity
         self.total = 0  # frames ever added
-        self._key = np.zeros((image_size, image_size, 3), np.uint8)
-        self._payloads: list[bytes] = [b""] * capacity
+        self._black = np.zeros((image_size, image_size, 3), np.uint8)
+        self._frames = [(b"", b"")] * capacity  # first frame of the episode, difference
+        self._open: dict[int, tuple[bytes, np.ndarray]] = {}  # first frame of each episode that goes on
 
     def __len__(self) -> int:
         return min(self.total, self.capacity)
 
-    def add(self, frames: np.ndarray) -> None:
-        """Append frames uint8 [n, S, S, 3]."""
-        if frames.dtype != np.uint8 or frames.shape[1:] != self._key.shape:
-            raise ValueError(f"Frames must be uint8 [n, *{self._key.shape}], not {frames.dtype} {frames.shape}.")
-        if not self.total:
-            self._key = frames[0].copy()
-        for frame in frames:
-            self._payloads[self.total % self.capacity] = pack(frame, self._key)
+    def add(self, frames: np.ndarray, episodes: np.ndarray) -> None:
+        """Append frames uint8 [n, S, S, 3]; `episodes` [n] are their episode numbers. Every episode that goes on has
+        frames in each call."""
+        if frames.dtype != np.uint8 or frames.shape[1:] != self._black.shape:
+            raise ValueError(f"Frames must be uint8 [n, *{self._black.shape}], not {frames.dtype} {frames.shape}.")
+        known, self._open = self._open, {}
+        for frame, episode in zip(frames, episodes.tolist(), strict=True):
+            first = self._open.get(episode) or known.get(episode) or (pack(frame, self._black), frame.copy())
+            self._open[episode] = first
+            self._frames[self.total % self.capacity] = first[0], pack(frame, first[1])
             self.total += 1
 
     def get(self, slots: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]: the frames in these slots, which hold one each."""
-        frames = np.empty((len(slots), *self._key.shape), np.uint8)
+        frames = np.empty((len(slots), *self._black.shape), np.uint8)
+        packed, first = b"", self._black
         for index, slot in enumerate(slots.tolist()):
-            frames[index] = unpack(self._payloads[slot], self._key, self._key.shape)
+            if self._frames[slot][0] is not packed:  # slots beside each other are mostly of one episode
+                packed = self._frames[slot][0]
+                first = unpack(packed, self._black, self._black.shape)
+            frames[index] = unpack(self._frames[slot][1], first, first.shape)
         return frames
 
     def state(self) -> dict[str, np.ndarray]:
         """Everything as arrays, for `load`."""
-        used = self._payloads[: len(self)]
+        used = self._frames[: len(self)]
+        firsts = [first for first, _ in used] + [first for first, _ in self._open.values()]
+        unique = {id(first): first for first in firsts}
+        numbers = {key: number for number, key in enumerate(unique)}
         return {
             "total": np.array([self.total]),
-            "key": self._key,
-            "data": np.frombuffer(b"".join(used), np.uint8),
-            "lengths": np.array([len(payload) for payload in used], np.int64),
+            **_joined("firsts", unique.values()),
+            **_joined("differences", [difference for _, difference in used]),
+            "first": np.array([numbers[id(first)] for first in firsts], np.int64),  # of each frame and open episode
+            "open": np.array(list(self._open), np.int64),
         }
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replace the content by a saved one. Raises UserInputError when it does not fit."""
         self.total = int(state["total"][0])
-        ends = np.cumsum(state["lengths"]).tolist()
-        _check_ring(self.total, len(ends), self.capacity, "preference.frame_capacity")
-        self._key = np.array(state["key"])
-        data = state["data"].tobytes()
-        self._payloads[: len(ends)] = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        unique, differences = _split(state, "firsts"), _split(state, "differences")
+        size = len(differences)
+        _check_ring(self.total, size, self.capacity, "preference.frame_capacity")
+        firsts = [unique[number] for number in state["first"].tolist()]
+        self._frames[:size] = zip(firsts, differences, strict=False)
+        self._open = {
+            episode: (first, unpack(first, self._black, self._black.shape))
+            for episode, first in zip(state["open"].tolist(), firsts[size:], strict=True)
+        }
+
+
+def _joined(name: str, parts: Collection[bytes]) -> dict[str, np.ndarray]:
+    lengths = np.array([len(part) for part in parts], np.int64)
+    return {name: np.frombuffer(b"".join(parts), np.uint8), f"{name}_lengths": lengths}
+
+
+def _split(state: Mapping[str, np.ndarray], name: str) -> list[bytes]:
+    ends, data = np.cumsum(state[f"{name}_lengths"]).tolist(), state[name].tobytes()
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _check_ring(total: int, size: int, capacity: int, setting: str) -> None:
@@ -145,7 +171,7 @@ class ReplayBuffer:
                 self._open[episode] = row
         if self.frames is not None:
             assert batch.frames is not None
-            self.frames.add(batch.frames)
+            self.frames.add(batch.frames, batch.episodes)
         self.total += n
 
     def sample_rows(self, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -222,7 +222,7 @@ class PreferenceRun(RunLifecycle):
         algorithm, now = self.algorithm, time.monotonic()
         feedback, session, updates = algorithm.feedback, self.session_metrics, algorithm.update_statistics()
         row = {
-            "episode": algorithm.tracker.finished,
+            "episode": episode.number,
             "step": algorithm.env_steps,
             "episode_reward": episode.learned_return,
             "true_episode_reward": episode.true_return,

@@ -43,6 +43,7 @@ def test_returns_are_added_per_episode_of_many_environments() -> None:
     one, other = tracker.add(second, np.full(2, 2.0))
     assert (one.true_return, one.learned_return, one.success, one.length) == (-6.0, 3.0, 1.0, 3)
     assert (other.true_return, other.learned_return, other.length) == (-33.0, 3.0, 3)
+    assert (one.number, other.number) == (1, 2)  # although both ended in the same round
     assert tracker.finished == 2 and tracker.mean_true_return == pytest.approx(-19.5)
 
 
