@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -25,36 +25,32 @@ from safetensors.torch import load_file, save_file
 
 from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import AGENT, read_state, write_state
-from rl_vlm.config import PreferenceConfig
+from rl_vlm.config import PreferenceConfig, PreferenceSection
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
 from rl_vlm.numerics import derive_seed
 from rl_vlm.plugins import load_plugins
-from rl_vlm.preference.build_feedback import LabellerService, build_feedback
-from rl_vlm.preference.collector import EpisodeResult, NumpyActor, evaluation_seeds, make_run_env
-from rl_vlm.preference.env_runner import ControlEnvRunner
-from rl_vlm.preference.feedback import Feedback
-from rl_vlm.preference.replay import ReplayBuffer
-from rl_vlm.preference.reward_model import AgentReward
-from rl_vlm.preference.sac import Batch, SACLearner, SACModule, SACUpdateBatch
-from rl_vlm.preference.sampling import ControlSampler
-from rl_vlm.preference.schedule import (
+from rl_vlm.preference.collector import (
+    Episode,
+    EpisodeResult,
     EpisodeTracker,
-    FinishedEpisode,
-    check_segments,
+    NumpyActor,
+    StepBatch,
     evaluation_metrics,
-    first_session_step,
-    next_boundary,
-    phase,
-    session_size,
+    evaluation_seeds,
+    make_run_env,
 )
+from rl_vlm.preference.env_runner import ControlEnvRunner, ControlSampler
+from rl_vlm.preference.feedback import Feedback, build_feedback
+from rl_vlm.preference.replay import ReplayBuffer
+from rl_vlm.preference.sac import Batch, SACLearner, SACModule, SACUpdateBatch
 from rl_vlm.types import UserInputError
 
-_REPLAY, _REWARD_MODEL, _LABELS = (
-    "replay.safetensors",
-    "reward_model.safetensors",
-    "labels",
-)  # beside AGENT in a checkpoint
+if TYPE_CHECKING:
+    from rl_vlm.serving.service import PolicyService
+
+# Beside AGENT in a checkpoint.
+_REPLAY, _REWARD_MODEL, _LABELS = "replay.safetensors", "reward_model.safetensors", "labels"
 # With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.
 _WORTH_COMPILING = 100_000
 # The updater's statistics under the names of a run's metrics.
@@ -67,6 +63,48 @@ _METRICS = {
     "alpha_loss": "policy/alpha_loss",
     "alpha_value": "policy/alpha",
 }
+
+
+# Reward modes by the similarity of picture and text: the labels.source with the same model.
+_SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_matching": "itm"}
+
+
+# The schedule, in environment steps.
+
+
+def first_session_step(settings: PreferenceSection) -> int:
+    """When exploration ends: the first session, or (where the reward is not learned) the reset of the critics."""
+    return settings.random_steps + settings.exploration_steps
+
+
+def phase(settings: PreferenceSection, step: int) -> Literal["random", "explore", "learn"]:
+    """The phase of the step after `step` steps."""
+    if step < settings.random_steps:
+        return "random"
+    return "explore" if step < first_session_step(settings) else "learn"
+
+
+def next_boundary(settings: PreferenceSection, step: int, next_session: int | None) -> int:
+    """The next step at which the phase changes or a session takes place; collection stops there."""
+    steps = (settings.random_steps, first_session_step(settings), settings.total_steps, next_session or 0)
+    return min(boundary for boundary in steps if boundary > step)
+
+
+def session_size(settings: PreferenceSection, step: int, asked: int) -> int:
+    """Pairs of a session at `step` when `asked` were asked before; 0 when `max_feedback` is reached.
+
+    Schedule 0 is constant. With T = total steps, 1 shrinks as (T - step) / T (never below a hundredth) and 2 grows as
+    T / (T - step + 1), as in B-Pref.
+    """
+    total = settings.total_steps
+    if settings.feedback_schedule == 1:
+        share = max((total - step) / total, 0.01)
+    elif settings.feedback_schedule == 2:
+        share = total / max(total - step + 1, 1)
+    else:
+        share = 1.0
+    wanted = max(int(settings.session_pairs * share), 1)
+    return max(min(wanted, settings.max_feedback - asked), 0)
 
 
 class PreferenceSACConfig(RunAlgorithmConfig):
@@ -101,7 +139,6 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
         self.horizon = env.horizon
         env.close()
-        check_segments(self.run_config.preference, self.horizon)
         self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
@@ -126,13 +163,33 @@ class PreferenceSAC(RunAlgorithm):
         """Start what the labeller needs."""
         load_plugins(self.run_config.plugins)
         config.prepare()
-        self._labeller_service = LabellerService(self.run_config, config.service)
+        self._service: PolicyService | None = config.service
+        if self._service is None and self.run_config.preference.asks_served_model:
+            from rl_vlm.serving.service import start_service
+
+            self._service = start_service(self.run_config)
 
     def stop_services(self) -> None:
         """Stop the labeller and what it needs. A second call does nothing."""
-        for part in (getattr(self, "feedback", None), getattr(self, "_labeller_service", None)):
-            if part is not None:
-                part.close()
+        if (feedback := getattr(self, "feedback", None)) is not None:
+            feedback.close()
+        service, self._service = getattr(self, "_service", None), None
+        if service is not None:
+            service.stop()
+
+    def _served(self) -> tuple[Any, Any]:
+        """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""
+        service = self._service
+        if service is None:
+            return None, None
+        from rl_vlm.models.loading import load_text_side
+        from rl_vlm.serving.client import PolicyClient, homes
+
+        service.wait_until_ready()
+        serving = self.run_config.serving
+        homes = homes(service.key, 0, 1, serving)
+        client = PolicyClient(service.run_id, deadline_s=serving.request_timeout_s, homes=homes, key=service.key)
+        return client, load_text_side(service.model.folder, self.run_config.model.pixels)
 
     def make_state(self) -> None:
         """Replay buffer, labels, reward model, env runners' sampler, and counters."""
@@ -151,25 +208,26 @@ class PreferenceSAC(RunAlgorithm):
         steps = -(-settings.total_steps // num_envs) * num_envs  # all environments step together, the last time, too
         self.replay = ReplayBuffer(min(capacity, steps), observations, actions, frame_capacity, settings.image_size)
         self.feedback: Feedback | None = build_feedback(
-            self.run_config, self.folder, self._labeller_service, (observations, actions)
+            self.run_config, self.folder, self._served(), (observations, actions)
         )
-        model = self.feedback.model if self.feedback is not None else None
-        self.reward = AgentReward(settings, self.run_config.env.id, model, driver_device(self.run_config))
-        collection = settings.collection
-        self.sampler = ControlSampler(self.env_runner_group, collection.envs_per_runner, collection.timeout_s)
-        self.tracker = EpisodeTracker(self.sampler.num_envs)
+        # What gives the reward where the task does not.
+        self._reward_model: Any = self.feedback.model if self.feedback is not None else None
+        if settings.reward in _SIMILARITY_SOURCES:
+            from rl_vlm.labelling.teachers import build_similarity  # transformers is slow to import
+
+            labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[settings.reward]})
+            self._reward_model = build_similarity(labels, self.run_config.env.id, driver_device(self.run_config))
+        self.sampler = ControlSampler(self.env_runner_group, settings.collection.timeout_s)
+        self.tracker = EpisodeTracker()
         self.env_steps = 0  # environment steps
         self.last_session = -1  # the step of the last one; -1: critics have not been reset yet
-        self.on_episode: Callable[[FinishedEpisode], None] = lambda _: None
+        self.on_episode: Callable[[Episode], None] = lambda _: None
         self.on_session: Callable[[dict[str, float]], None] = lambda _: None
         self._rng = np.random.default_rng(derive_seed(self.run_config.seed, 10))
-        self.target_entropy: float = self.learners.call(lambda learner: learner.updater.target_entropy)
+        self.target_entropy = -float(actions)
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._episodes: list[FinishedEpisode] = []
+        self._episodes: list[Episode] = []
         self._remember_learner()
-
-    def _actor_of(self, layers: Any) -> NumpyActor:
-        return NumpyActor(layers, self.settings.sac.log_std_bounds)
 
     # One iteration.
 
@@ -201,10 +259,10 @@ class PreferenceSAC(RunAlgorithm):
             batch = self.sampler.finish()
         current = phase(self.settings, self.env_steps)
         with self.timed("reward"):
-            rewards = self.reward.rewards_of(batch)
+            rewards = self._rewards_of(batch)
         self.replay.add(batch, rewards)
         before, self.env_steps = self.env_steps, self.env_steps + len(batch)
-        for episode in self.tracker.add(batch, rewards, before):
+        for episode in self.tracker.add(batch, rewards):
             self._episodes.append(episode)
             self.on_episode(episode)
         if self._may_overlap(end):
@@ -212,6 +270,16 @@ class PreferenceSAC(RunAlgorithm):
         if before > 0 and current != "random":
             with self.timed("learn"):
                 self._update(len(batch) * self.settings.sac.updates_per_step, explore=current == "explore")
+
+    def _rewards_of(self, batch: StepBatch) -> np.ndarray:
+        """float32 [n]: the task's own rewards, success alone, or those of a model, learned or not."""
+        if self.settings.reward == "gt_task_reward":
+            return batch.true_rewards
+        if self.settings.reward == "sparse_task_reward":
+            return batch.successes
+        sees_frames = self._reward_model.input_kind == "image"
+        inputs = batch.frames if sees_frames else np.concatenate([batch.observations, batch.actions], axis=1)
+        return self._reward_model.rewards(inputs)  # type: ignore[no-any-return]
 
     def _request(self, end: int) -> None:
         """Start the next round of steps unless one is running; it ends at the next change of phase at the latest."""
@@ -248,7 +316,7 @@ class PreferenceSAC(RunAlgorithm):
         (result,) = results
         statistics, layers = result
         self._count(statistics)
-        self._actor = self._actor_of(layers)
+        self._actor = NumpyActor(layers, self.settings.sac.log_std_bounds)
 
     def _remember_learner(self) -> None:
         """Copy the learner's state (a few megabytes) to the driver once per iteration, for the case that the learner
@@ -256,17 +324,17 @@ class PreferenceSAC(RunAlgorithm):
         if self.learner_group.is_local:
             actor = self.learners.call(lambda learner: learner.actor_layers())
         else:
-            actor, *self._learner_state = self.learners.call(
-                lambda learner: (learner.actor_layers(), learner.tensors(), learner.scalars())
+            actor, self._learner_state = self.learners.call(
+                lambda learner: (learner.actor_layers(), learner.snapshot())
             )
-        self._actor = self._actor_of(actor)
+        self._actor = NumpyActor(actor, self.settings.sac.log_std_bounds)
 
     def restore_learners(self) -> None:
         """Restore the last iteration's state in a new learner. Experience, labels and reward model are in the
         driver."""
-        tensors, scalars = self._learner_state
-        self.learners.call(lambda learner: learner.restore(tensors, scalars))
-        self._actor = self._actor_of(self.learners.call(lambda learner: learner.actor_layers()))
+        state = self._learner_state
+        self.learners.call(lambda learner: learner.restore(state))
+        self._remember_learner()
 
     def _count(self, statistics: dict[str, float]) -> None:
         updates = statistics.get("updates", 0.0)
@@ -303,9 +371,9 @@ class PreferenceSAC(RunAlgorithm):
             if report is None and self.stop_requested():
                 return None
             if report is not None:
-                metrics = report.metrics()
+                metrics = report
                 with self.timed("relabel"):
-                    self.reward.relabel(self.replay)
+                    self.replay.relabel_with(self._reward_model.input_kind, self._reward_model.rewards)
         if first:
             self._update(self.settings.reset_updates, reset=True)
             self._remember_learner()  # a learner that replaces this one must not have the critics from before
@@ -338,7 +406,6 @@ class PreferenceSAC(RunAlgorithm):
             "rollout/steps_per_s": steps / max(seconds, 1e-9),
             "policy/updates": self._sums.get("updates", 0.0),
             "replay/rows": float(len(self.replay)),
-            "replay/mib": self.replay.nbytes / 2**20,
         }
 
     # Evaluation.
@@ -363,11 +430,10 @@ class PreferenceSAC(RunAlgorithm):
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook, and a run's; the folder holds safetensors, parquet, PNG and JSON, no pickle."""
         folder = Path(checkpoint_dir)
-        tensors = self.learners.call(lambda learner: learner.tensors())
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / AGENT)
+        save_file(self.learners.call(lambda learner: learner.snapshot()), folder / AGENT)
         save_arrays(self.replay.state(), folder / _REPLAY)
         if self.feedback is not None:
-            self.feedback.trainer.save(folder / _REWARD_MODEL)
+            self.feedback.model.save(folder / _REWARD_MODEL)
             link_tree(self.feedback.store.folder, folder / _LABELS)
         write_state(
             folder,
@@ -375,7 +441,6 @@ class PreferenceSAC(RunAlgorithm):
                 "step": self.env_steps,
                 "last_session": self.last_session,
                 "rng": self._rng.bit_generator.state,
-                "learner": self.learners.call(lambda learner: learner.scalars()),
                 "feedback": self.feedback.state() if self.feedback is not None else None,
                 "tracker": self.tracker.state(),
                 "collectors": self.sampler.states(),
@@ -388,12 +453,11 @@ class PreferenceSAC(RunAlgorithm):
         folder = Path(checkpoint_dir)
         state = read_state(folder)
         try:
-            tensors = load_file(folder / AGENT)
+            learner_state = load_file(folder / AGENT)
             replay = load_arrays(folder / _REPLAY)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserInputError(f"The checkpoint {folder} is corrupt ({error}): use an older one.") from error
-        scalars = state["learner"]
-        self.learners.call(lambda learner: learner.restore(tensors, scalars))
+        self.learners.call(lambda learner: learner.restore(learner_state))
         self._remember_learner()
         self.replay.load(replay)
         if self.feedback is not None:

@@ -8,7 +8,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import AliasPath, BaseModel, Field, ValidationError
@@ -19,18 +19,11 @@ from rl_vlm.envs.address import is_loopback, token_header
 from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import Message, Part, UserInputError, as_encoded
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
 M = TypeVar("M", bound=BaseModel)
 
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _BUSY_STATUS = (429, 503)
 _MAX_REPLY_BYTES = 2**20  # thoughts and log-probabilities included
-# The client would take these from OPENAI_* variables.
-_OPENAI_HEADERS = ("Authorization", "OpenAI-Organization", "OpenAI-Project")
-# Ways to enforce choices, in the order in which `auto` tries them.
-_FORMS = ("structured_outputs", "guided_choice", "none")
 
 
 def _at(default: Any, *path: str | int) -> Any:
@@ -67,109 +60,110 @@ class _HTTPEndpoint(ABC):
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
         """See `Endpoint.open`."""
-        import openai  # takes a second, and most commands ask no endpoint
-
         token = token_header(self._settings.token_env) if self._settings.token_env else {}
-        self._headers = {**dict.fromkeys(_OPENAI_HEADERS, openai.Omit()), **token}
-        client = openai.AsyncOpenAI(
-            api_key="none",  # the token is in the headers
-            base_url=self._url,
+        client = httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity", **token},
             timeout=self._settings.timeout_s,
-            max_retries=0,  # `ask_again` has one deadline for all attempts and counts them
-            http_client=_BoundedClient(
-                headers={"Accept-Encoding": "identity"},
-                # Every pair is in flight at once: no request may wait for a free connection.
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
-                transport=self._transport,
-                trust_env=not is_loopback(self._url),
-            ),
+            # Every pair is in flight at once: no request may wait for a free connection.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            transport=self._transport,
+            trust_env=not is_loopback(self._url),
         )
         async with client:
             yield functools.partial(self._ask, client)
 
     @abstractmethod
-    async def _ask(self, client: AsyncOpenAI, question: Question) -> Answer:
+    async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
         """Ask one question. Raises EndpointError."""
 
-    async def _post(self, client: AsyncOpenAI, body: dict[str, Any], kind: type[M], what: str) -> M:
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], kind: type[M], what: str) -> M:
         """The reply, which `what` names in an error. Raises EndpointError."""
-        import openai
-
         url = self._url
         try:
-            text = await client.post(url, cast_to=str, body=body, options={"headers": self._headers})
-        except openai.APIStatusError as error:
-            status, response = error.status_code, error.response
+            async with client.stream("POST", url, json=body) as response:
+                content = await self._read(response)
+        except httpx.HTTPError as error:
+            # A server that has never answered may have another address, so it is not waited for. A session waits for it
+            # as a whole.
+            gone = self._has_answered and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip(), busy=gone) from error
+        except UnicodeEncodeError as error:
+            raise EndpointError(f"A question holds text that is no Unicode ({error}).", retryable=False) from error
+        status = response.status_code
+        if not response.is_success:
             raise EndpointError(
-                f"{url} answered with HTTP {status}: {excerpt(response.text, 300)}",
+                f"{url} answered with HTTP {status}: {excerpt(content.decode('utf-8', 'replace'), 300)}",
                 retryable=status in _RETRYABLE_STATUS,
                 status=status,
                 retry_after_s=_seconds(response.headers.get("retry-after", "")),
                 busy=status in _BUSY_STATUS,
-            ) from error
-        except openai.APIConnectionError as error:
-            cause = error.__cause__
-            if isinstance(cause, EndpointError):
-                raise cause from None
-            # A server that has never answered may have another address, so it is not waited for. A session waits for it
-            # as a whole.
-            gone = self._has_answered and isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout)
-            raise EndpointError(f"{url} gave no answer: {type(cause).__name__} {cause}".rstrip(), busy=gone) from error
-        except UnicodeEncodeError as error:
-            raise EndpointError(f"A question holds text that is no Unicode ({error}).", retryable=False) from error
+            )
         try:
-            reply = kind.model_validate_json(text)
+            reply = kind.model_validate_json(bytes(content))
         except ValidationError as error:
             # What is no JSON may come from a proxy whose server is starting; JSON of another form stays as it is.
             retryable = error.errors()[0]["type"] == "json_invalid"
-            raise EndpointError(f"{url} answered with no {what}: {excerpt(text, 200)!r}", retryable) from error
+            shown = excerpt(content.decode("utf-8", "replace"), 200)
+            raise EndpointError(f"{url} answered with no {what}: {shown!r}", retryable) from error
         self._has_answered = True
         return reply
+
+    async def _read(self, response: httpx.Response) -> bytearray:
+        """At most `_MAX_REPLY_BYTES` of a reply, and no compressed one: a megabyte may unpack to a gigabyte."""
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding not in ("", "identity"):
+            raise EndpointError(f"{self._url} sent a reply that cannot be unpacked ({encoding[:40]!r}).")
+        content = bytearray()
+        async for chunk in response.stream:  # type: ignore[union-attr]  # not yet unpacked
+            content += chunk
+            if len(content) > _MAX_REPLY_BYTES:
+                raise EndpointError(f"{self._url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False)
+        return content
 
 
 class OpenAIEndpoint(_HTTPEndpoint):
     """Asks for OpenAI's chat completions. `settings.url` is the base, such as http://127.0.0.1:8000/v1.
 
-    Where choices are enforced with guidance `auto`, it begins with the first of `_FORMS` and goes on to the next form
-    when a request is refused or an answer is none of the choices.
+    Choices are enforced as vLLM does it, unless the endpoint refuses such a request.
     """
 
     def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
         base = _checked_url(settings.url).rstrip("/").removesuffix("/chat/completions")
         super().__init__(settings, f"{base}/chat/completions", transport)
-        self._form = 0 if settings.guidance == "auto" else _FORMS.index(settings.guidance)
+        self._enforces_choices = True
 
-    async def _ask(self, client: AsyncOpenAI, question: Question) -> Answer:
-        form = self._form
-        while True:
-            unguided = self._settings.guidance != "auto" or not question.choices or _FORMS[form] == "none"
-            try:
-                reply = await self._post(client, self._body(question, _FORMS[form]), ChatCompletion, "chat completion")
-            except EndpointError as error:
-                if unguided or error.status not in (400, 422):
-                    raise
-            else:
-                answer = _read_completion(self._url, reply, question)
-                if unguided or answer.text.strip() in question.choices:
-                    # Only an answer tells that this form works: a question that is too long is refused in every form.
-                    self._form = max(self._form, form)
-                    return answer
-            # Refused or ignored. Other questions in flight may have found a later form.
-            form = max(self._form, form + 1)
-
-    def _body(self, question: Question, form: str) -> dict[str, Any]:
+    async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
         body = {
             "model": self._settings.model,
             **_body(question, lambda uri: {"type": "image_url", "image_url": {"url": uri}}),
             "seed": question.seed % 2**31,
         }
-        if question.choices and form == "structured_outputs":
-            body["structured_outputs"] = {"choice": list(question.choices)}
-        elif question.choices and form == "guided_choice":
-            body["guided_choice"] = list(question.choices)
         if question.choices and self._settings.logprobs:
             body |= {"logprobs": True, "top_logprobs": 20}
-        return body
+        if question.choices and self._enforces_choices:
+            guided = {**body, "structured_outputs": {"choice": list(question.choices)}}
+            try:
+                return self._answer(await self._post(client, guided, ChatCompletion, "chat completion"), question)
+            except EndpointError as error:
+                if error.status not in (400, 422):
+                    raise
+        reply = await self._post(client, body, ChatCompletion, "chat completion")
+        # Only an answer tells why the first request was refused: a question that is too long is refused in every form.
+        self._enforces_choices &= not question.choices
+        return self._answer(reply, question)
+
+    def _answer(self, reply: ChatCompletion, question: Question) -> Answer:
+        probabilities = None
+        if question.choices and reply.first_token:
+            first = [(token.token, token.logprob) for token in reply.first_token]
+            try:
+                probabilities = choice_probabilities(first, question.choices)
+            except ValueError as error:
+                raise EndpointError(
+                    f"{self._url} answered with no chat completion: {error}.", retryable=False
+                ) from error
+        tokens = _count(reply.prompt_tokens), _count(reply.sampled_tokens)
+        return Answer(reply.content or "", *tokens, reply.finish_reason == "length", probabilities)
 
 
 class GenerateEndpoint(_HTTPEndpoint):
@@ -178,7 +172,7 @@ class GenerateEndpoint(_HTTPEndpoint):
     def __init__(self, settings: EndpointSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
         super().__init__(settings, _checked_url(settings.url or server_url()), transport)
 
-    async def _ask(self, client: AsyncOpenAI, question: Question) -> Answer:
+    async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
         body = _body(question, lambda uri: {"type": "image", "image": uri})
         return Answer((await self._post(client, body, GenerateReply, "text")).text)
 
@@ -209,29 +203,6 @@ def _checked_url(url: str) -> str:
     )
 
 
-class _BoundedClient(httpx.AsyncClient):
-    """Reads at most `_MAX_REPLY_BYTES` of a reply, and no compressed one: a megabyte may unpack to a gigabyte."""
-
-    async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
-        """The whole reply as UTF-8, with the headers that the caller needs. Raises EndpointError."""
-        response = await super().send(request, **{**options, "stream": True})
-        content = bytearray()
-        try:
-            encoding = response.headers.get("content-encoding", "identity")
-            if encoding not in ("", "identity"):
-                raise EndpointError(f"{request.url} sent a reply that cannot be unpacked ({encoding[:40]!r}).")
-            async for chunk in response.stream:  # type: ignore[union-attr]  # not yet unpacked
-                content += chunk
-                if len(content) > _MAX_REPLY_BYTES:
-                    raise EndpointError(
-                        f"{request.url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False
-                    )
-        finally:
-            await response.aclose()
-        kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
-        return httpx.Response(response.status_code, headers=kept, content=bytes(content), request=request)
-
-
 def _seconds(text: str) -> float:
     """A Retry-After in seconds; 0 where there is none, or a date."""
     return float(text[:9]) if text.isdecimal() else 0.0
@@ -239,22 +210,7 @@ def _seconds(text: str) -> float:
 
 def _count(value: Any) -> int:
     """A number of tokens as an endpoint reports it; 0 for what is none."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 10**9
-    return int(value) if plain else 0
-
-
-def _read_completion(url: str, reply: ChatCompletion, question: Question) -> Answer:
-    probabilities = None
-    if question.choices and reply.first_token:
-        first = [(token.token, token.logprob) for token in reply.first_token]
-        try:
-            probabilities = choice_probabilities(first, question.choices)
-        except ValueError as error:
-            raise EndpointError(f"{url} answered with no chat completion: {error}.", retryable=False) from error
-    cut_off = reply.finish_reason == "length"
-    return Answer(
-        reply.content or "", _count(reply.prompt_tokens), _count(reply.sampled_tokens), cut_off, probabilities
-    )
+    return value if type(value) is int and 0 <= value <= 10**9 else 0
 
 
 def _body(question: Question, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from pydantic import Field
 
 from rl_vlm.config.section import Section
 
-Guidance = Literal["auto", "structured_outputs", "guided_choice", "none"]
-Source = Literal["vlm", "endpoint", "generate", "scripted", "random", "clip", "itm", "cache"]
+Source = Literal["vlm", "endpoint", "generate", "scripted", "clip", "itm", "cache"]
 # Which pairs are asked about: RL-VLM-F's `feed_type` 0 to 5.
 Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"]
 
@@ -52,10 +51,6 @@ class EndpointSection(Section):
     model: str = "default"
     token_env: str = Field("RL_VLM_LABEL_TOKEN", description="The environment variable that holds the token, if any.")
     timeout_s: float = Field(60.0, gt=0)
-    guidance: Guidance = Field(
-        "auto",
-        description="How choices are enforced there: vLLM's new and old field, or not. auto: the first that works.",
-    )
     logprobs: bool = True
     max_in_flight: int | None = Field(
         None, ge=1, description="Questions at once; null: all of a session. For a judge: of an env runner."
@@ -67,8 +62,8 @@ class LabelsSection(Section):
 
     source: Source = Field(
         "vlm",
-        description="vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. random: coin flips, a "
-        "control. clip, itm: similarity of picture and text. cache: a label store alone.",
+        description="vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. clip, itm: similarity "
+        "of picture and text. cache: a label store alone.",
     )
     task: str | None = Field(None, description="Whose prompts are used; by default the environment's.")
     goal: str | None = Field(None, description="The goal in words, such as `to open the drawer`; replaces the task's.")

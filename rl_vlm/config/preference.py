@@ -31,9 +31,7 @@ class RewardModelSection(Section):
     stop_accuracy: float = Field(0.97, gt=0, description="Ends a session early. Above 1: never.")
     # With few pairs the accuracy on them is high long before the reward is right.
     min_gradient_steps: int = Field(60, ge=0, description="Per session, whatever the accuracy; the original: 0.")
-    soft_labels: bool = Field(False, description="Train on the label's probabilities where they are known.")
     label_margin: float = Field(0.0, ge=0, lt=0.5, description="m turns a hard label into (1 - m, m).")
-    ties: Literal["skip", "half"] = Field("skip", description="half: train on undecided pairs as (1/2, 1/2).")
     stride: int = Field(1, ge=1, description="See every stride-th pixel. [resize_factor]")
     kernels: tuple[int, ...] = Field((5, 3, 3, 3), description="[conv_kernel_sizes]")
     channels: tuple[int, ...] = Field((16, 32, 64, 128), description="[conv_n_channels]")
@@ -41,7 +39,6 @@ class RewardModelSection(Section):
     hidden: int = Field(256, ge=1, description="Width of the MLP.")
     layers: int = Field(3, ge=1, description="Hidden layers of the MLP.")
     squash: Squash = Field("tanh", description="[activation]")
-    weights: str | None = Field(None, description="A local file of ImageNet weights for resnet18.")
     load: str | None = Field(None, description="A saved reward model to begin with. [reward_model_load_dir]")
 
     @property
@@ -65,7 +62,6 @@ class SACSection(Section):
     hidden: int = Field(256, ge=1)
     depth: int = Field(3, ge=1, description="Hidden layers.")
     log_std_bounds: tuple[float, float] = (-5.0, 2.0)
-    target_entropy: float | None = Field(None, description="null: minus the number of actions.")
     updates_per_step: int = Field(1, ge=1)
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -78,14 +74,13 @@ class CollectionSection(Section):
 
     num_env_runners: int = Field(0, ge=0, description="0: the driver itself.")
     cpus_per_env_runner: float = Field(0.5, ge=0)
-    envs_per_runner: int = Field(1, ge=1)
     steps: int = Field(1, ge=1, description="Steps per environment between updates, which then are as many.")
     timeout_s: float = Field(300.0, gt=0)
 
     @property
     def num_envs(self) -> int:
-        """Environments of all runners, which step together."""
-        return max(self.num_env_runners, 1) * self.envs_per_runner
+        """One of each runner; they step together."""
+        return max(self.num_env_runners, 1)
 
 
 class ControlEvaluationSection(Section):
@@ -96,7 +91,6 @@ class ControlEvaluationSection(Section):
     end_on_success: bool = Field(
         False, description="End an evaluation episode when it succeeds. [eval_terminate_on_success]"
     )
-    parallel: int = Field(20, ge=1, description="Episodes that one process steps side by side.")
     film: int = Field(1, ge=0, description="Episodes of which a GIF is kept.")
 
 
@@ -141,7 +135,7 @@ class PreferenceSection(Section):
             yield "preference.max_feedback must be above 0 where the reward is learned from labels"
         if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
             yield "preference.labels.cache holds labels of pairs, not the scores of learn_from_score: leave it out"
-        if self.reward == "learn_from_score" and self.labels.source in ("scripted", "random", "cache"):
+        if self.reward == "learn_from_score" and self.labels.source in ("scripted", "cache"):
             yield "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
             yield "preference.random_steps + exploration_steps must give the first session something to show"
@@ -170,7 +164,7 @@ class PreferenceSection(Section):
     @property
     def draws_frames(self) -> bool:
         """Whether a picture is drawn after every step: for the reward, or for who labels."""
-        looked_at = self.learns_reward and self.labels.source not in ("scripted", "random")
+        looked_at = self.learns_reward and self.labels.source != "scripted"
         return self.rewards_images or looked_at
 
     @property

@@ -20,10 +20,18 @@ import numpy as np
 
 from rl_vlm.envs.data import chosen_columns
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.files import write_atomic
-from rl_vlm.labelling.labeller import VLMLabeller
-from rl_vlm.labelling.store import FILE_NAME, LabelStore, StoredSession, log_csv, true_return
-from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
+from rl_vlm.labelling.store import (
+    FILE_NAME,
+    Label,
+    Labeller,
+    LabelStore,
+    Segment,
+    SegmentPair,
+    agreement,
+    log_row,
+    query_log,
+    true_return,
+)
 from rl_vlm.types import UserInputError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -71,37 +79,32 @@ def label_folder(
 ) -> dict[str, Any]:
     """Label all pairs, write the query log with the names of the pictures, and return a summary.
 
-    The log is written after every batch: a failure loses no label that was paid for before. `close` is awaited at the
+    The log grows by every batch: a failure loses no label that was paid for before. `close` is awaited at the
     end, in the same event loop.
     """
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
+    log, labels, started = query_log(out, ("first", "second")), list[Label](), time.time()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)  # fail before any label is paid for
+        log.rewind(-1)
     except OSError as error:
-        raise UserInputError(f"Cannot make the folder of {out}: {error.strerror or error}.") from error
-    started = time.time()
-    labels = asyncio.run(_label_all(labeller, pairs, out, started, close))
+        raise UserInputError(f"Cannot write {out}: {error.strerror or error}.") from error
+
+    async def label_all() -> None:
+        try:
+            for batch in _batches(pairs):
+                loaded = [named.load() for named in batch]
+                new = await labeller.label(loaded)
+                rows = zip(loaded, new, batch, strict=True)
+                log.add(*(log_row(pair, label, 0, started, named.first, named.second) for pair, label, named in rows))
+                labels.extend(new)
+        finally:
+            if close is not None:
+                await close()
+
+    asyncio.run(label_all())
     return {"out": str(out), **summary(pairs, labels), **_statistics(labeller)}
-
-
-async def _label_all(
-    labeller: Labeller, pairs: Sequence[NamedPair], out: Path, started: float, close: Close | None
-) -> list[Label]:
-    labels: list[Label] = []
-    written = b""
-    try:
-        for batch in _batches(pairs):
-            loaded = [named.load() for named in batch]
-            new = await labeller.label(loaded)
-            names = [(named.first, named.second) for named in batch]
-            written += log_csv(loaded, new, 0, started, ("first", "second"), names, header=not labels)
-            write_atomic(out, written)
-            labels += new
-    finally:
-        if close is not None:
-            await close()
-    return labels
 
 
 def _batches(pairs: Sequence[NamedPair]) -> Iterator[list[NamedPair]]:
@@ -116,27 +119,22 @@ def _batches(pairs: Sequence[NamedPair]) -> Iterator[list[NamedPair]]:
 
 def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
     """Counts, and the accuracy on pairs whose true returns are known and differ."""
-    known = []  # (the better side, label)
-    for named, label in zip(pairs, labels, strict=True):
-        difference = named.returns[1] - named.returns[0]
-        if not label.error and np.isfinite(difference) and difference != 0:
-            known.append((int(difference > 0), label.value))
-    decided = [(better, value) for better, value in known if value != -1]
-    right = sum(better == value for better, value in decided)
+    known = agreement([named.returns for named in pairs], labels)
+    right, decided = known.count(True), len(known) - known.count(None)
     answered = [label.value for label in labels if not label.error]
     return {
         "pairs": len(labels),
         "labels": {str(value): answered.count(value) for value in (0, 1, -1)},  # type: ignore[arg-type]
         "errors": len(labels) - len(answered),
-        "accuracy": right / len(decided) if decided else None,
+        "accuracy": right / decided if decided else None,
         "accuracy_of_non_ties": right / len(known) if known else None,
     }
 
 
 def _statistics(labeller: Labeller) -> dict[str, Any]:
-    if not isinstance(labeller, VLMLabeller):
-        return {}
     stats = labeller.stats
+    if stats is None:
+        return {}
     return {
         "contradictions": stats.disagreements,
         "not_understood": stats.not_understood,
@@ -166,24 +164,17 @@ def _listed(folder: Path) -> list[NamedPair]:
 
 
 def _stored(folder: Path) -> list[NamedPair]:
+    store = LabelStore(folder)
+    read = lru_cache(maxsize=1)(store.read)
     pairs = []
-    for session in LabelStore(folder).sessions():
-        for number, pair in enumerate(session.pairs):
-            name = f"session {session.number} pair {number}"
+    for session in range(1, len(store) + 1):
+        for number, pair in enumerate(store.read(session)[0]):
+            name = f"session {session} pair {number}"
             returns = true_return(pair.first), true_return(pair.second)
             pixels = sum(part.frames.size // 3 for part in (pair.first, pair.second) if part.frames is not None)
-            load = partial(_of_session, folder, session.number, number)
+            load = partial(lambda session, number: read(session)[0][number], session, number)
             pairs.append(NamedPair(load, f"{name} first", f"{name} second", returns, pixels))
     return pairs
-
-
-@lru_cache(maxsize=1)
-def _session(folder: Path, number: int) -> StoredSession:
-    return LabelStore(folder).read(number)
-
-
-def _of_session(folder: Path, session: int, number: int) -> SegmentPair:
-    return _session(folder, session).pairs[number]
 
 
 def _by_name(folder: Path) -> list[tuple[str, str]]:
@@ -209,13 +200,11 @@ def _by_name(folder: Path) -> list[tuple[str, str]]:
 
 def _named(folder: Path, names: tuple[str, str], returns: tuple[float, float] = (np.nan, np.nan)) -> NamedPair:
     sizes = [_read(folder, name, check_header) for name in names]
-    return NamedPair(
-        partial(_pair, folder, names, returns), *names, returns, sum(width * height for width, height in sizes)
-    )
 
+    def load() -> SegmentPair:
+        return SegmentPair(*(_single_frame(folder, name, value) for name, value in zip(names, returns, strict=True)))
 
-def _pair(folder: Path, names: tuple[str, str], returns: tuple[float, float]) -> SegmentPair:
-    return SegmentPair(*(_single_frame(folder, name, value) for name, value in zip(names, returns, strict=True)))
+    return NamedPair(load, *names, returns, sum(width * height for width, height in sizes))
 
 
 def _read(folder: Path, name: str, use: Callable[[bytes], T]) -> T:

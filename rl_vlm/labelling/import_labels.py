@@ -18,8 +18,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from PIL import Image
 
-from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.types import Label, LabelValue, Segment, SegmentPair
+from rl_vlm.labelling.store import Label, LabelStore, LabelValue, Segment, SegmentPair
 from rl_vlm.limits import call_limited
 from rl_vlm.types import UserInputError
 
@@ -95,35 +94,32 @@ def read_cache(
     except Exception as error:
         # A damaged pickle raises whatever its damaged instructions lead to.
         raise UserInputError(f"The label cache {file} is damaged ({type(error).__name__}: {error}).") from error
-    if not isinstance(data, (list, tuple)) or len(data) != _NUM_ARRAYS:
-        raise UserInputError(f"{file} is no label cache: it must hold a list of {_NUM_ARRAYS} arrays.")
+
+    def check(fits: bool, what: str) -> None:
+        if not fits:
+            raise UserInputError(f"{file} is no label cache of preferences: {what}.")
+
+    known = isinstance(data, (list, tuple)) and len(data) == _NUM_ARRAYS
+    check(known, f"it must hold a list of {_NUM_ARRAYS} arrays")
     arrays = [np.asarray(part) for part in data]
-    if any(array.ndim == 0 for array in arrays):
-        raise UserInputError(f"{file} is no label cache: it holds a single number in place of an array.")
+    check(all(array.ndim for array in arrays), "it holds a single number in place of an array")
     images, _, labels, *rest = arrays
     count = len(labels)
-    if any(array.dtype.kind not in _KINDS for array in arrays) or any(len(array) != count for array in arrays):
-        raise UserInputError(f"{file} is no label cache: its arrays must hold numbers and be equally long.")
+    numbers = all(array.dtype.kind in _KINDS and len(array) == count for array in arrays)
+    check(numbers, "its arrays must hold numbers and be equally long")
     if count == 0:
         return [], []  # no pair of this session was decided
-    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] != 3 or images.shape[2] % 2:
-        raise UserInputError(f"{file} is no label cache: pictures must be uint8 [N, H, 2 W, 3], not {images.shape}.")
+    pictures = images.ndim == 4 and images.dtype == np.uint8 and images.shape[3] == 3 and images.shape[2] % 2 == 0
+    check(pictures, f"pictures must be uint8 [N, H, 2 W, 3], not {images.shape}")
     values = labels.reshape(count, -1)[:, 0]
-    if not np.isin(values, (-1, 0, 1)).all():
-        raise UserInputError(
-            f"{file} holds other labels than 0, 1 and -1: scores cannot be converted into preferences."
-        )
-    if any(array.ndim < 2 for array in rest[:2]) or any(array[0].size == 0 for array in rest):
-        raise UserInputError(f"{file} is no label cache: segments must hold at least one step.")
+    check(bool(np.isin(values, (-1, 0, 1)).all()), "it holds other labels than 0, 1 and -1, such as scores")
+    steps = all(array.ndim > 1 for array in rest[:2]) and all(array[0].size for array in rest)
+    check(steps, "segments must hold at least one step")
     states = [array.reshape(count, -1, array.shape[-1]).astype(np.float32) for array in rest[:2]]
-    if not 0 < observation_size <= states[0].shape[2]:
-        raise UserInputError(
-            f"{file} holds state-actions of {states[0].shape[2]} numbers: {observation_size} of them cannot be "
-            "observations."
-        )
+    size = states[0].shape[2]
+    check(0 < observation_size <= size, f"{observation_size} of its {size} numbers per step cannot be observations")
     rewards = [array.reshape(count, -1).astype(np.float32) for array in rest[2:]]
-    if len({array.shape[1] for array in (*states, *rewards)}) > 1:
-        raise UserInputError(f"{file} is no label cache: its segments and rewards differ in length.")
+    check(len({array.shape[1] for array in (*states, *rewards)}) == 1, "its segments and rewards differ in length")
     width = images.shape[2] // 2
     halves = (images[:, :, :width], images[:, :, width:])
 
@@ -208,18 +204,10 @@ def _scalar(dtype: Any, data: Any) -> Any:
     return _from_buffer(data, dtype, (), "C")[()]
 
 
-def _encode(text: Any, encoding: Any) -> bytes:
-    """Bytes under old pickle protocols."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise UserInputError("it encodes something that is no bytes.")
-    return text.encode("latin1")
-
-
 _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): None,  # only named, as an argument of _reconstruct
     ("numpy", "dtype"): _Maker(_DType),
     ("numpy.core.multiarray", "_reconstruct"): _Maker(_Array),
     ("numpy.core.multiarray", "scalar"): _Maker(_scalar),
     ("numpy.core.numeric", "_frombuffer"): _Maker(_from_buffer),
-    ("_codecs", "encode"): _Maker(_encode),
 }

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, NamedTuple, cast
 
 import numpy as np
 import yaml
@@ -27,15 +27,15 @@ from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Questi
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.loading import explain, load_yaml
 from rl_vlm.config.section import Section
-from rl_vlm.labelling.types import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
+from rl_vlm.labelling.store import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, Message, UserInputError
 from rl_vlm.waiting import all_or_none
 
 # What a labeller is asked: the goal of each task in words, and the questions around it.
 #
-# A question is a template with `{goal}`, and `{answer}` in the second of two steps. Tasks are registered here or read
-# from a YAML file of the user's own:
+# A question is a template with `{goal}`, and `{answer}` in the second of two steps. Tasks are RL-VLM-F's, or come from
+# a YAML file:
 #
 #     push-button: to press the red button all the way down     # the goal alone, or:
 #     stack:
@@ -108,7 +108,6 @@ class TaskPrompts(Section):
         return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
 
 
-_REGISTRY: dict[str, TaskPrompts] = {}
 # RL-VLM-F's names of tasks, where they differ by more than prefix and version.
 _ALIASES = {
     "continuouscartpole": "cartpole",
@@ -122,35 +121,23 @@ _ALIASES = {
 }
 
 
-def register_prompts(prompts: TaskPrompts) -> None:
-    """Make a task known by name. Raises UserInputError if the name is taken."""
-    if prompts.name in _REGISTRY:
-        raise UserInputError(f"Prompts for {prompts.name!r} are registered already: choose another name.")
-    _REGISTRY[prompts.name] = prompts
-
-
-def known_tasks() -> list[str]:
-    """The names of all registered tasks."""
-    return sorted(_REGISTRY)
-
-
 class UnknownTaskError(UserInputError):
     """There are no prompts for a task."""
 
 
 def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
-    """The prompts of a task, from the user's file first, then from the registry.
+    """The prompts of a task, from the user's file first, then from `TASKS`.
 
     Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood, in the file too. Raises UnknownTaskError, and
     UserInputError for a file that cannot be used.
     """
     own = load_prompts(file) if file is not None else {}
     short = _short_name(task)
-    for named in (own, _REGISTRY):
+    for named in (own, TASKS):
         known = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
         if known is not None:
             return known
-    names = [*own, *known_tasks()]
+    names = [*own, *sorted(TASKS)]
     near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
     raise UnknownTaskError(
@@ -189,7 +176,7 @@ def _short_name(task: str) -> str:
 
 
 # Goal, and what the achieved goal looks like.
-_TASKS = {
+_GOALS = {
     "cartpole": (
         "to balance the brown pole upright on the black cart",
         "The brown pole stands vertically upright on the black cart.",
@@ -215,15 +202,14 @@ _TASKS = {
         "The cloth is folded diagonally, its top left corner on its bottom right corner.",
     ),
 }
-for _name, (_goal, _description) in _TASKS.items():
-    register_prompts(TaskPrompts(name=_name, goal=_goal, description=_description))
-register_prompts(
-    TaskPrompts(
-        name="cartpole-tiny",  # for `tiny-labeller`, whose every token costs
-        goal="an upright pole",
-        description="The pole is upright.",
-        templates=Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
-    )
+TASKS = {
+    name: TaskPrompts(name=name, goal=goal, description=description) for name, (goal, description) in _GOALS.items()
+}
+TASKS["cartpole-tiny"] = TaskPrompts(
+    name="cartpole-tiny",  # for `tiny-labeller`, whose every token costs
+    goal="an upright pole",
+    description="The pole is upright.",
+    templates=Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
 )
 
 
@@ -285,7 +271,6 @@ def read_score(text: str) -> float | None:
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -299,7 +284,6 @@ class LabelStats:
     sampled_tokens: int = 0
     retries: int = 0
     errors: int = 0
-    identical: int = 0
     disagreements: int = 0
     shown_first: int = 0  # answers for the picture that was shown first
     shown_second: int = 0
@@ -324,16 +308,16 @@ class LabelStats:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Query:
-    """What is shown, and the templates of the questions about it: `decide` in one step, or `describe` and then
-    `summarise`."""
+class Kind(NamedTuple):
+    """Comparing or scoring: what the names of its templates begin with, the choices, and how an answer is read."""
 
-    shown: tuple[str | EncodedImage, ...]
-    describe: str
-    summarise: str
-    decide: str
+    prefix: str
     choices: tuple[str, ...]
+    read: Callable[[str], float | None]
+
+
+_COMPARISON = Kind("", CHOICES, read_label)
+_SCORE_OF_IMAGE = Kind("score_", SCORE_CHOICES, read_score)
 
 
 class VLMLabeller(Labeller):
@@ -389,13 +373,12 @@ class VLMLabeller(Labeller):
             logger.warning(
                 "In a session of %d, %d answers were neither a label nor a score, even when the labeller was asked "
                 "again. They decide nothing. An endpoint that can be held to the choices loses no answer "
-                "(preference.labels.guided, preference.labels.endpoint.guidance).",
+                "(preference.labels.guided).",
                 count, lost,
             )  # fmt: skip
 
     async def _label_one(self, ask: Ask, number: int, first: EncodedImage, second: EncodedImage) -> Label:
         if first.sha256 == second.sha256:
-            self.stats.identical += 1
             return Label(-1, (0.0, 0.0, 1.0), IDENTICAL)
         started = time.monotonic()
         orders = [(first, second), (second, first)][: 1 + self._settings.both_orders]
@@ -422,31 +405,17 @@ class VLMLabeller(Labeller):
     async def _compare(self, ask: Ask, key: tuple[int, int], first: EncodedImage, second: EncodedImage) -> Label:
         """The label for one order: 0 is the picture shown first."""
         templates = self._prompts.templates
-        query = _Query(
-            (templates.first, first, templates.second, second),
-            templates.describe,
-            templates.summarise,
-            templates.decide,
-            CHOICES,
-        )
-        value: LabelValue | None
-        value, answer, said = await self._answer(ask, key, query, read_label)
+        shown = (templates.first, first, templates.second, second)
+        value, answer, said = await self._answer(ask, key, shown, _COMPARISON)
         self.stats.not_understood += value is None
         known = answer.probabilities if answer.text.strip() in CHOICES else None
-        return Label(-1 if value is None else value, (known["0"], known["1"], known["-1"]) if known else None, said)
+        label = cast(LabelValue, -1 if value is None else value)
+        return Label(label, (known["0"], known["1"], known["-1"]) if known else None, said)
 
     async def _score_one(self, ask: Ask, number: int, image: EncodedImage) -> Score:
-        templates = self._prompts.templates
-        query = _Query(
-            (templates.score_image, image),
-            templates.score_describe,
-            templates.score_summarise,
-            templates.score_decide,
-            SCORE_CHOICES,
-        )
-        started = time.monotonic()
+        started, shown = time.monotonic(), (self._prompts.templates.score_image, image)
         try:
-            value, answer, said = await self._answer(ask, (number, 0), query, read_score)
+            value, answer, said = await self._answer(ask, (number, 0), shown, _SCORE_OF_IMAGE)
             if value is None:
                 self.stats.not_understood += 1
                 raise EndpointError(f"The answer is no score: {answer.text[:200]!r}", retryable=False)
@@ -456,34 +425,37 @@ class VLMLabeller(Labeller):
         return Score(None if value < 0 else value, said, time.monotonic() - started)
 
     async def _answer(
-        self, ask: Ask, key: tuple[int, int], query: _Query, read: Callable[[str], T | None]
-    ) -> tuple[T | None, Answer, str]:
+        self, ask: Ask, key: tuple[int, int], shown: tuple[str | EncodedImage, ...], kind: Kind
+    ) -> tuple[float | None, Answer, str]:
         """What was read, the last answer, and the text of all answers.
 
         An answer that is not understood is asked about once more: in text alone, and with the choices where the
         endpoint can enforce them. Raises EndpointError for an answer without a word.
         """
-        settings, fill = self._settings, self._prompts.fill
-        guide = query.choices if settings.guided else ()
+        settings = self._settings
+        guide = kind.choices if settings.guided else ()
+
+        def prompt(name: str, answer: str = "") -> str:
+            return self._prompts.fill(getattr(self._prompts.templates, kind.prefix + name), answer)
 
         async def ask_for_summary(step: int, text: str) -> Answer:
-            message = Message.of("user", fill(query.summarise, strip_thoughts(text)))
+            message = Message.of("user", prompt("summarise", strip_thoughts(text)))
             return _not_empty(await self._asked(ask, (*key, step), message, settings.answer_tokens, guide))
 
         if settings.steps == 1:
             limit = settings.answer_tokens if settings.guided else settings.describe_tokens
-            message = Message("user", (*query.shown, fill(query.decide)))
+            message = Message("user", (*shown, prompt("decide")))
             answer = _not_empty(await self._asked(ask, (*key, 0), message, limit, guide))
             said = answer.text
         else:
-            message = Message("user", (*query.shown, fill(query.describe)))
-            description = _not_empty(await self._asked(ask, (*key, 0), message, settings.describe_tokens))
-            answer = await ask_for_summary(1, description.text)
+            message = Message("user", (*shown, prompt("describe")))
+            description = await self._asked(ask, (*key, 0), message, settings.describe_tokens)
+            answer = await ask_for_summary(1, _not_empty(description).text)
             said = f"{description.text} => {answer.text}"
-        value = _read(answer, read)
+        value = _read(answer, kind)
         if value is None:
             answer = await ask_for_summary(2, said)
-            value, said = _read(answer, read), f"{said} => {answer.text}"
+            value, said = _read(answer, kind), f"{said} => {answer.text}"
         return value, answer, said
 
     async def _asked(
@@ -526,9 +498,9 @@ def _not_empty(answer: Answer) -> Answer:
     return answer
 
 
-def _read(answer: Answer, read: Callable[[str], T | None]) -> T | None:
+def _read(answer: Answer, kind: Kind) -> float | None:
     """The value of an answer. One that was cut off is not understood: "0" may be the beginning of 0.7."""
-    return None if answer.cut_off else read(answer.text)
+    return None if answer.cut_off else kind.read(answer.text)
 
 
 def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:

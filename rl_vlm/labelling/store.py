@@ -1,4 +1,5 @@
-"""The label store of a run: labelled pairs, or scored segments. Labels can be replayed without a VLM."""
+"""Labels: what control agent, labeller and reward model exchange, and the label store of a run, which can be replayed
+without a VLM."""
 
 from __future__ import annotations
 
@@ -8,92 +9,153 @@ import io
 import itertools
 import math
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from rl_vlm.config.labels import names_no_cache
 from rl_vlm.envs.data import TooLargeError, read_parquet
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
 from rl_vlm.files import append_whole, link_tree, whole_lines, write_atomic
-from rl_vlm.labelling.types import IDENTICAL, SKIPPED, Label, Labeller, LabelValue, Score, Segment, SegmentPair, encode
 from rl_vlm.safe_text import csv_cell, redact
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.types import EncodedImage, UserInputError
 
-# One labelling session: draw pairs, have them labelled, draw more where too few were decided.
-
-Draw = Callable[[int], Sequence[SegmentPair]]
-
-
-class LabellerDownError(RLVLMError):
-    """Not one pair of a session could be labelled: the labeller is down or refuses every question."""
+# 0: the first of a pair is better, 1: the second, -1: equal or undecided.
+LabelValue = Literal[0, 1, -1]
+# What a reward model sees: frames uint8 [N, H, W, 3], or observations and actions float32 [N, O + A].
+InputKind = Literal["image", "state_action"]
 
 
-@dataclass(slots=True)
-class LabelledSession:
-    """The pairs of a session and their labels, in the order in which they were asked."""
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: arrays have no one truth value
+class Segment:
+    """T consecutive steps of one episode.
 
-    pairs: list[SegmentPair] = field(default_factory=list)
-    labels: list[Label] = field(default_factory=list)
+    observations float32 [T, O], actions float32 [T, A], true_rewards float32 [T] (for scripted teachers, logs and
+    evaluation only), frames uint8 [T, H, W, 3] or None where nothing is drawn.
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    true_rewards: np.ndarray
+    frames: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.actions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentPair:
+    """Two segments of equal length, to be compared."""
+
+    first: Segment
+    second: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A labeller's answer for one pair.
+
+    `probabilities` are those of (first better, second better, neither) where the labeller knows them. `answers` are
+    those of each order in which the pair was shown, in terms of the pair as it is. A label with `error` set is not an
+    answer and is never trained on; the error `SKIPPED` means that the labeller skipped the pair on purpose.
+    """
+
+    value: LabelValue
+    probabilities: tuple[float, float, float] | None = None
+    text: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    answers: tuple[LabelValue, ...] = ()
 
     @property
-    def num_decided(self) -> int:
-        """Labels 0 and 1."""
-        return sum(is_decided(label) for label in self.labels)
+    def is_decided(self) -> bool:
+        """Whether one of the two was preferred."""
+        return not self.error and self.value != -1
+
+    def swapped(self) -> Label:
+        """The label of the same pair in the other order."""
+        other = cast("dict[LabelValue, LabelValue]", {0: 1, 1: 0, -1: -1})
+        known = self.probabilities
+        return replace(
+            self,
+            value=other[self.value],
+            probabilities=(known[1], known[0], known[2]) if known else None,
+            answers=tuple(other[answer] for answer in self.answers),
+        )
 
 
-def is_answer(label: Label) -> bool:
-    """Whether the label may be trained on: not an error, not skipped."""
-    return not label.error
+SKIPPED = "skipped"  # the `error` of a pair that a scripted teacher skipped
+IDENTICAL = "the pictures are identical"  # the `text` of a label that needed no question
 
 
-def is_decided(label: Label) -> bool:
-    """Whether one of the two was preferred."""
-    return is_answer(label) and label.value != -1
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A labeller's score in [0, 1] for one picture; None where it was unsure, or where `error` is set."""
+
+    value: float | None
+    text: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a score was given."""
+        return not self.error and self.value is not None
+
+    def swapped(self) -> Score:
+        """The score of the opposite goal."""
+        return self if self.value is None else replace(self, value=1 - self.value)
 
 
-async def label_session(
-    labeller: Labeller, draw: Draw, wanted: int, max_rounds: int = 4, max_pairs: int | None = None
-) -> LabelledSession:
-    """Label `wanted` pairs; while fewer than that are decided, draw and label as many again as are missing.
+class Labeller:
+    """Compares segments, and may score single pictures. One with a random state says so in `state`, for an exact
+    resume."""
 
-    With the original's single round, a policy that hardly moves (pairs look alike) leaves few usable pairs in a
-    session, and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are
-    drawn), `max_pairs` the pairs of all rounds; `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing
-    could be labelled.
+    stats: Any = None  # what labelling has cost, where that is counted
+
+    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
+        """One label per pair, in order; all pairs are in flight at once."""
+        raise NotImplementedError  # abstract: a labeller answers pairs, scores, or both
+
+    async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
+        """One score per frame (uint8 [H, W, 3]), in order; all frames are in flight at once."""
+        raise NotImplementedError  # abstract: see `label`
+
+    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
+        """The recent mean return of episodes, and how long segments and episodes are; thresholds may follow them."""
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+
+
+def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
+    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its
+    last.
+
+    Raises UserInputError if the segment has no pictures.
     """
-    session = LabelledSession()
-    for number in range(max_rounds):
-        missing = wanted - session.num_decided
-        if max_pairs is not None:
-            missing = min(missing, max_pairs - len(session))
-        if missing <= 0:
-            break
-        pairs = list(draw(missing))
-        if not pairs:
-            break
-        labels = await labeller.label(pairs)
-        session.pairs += pairs
-        session.labels += labels
-        failed = [label for label in labels if label.error and label.error != SKIPPED]
-        answered = [label for label in labels if is_answer(label) and label.text != IDENTICAL]
-        if failed and not answered:
-            if number == 0:
-                raise LabellerDownError(
-                    f"None of {len(failed)} pairs could be labelled: {failed[0].error.rstrip('.')}. Start the "
-                    "labeller again."
-                )
-            break  # what was answered before is kept; the next session asks again
-    return session
+    if segment.frames is None:
+        raise UserInputError("These segments have no pictures: give the environment a camera or a render function.")
+    steps = len(segment)
+    indices = [max(steps - 1 - back * (steps // frames), 0) for back in reversed(range(frames))]
+    return np.concatenate([segment.frames[index] for index in indices], axis=1)
+
+
+def encode(picture: np.ndarray) -> EncodedImage:
+    """The PNG of a picture uint8 [H, W, 3] and its hash, for a labeller and for the label store."""
+    return EncodedImage.from_pil(Image.fromarray(picture))
 
 
 # Sessions on disk: `session-000001.parquet`, ... and the pictures of their segments, as PNG files named by hash.
@@ -113,14 +175,21 @@ SEGMENT = pa.struct(
     ]
 )
 Row = Mapping[str, Any]
-T = TypeVar("T")
 
 
-class SessionFiles:
+class SessionFiles(ABC):
     """The sessions in `folder`, numbered from 1. The columns `segments` of their rows hold segments (see SEGMENT)."""
 
     schema: pa.Schema
     segments: tuple[str, ...]
+
+    @abstractmethod
+    def _to_row(self, example: Any, answer: Any) -> dict[str, Any]:
+        """The columns of what was asked about and of the answer."""
+
+    @abstractmethod
+    def _from_row(self, row: Row) -> tuple[Any, Any]:
+        """What was asked about, and the answer."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -133,30 +202,41 @@ class SessionFiles:
         """The file of a session."""
         return self.folder / f"session-{number:06d}.parquet"
 
-    def write_rows(self, rows: Sequence[Row]) -> int:
-        """Write one session; it is on the disk when this returns. Returns its number."""
+    def append(self, examples: Sequence[Any], answers: Sequence[Any], *, step: int, time: float) -> int:
+        """Write one session of environment step `step`; it is on the disk when this returns. Returns its number."""
         self.folder.mkdir(parents=True, exist_ok=True)
         number = len(self) + 1
-        packed = [{**row, **{name: self._pack(row[name]) for name in self.segments}} for row in rows]
-        table = pa.Table.from_pylist([{"session": number, **row} for row in packed], schema=self.schema)
+        rows = []
+        for example, answer in zip(examples, answers, strict=True):
+            row = {"session": number, "step": step, "time": time, **self._to_row(example, answer)}
+            row["text"] = redact(answer.text).encode("utf-8", "replace").decode()
+            row["seconds"], row["error"] = answer.seconds, answer.error.encode("utf-8", "replace").decode()
+            rows.append({**row, **{name: self._pack(row[name]) for name in self.segments}})
         buffer = io.BytesIO()
-        pq.write_table(table, buffer, compression="zstd")
+        pq.write_table(pa.Table.from_pylist(rows, schema=self.schema), buffer, compression="zstd")
         write_atomic(self.path(number), buffer.getvalue())
         return number
 
-    def read_rows(self, number: int, use: Callable[[list[Row]], T], most: int | None = None) -> T:
-        """`use` of the session's first `most` rows. Raises UserInputError if it is damaged or a picture is missing."""
+    def read(self, number: int, most: int | None = None) -> tuple[list[Any], list[Any]]:
+        """What a session asked about and the answers, the first `most` of them. Raises UserInputError if it is damaged
+        or a picture is missing."""
         path = self.path(number)
         try:
             rows = read_parquet(pq.ParquetFile(path), free_bytes=_FREE_BYTES).slice(0, most).to_pylist()
             self._check_pictures(rows)
-            return use([{**row, **{name: self._unpack(row[name]) for name in self.segments}} for row in rows])
+            unpacked = ({**row, **{name: self._unpack(row[name]) for name in self.segments}} for row in rows)
+            read = [self._from_row(row) for row in unpacked]
         except ImageError as error:
             raise UserInputError(f"Cannot read the labels in {path}: a picture {error}.") from error
         except TooLargeError as error:
             raise UserInputError(f"Cannot read the labels in {path}: the file {error}.") from error
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
+        return [example for example, _ in read], [answer for _, answer in read]
+
+    def sessions(self) -> Iterator[tuple[list[Any], list[Any]]]:
+        """All sessions, in order."""
+        return (self.read(number) for number in range(1, len(self) + 1))
 
     def rewind(self, sessions: int) -> None:
         """Keep the first `sessions` sessions only, for a run that is resumed from a checkpoint of that time.
@@ -238,17 +318,6 @@ _SESSION = [("session", pa.int64()), ("step", pa.int64()), ("time", pa.float64()
 _ANSWER = [("text", pa.string()), ("seconds", pa.float64()), ("error", pa.string())]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSession:
-    """One session: `step` is the environment step at which it took place."""
-
-    number: int
-    step: int
-    time: float
-    pairs: list[SegmentPair]
-    labels: list[Label]
-
-
 class LabelStore(SessionFiles):
     """The labelled pairs of a run."""
 
@@ -264,91 +333,40 @@ class LabelStore(SessionFiles):
         ]
     )
 
-    def append(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], *, step: int, time: float) -> int:
-        """Write one session; it is on the disk when this returns. Returns its number, from 1 on."""
-        return self.write_rows(
-            [
-                {
-                    "step": step,
-                    "time": time,
-                    "first": pair.first,
-                    "second": pair.second,
-                    "label": None if label.error else label.value,
-                    "probabilities": label.probabilities,
-                    "answers": list(label.answers),
-                    **_answer_columns(label),
-                }
-                for pair, label in zip(pairs, labels, strict=True)
-            ]
+    def _to_row(self, example: SegmentPair, answer: Label) -> dict[str, Any]:
+        return {
+            "first": example.first,
+            "second": example.second,
+            "label": None if answer.error else answer.value,
+            "probabilities": answer.probabilities,
+            "answers": list(answer.answers),
+        }
+
+    def _from_row(self, row: Row) -> tuple[SegmentPair, Label]:
+        known = row["probabilities"]
+        label = Label(
+            cast(LabelValue, -1 if row["label"] is None else row["label"]),
+            (known[0], known[1], known[2]) if known else None,
+            row["text"],
+            row["seconds"],
+            row["error"],
+            tuple(cast(LabelValue, answer) for answer in row["answers"]),
         )
-
-    def read(self, number: int) -> StoredSession:
-        """One session. Raises UserInputError if it is damaged or a picture is missing."""
-
-        def session(rows: list[Row]) -> StoredSession:
-            step, time = (rows[0]["step"], rows[0]["time"]) if rows else (0, 0.0)
-            pairs = [SegmentPair(row["first"], row["second"]) for row in rows]
-            return StoredSession(number, step, time, pairs, [_read_label(row) for row in rows])
-
-        return self.read_rows(number, session)
-
-    def example(self, number: int) -> SegmentPair | None:
-        """The first pair of a session, without reading the others' pictures; None of an empty one. Raises as `read`."""
-        return self.read_rows(
-            number, lambda rows: SegmentPair(rows[0]["first"], rows[0]["second"]) if rows else None, most=1
-        )
-
-    def sessions(self) -> Iterator[StoredSession]:
-        """All sessions, in order."""
-        for number in range(1, len(self) + 1):
-            yield self.read(number)
+        return SegmentPair(row["first"], row["second"]), label
 
 
 class ScoreStore(SessionFiles):
     """The scored segments of a run; the picture of a segment's last step is what was scored."""
 
     segments = ("segment",)
-    schema = pa.schema(
-        [*_SESSION, ("segment", SEGMENT), ("score", pa.float64()), *_ANSWER]
-    )  # score null: unsure, or an error
+    # score null: unsure, or an error
+    schema = pa.schema([*_SESSION, ("segment", SEGMENT), ("score", pa.float64()), *_ANSWER])
 
-    def append(self, segments: Sequence[Segment], scores: Sequence[Score], *, step: int, time: float) -> int:
-        """Write one session; it is on the disk when this returns. Returns its number, from 1 on."""
-        return self.write_rows(
-            [
-                {"step": step, "time": time, "segment": segment, "score": score.value, **_answer_columns(score)}
-                for segment, score in zip(segments, scores, strict=True)
-            ]
-        )
+    def _to_row(self, example: Segment, answer: Score) -> dict[str, Any]:
+        return {"segment": example, "score": answer.value}
 
-    def read(self, number: int) -> tuple[list[Segment], list[Score]]:
-        """One session. Raises UserInputError if it is damaged or a picture is missing."""
-
-        def session(rows: list[Row]) -> tuple[list[Segment], list[Score]]:
-            scores = [Score(row["score"], row["text"], row["seconds"], row["error"]) for row in rows]
-            return [row["segment"] for row in rows], scores
-
-        return self.read_rows(number, session)
-
-
-def _answer_columns(answer: Label | Score) -> Row:
-    return {
-        "text": redact(answer.text).encode("utf-8", "replace").decode(),
-        "seconds": answer.seconds,
-        "error": answer.error.encode("utf-8", "replace").decode(),
-    }
-
-
-def _read_label(row: Row) -> Label:
-    known = row["probabilities"]
-    return Label(
-        cast(LabelValue, -1 if row["label"] is None else row["label"]),
-        (known[0], known[1], known[2]) if known else None,
-        row["text"],
-        row["seconds"],
-        row["error"],
-        tuple(cast(LabelValue, answer) for answer in row["answers"]),
-    )
+    def _from_row(self, row: Row) -> tuple[Segment, Score]:
+        return row["segment"], Score(row["score"], row["text"], row["seconds"], row["error"])
 
 
 def label_cache(value: str | Path | None) -> Path | None:
@@ -362,8 +380,6 @@ def label_cache(value: str | Path | None) -> Path | None:
             f"{folder} holds label caches of RL-VLM-F (.pkl), no label store: convert them with "
             f"`rl-vlm import-labels {folder} STORE --observations N` and give STORE as labels.cache."
         )
-    if not folder.is_dir():
-        raise UserInputError(f"There is no label cache {folder}: give the `labels` folder of a run, or null.")
     if not len(LabelStore(folder)):
         raise UserInputError(f"The label cache {folder} holds no sessions: give the `labels` folder of a run, or null.")
     return folder
@@ -388,48 +404,43 @@ COLUMNS = (
     "error",
     "raw_text",
 )
-_ITERATION = COLUMNS.index("train_iter")
 MAX_CELL = 50_000  # characters of an answer that are kept: Python's csv reads cells of up to 131,072
 
 
-class QueryLog:
-    """Appends to the log; each line is written whole or not at all."""
+class StepCsv:
+    """A CSV file that a resumed run continues; the column `step` and those before it hold numbers."""
 
-    def __init__(self, path: str | Path, keep_until: int | None = None) -> None:
-        """Continue the file. With `keep_until`, lines of later iterations are removed first: a resumed run repeats
-        them."""
-        self._path = Path(path)
-        if keep_until is None:
-            return
+    def __init__(self, path: Path, columns: Sequence[str], step: str = "step") -> None:
+        self._path, self._columns, self._step = path, tuple(columns), columns.index(step)
+
+    def rewind(self, step: int) -> None:
+        """Remove the rows of later steps, which the run repeats; all of them at -1."""
         lines = whole_lines(self._path)
-        kept = [line for line in lines[1:] if _iteration(line) <= keep_until]
         if lines:
-            write_atomic(self._path, b"".join(line + b"\n" for line in [lines[0], *kept]))
+            kept = [line + b"\n" for line in lines[1:] if self._step_of(line) <= step]
+            write_atomic(self._path, b"".join([_csv([self._columns]), *kept]))
 
-    def append(self, pairs: Sequence[SegmentPair], labels: Sequence[Label], *, iteration: int, time: float) -> None:
-        """One line per pair; `time` in seconds since 1970."""
+    def add(self, *rows: Sequence[Any]) -> None:
+        """Append rows, whole or not at all."""
         started = self._path.exists() and self._path.stat().st_size > 0
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        append_whole(self._path, log_csv(pairs, labels, iteration, time, header=not started))
+        append_whole(self._path, _csv(rows if started else [self._columns, *rows]))
+
+    def _step_of(self, line: bytes) -> float:
+        try:
+            return int(line.split(b",", self._step + 1)[self._step])  # not csv, which refuses long cells
+        except (IndexError, ValueError):
+            return math.inf
 
 
-def log_csv(
-    pairs: Sequence[SegmentPair],
-    labels: Sequence[Label],
-    iteration: int,
-    time: float,
-    more_columns: Sequence[str] = (),
-    more: Sequence[Sequence[str]] | None = None,
-    header: bool = True,
-) -> bytes:
-    """The lines of the log, with more columns at the end if they are given (one sequence per pair)."""
+def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    if header:
-        writer.writerow([*COLUMNS, *more_columns])
-    for pair, label, extra in zip(pairs, labels, more or [()] * len(pairs), strict=True):
-        writer.writerow([*_row(pair, label, time, iteration), *map(csv_cell, extra)])
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue().encode("utf-8", "replace")
+
+
+def query_log(path: Path, more_columns: Sequence[str] = ()) -> StepCsv:
+    """The log at `path`, whose rows are `log_row`s."""
+    return StepCsv(path, (*COLUMNS, *more_columns), "train_iter")
 
 
 def true_return(segment: Segment) -> float:
@@ -437,7 +448,18 @@ def true_return(segment: Segment) -> float:
     return float(np.sum(segment.true_rewards, dtype=np.float64))
 
 
-def _row(pair: SegmentPair, label: Label, time: float, iteration: int) -> Sequence[object]:
+def agreement(returns: Sequence[tuple[float, float]], labels: Sequence[Label]) -> list[bool | None]:
+    """Of the pairs whose true returns are known and differ, and whose label is no error: whether it prefers the higher
+    return; None: it is undecided."""
+    return [
+        (label.value == 1) == (second > first) if label.is_decided else None
+        for (first, second), label in zip(returns, labels, strict=True)
+        if np.isfinite(second - first) and first != second and not label.error
+    ]
+
+
+def log_row(pair: SegmentPair, label: Label, iteration: int, time: float, *more: str) -> tuple[Any, ...]:
+    """The row of a pair; `time` in seconds since 1970, `more` are texts for further columns."""
     probabilities = ["", "", ""] if label.probabilities is None else [f"{p:.6g}" for p in label.probabilities]
     return (
         _known(true_return(pair.first)),
@@ -451,6 +473,7 @@ def _row(pair: SegmentPair, label: Label, time: float, iteration: int) -> Sequen
         f"{label.seconds:.3f}",
         text_cell(label.error),
         text_cell(label.text),
+        *map(csv_cell, more),
     )
 
 
@@ -468,12 +491,3 @@ def text_cell(text: str) -> str:
         text = f"{text[:MAX_CELL]}… ({len(text)} characters)"
     line = redact(text).replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")
     return csv_cell(line)
-
-
-def _iteration(line: bytes) -> float:
-    try:
-        return int(
-            line.split(b",", _ITERATION + 1)[_ITERATION]
-        )  # not csv, which refuses long cells; numbers come first
-    except (IndexError, ValueError):
-        return math.inf

@@ -1,4 +1,5 @@
-"""Labellers without a chat model: the scripted teacher of B-Pref, random labels, and similarity of picture and text."""
+"""Labellers without a chat model, which are the scripted teacher of B-Pref and the similarity of picture and text; and
+labellers by configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
 from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
 from rl_vlm.labelling.labeller import TaskPrompts, UnknownTaskError, VLMLabeller, task_prompts
-from rl_vlm.labelling.types import (
+from rl_vlm.labelling.store import (
     SKIPPED,
     InputKind,
     Label,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MEANS = {"eps_skip": "skipped", "eps_equal": "called equal"}
 _BATCH = 32  # pictures per forward pass
 
 
@@ -59,13 +58,13 @@ class ScriptedTeacher(Labeller):
         meets them.
         """
         self._margin = mean_return * segment_length / horizon
-        eps = {name: value for name in ("eps_skip", "eps_equal") if (value := getattr(self._settings, name))}
+        eps = [name for name in ("eps_skip", "eps_equal") if getattr(self._settings, name)]
         if eps and mean_return < 0 and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "preference.labels.teacher.%s: thresholds are shares of the episodes' mean return, which is %.4g, and "
-                "below 0 they have no effect: no pair is %s meanwhile. Pay rewards above 0, or leave them out.",
-                " and ".join(eps), mean_return, " or ".join(_MEANS[name] for name in eps),
+                "below 0 they have no effect. Pay rewards above 0, or leave them out.",
+                " and ".join(eps), mean_return,
             )  # fmt: skip
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
@@ -97,7 +96,7 @@ class ScriptedTeacher(Labeller):
         first, second = (_discounted(part.true_rewards, settings.gamma) for part in (pair.first, pair.second))
         if settings.beta > 0:
             # P(second preferred) = sigmoid(beta (R2 - R1)), Bradley and Terry (1952).
-            value = int(noise < _sigmoid(settings.beta * (second - first)))
+            value = int(noise < 0.5 * (1 + math.tanh(settings.beta * (second - first) / 2)))
         elif first == second:
             return Label(-1)
         else:
@@ -111,29 +110,6 @@ def _discounted(rewards: np.ndarray, gamma: float) -> float:
     """Sum over t of gamma^(T - 1 - t) r_t."""
     weights = gamma ** np.arange(len(rewards) - 1, -1, -1, dtype=np.float64)
     return float(np.sum(weights * rewards))
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
-class CoinFlips(Labeller):
-    """Labels at random: the control that must not learn."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._rng = np.random.default_rng(seed)
-
-    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        """One label per pair, in order."""
-        return [Label(cast(LabelValue, int(value))) for value in self._rng.integers(2, size=len(pairs))]
-
-    def state(self) -> dict[str, Any]:
-        """Random state, as JSON."""
-        return {"rng": self._rng.bit_generator.state}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self._rng.bit_generator.state = state["rng"]
 
 
 class _ModelSimilarity:
@@ -214,8 +190,6 @@ class SimilarityLabeller(Labeller):
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
-        if not pairs:
-            return []
         started = time.monotonic()
         shown = np.stack([picture_of(part, self._frames) for pair in pairs for part in (pair.first, pair.second)])
         similarities = await asyncio.to_thread(self._similarity.similarities, shown)
@@ -269,7 +243,6 @@ def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
 
 def build_labeller(
     section: LabelsSection,
-    *,
     env_id: str = "",
     seed: int = 0,
     client: Client | None = None,
@@ -281,21 +254,11 @@ def build_labeller(
     `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip
     and itm.
     """
-    if section.source == "cache":
-        raise UserInputError("A label cache alone labels nothing new.")
-    labeller: Labeller
     if section.source == "scripted":
-        labeller = ScriptedTeacher(section.teacher, seed)
-    elif section.source == "random":
-        labeller = CoinFlips(seed)
-    elif section.source in ("clip", "itm"):
-        labeller = SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
-    else:
-        endpoint = _endpoint(section, client, text)
-        labeller = VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
-    if section.coin_flips:
-        return FlippedLabels(labeller, np.random.default_rng([seed, 1]))
-    return FlippedLabels(labeller) if section.flip else labeller
+        return ScriptedTeacher(section.teacher, seed)
+    if section.source in ("clip", "itm"):
+        return SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
+    return VLMLabeller(_endpoint(section, client, text), prompts_of(section, env_id), section, seed)
 
 
 def build_similarity(
@@ -314,49 +277,3 @@ def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | No
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
     return ServedEndpoint(client, text)
-
-
-class FlippedLabels(Labeller):
-    """Another labeller's labels with 0 and 1 swapped, and scores s as 1 - s: a control that must not succeed.
-
-    With `coins` each decided label is swapped by a coin flip; undecided pairs stay undecided, so the number of usable
-    labels is that of a run without the control.
-    """
-
-    def __init__(self, labeller: Labeller, coins: np.random.Generator | None = None) -> None:
-        self.inner, self._coins = labeller, coins
-
-    @property
-    def stats(self) -> Any:  # type: ignore[override]  # a property, as those of a VLM change
-        """What the inner labeller has cost."""
-        return self.inner.stats
-
-    def _flips(self, decided: bool) -> bool:
-        return self._coins is None or (decided and bool(self._coins.integers(2)))
-
-    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        """One label per pair, in order."""
-        labels = await self.inner.label(pairs)
-        return [label.swapped() if self._flips(label.value != -1) else label for label in labels]
-
-    async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
-        """One score per picture, in order."""
-        return [
-            replace(score, value=1 - score.value) if score.value is not None and self._flips(decided=True) else score
-            for score in await self.inner.score(frames)
-        ]
-
-    def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
-        """Tell the inner labeller."""
-        self.inner.set_margin(mean_return, segment_length, horizon)
-
-    def state(self) -> dict[str, Any]:
-        """Random state and that of the inner labeller, as JSON."""
-        coins = self._coins.bit_generator.state if self._coins is not None else None
-        return {"coins": coins, "inner": self.inner.state()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        if self._coins is not None:
-            self._coins.bit_generator.state = state["coins"]
-        self.inner.set_state(state["inner"])

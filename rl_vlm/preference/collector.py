@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,29 @@ import numpy as np
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.registry import make_control_env
-from rl_vlm.numerics import derive_seed
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.numerics import derive_seed, wilson_interval
 from rl_vlm.types import RLVLMError, UserInputError
 
 MakeEnv = Callable[[], ControlEnv]
 
 
 def make_run_env(config: PreferenceConfig) -> ControlEnv:
-    """One environment of a run, whose pictures have `preference.image_size`."""
+    """One environment of a run, whose pictures have `preference.image_size`.
+
+    Raises UserInputError where no episode holds a segment: no pair would ever be labelled.
+    """
+    settings = config.preference
     if "image_size" in config.env.kwargs:
         raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
-    return make_control_env(config.env.id, image_size=config.preference.image_size, **config.env.kwargs)
+    env = make_control_env(config.env.id, image_size=settings.image_size, **config.env.kwargs)
+    asks_for_pairs = settings.reward == "learn_from_preference" and settings.labels.source != "cache"
+    if asks_for_pairs and settings.segment_length > env.horizon:
+        env.close()
+        raise UserInputError(
+            f"preference.segment_length is {settings.segment_length} and episodes have at most {env.horizon} steps: no "
+            "pair of segments could be labelled. Take shorter segments, or longer episodes."
+        )
+    return env
 
 
 class CollectionError(RLVLMError):
@@ -41,11 +53,44 @@ def environment_errors() -> Iterator[None]:
         raise CollectionError(f"An environment failed: {type(error).__name__}: {error}.") from error
 
 
+@dataclass(slots=True)
+class StepBatch:
+    """n steps of any number of environments, each environment's in the order in which they happened.
+
+    observations, next_observations float32 [n, O]; actions float32 [n, A]; true_rewards, successes float32 [n];
+    terminated, truncated bool [n]; episodes int64 [n], numbers that are never reused; times int32 [n], from 0; frames
+    uint8 [n, S, S, 3], drawn after the step, or None.
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    next_observations: np.ndarray
+    true_rewards: np.ndarray
+    successes: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    episodes: np.ndarray
+    times: np.ndarray
+    frames: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    @classmethod
+    def concatenate(cls, batches: list[StepBatch]) -> StepBatch:
+        """One batch of all rows, in order."""
+        columns: dict[str, Any] = {}
+        for name in (column.name for column in fields(cls)):
+            parts = [getattr(batch, name) for batch in batches]
+            columns[name] = None if parts[0] is None else np.concatenate(parts)
+        return cls(**columns)
+
+
 class NumpyActor:
     """The agent's policy as plain matrices: mean and log standard deviation of a squashed Gaussian.
 
     `layers` are (weight [out, in], bias [out]) float32; the last one gives [2 A] numbers. The arithmetic is that of
-    `networks.py`, without torch's cost per call.
+    `sac.sample_actions`, without torch's cost per call.
     """
 
     def __init__(self, layers: Sequence[tuple[np.ndarray, np.ndarray]], log_std_bounds: tuple[float, float]) -> None:
@@ -57,136 +102,102 @@ class NumpyActor:
         """A."""
         return len(self.layers[-1][1]) // 2
 
-    def head(self, observations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and log standard deviation before the squashing, float32 [E, A] each."""
+    def act(self, observations: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+        """Actions float32 [E, A]; `noise` [E, A] is standard normal, None gives the mode of the distribution."""
         hidden = observations
         for weight, bias in self.layers[:-1]:
             hidden = np.maximum(hidden @ weight.T + bias, 0.0)
         weight, bias = self.layers[-1]
         mean, raw = np.split(hidden @ weight.T + bias, 2, axis=1)
-        low, high = self.log_std_bounds
-        return mean, low + 0.5 * (high - low) * (np.tanh(raw) + 1)
-
-    def act(self, observations: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Actions float32 [E, A]; `noise` [E, A] is standard normal, None gives the mode of the distribution."""
-        mean, log_std = self.head(observations)
-        return np.tanh(mean if noise is None else mean + noise * np.exp(log_std)).astype(np.float32)
-
-
-@dataclass(slots=True)
-class _OpenEpisode:
-    """An unfinished episode, and the actions that repeat it."""
-
-    number: int  # counted per environment
-    noise: np.random.Generator
-    observation: np.ndarray
-    actions: list[np.ndarray] = field(default_factory=list)
+        if noise is not None:
+            low, high = self.log_std_bounds
+            mean = mean + noise * np.exp(low + 0.5 * (high - low) * (np.tanh(raw) + 1))
+        return np.tanh(mean).astype(np.float32)
 
 
 class Collector:
-    """Steps `count` environments side by side.
+    """Steps one environment.
 
     Args:
-        make: makes one environment.
+        make: makes the environment.
         seed: of the run. Episode k of environment e starts from a seed of (run, e, k) and draws its noise from another.
-        first_env, num_envs: this collector has environments first_env, first_env + 1, ... of all `num_envs`.
-        count: how many of them.
+        env, num_envs: the environment's number among all `num_envs` of the run.
         frames: draw a picture after every step.
     """
 
-    def __init__(
-        self, make: MakeEnv, *, seed: int, count: int = 1, first_env: int = 0, num_envs: int | None = None, frames: bool
-    ) -> None:
-        self._make, self._seed, self._frames = make, seed, frames
-        self._first, self._count = first_env, count
-        self._num_envs = num_envs or count
-        self._envs: list[ControlEnv] = []
-        self._open: list[_OpenEpisode] = []
+    def __init__(self, make: MakeEnv, *, seed: int, env: int = 0, num_envs: int = 1, frames: bool) -> None:
+        self._make, self._seed, self._number, self._num_envs, self._frames = make, seed, env, num_envs, frames
+        self._env: ControlEnv | None = None
+        self._episode = 0  # counted per environment
+        self._actions: list[np.ndarray] = []  # of the unfinished episode, which they repeat
 
-    def collect(self, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int] | None = None) -> StepBatch:
-        """Take `steps` steps in every environment; the rows of one time step are adjacent.
+    def collect(self, actor: NumpyActor | None, steps: int, first_episode: int = 0) -> StepBatch:
+        """Take `steps` steps. `actor` None acts uniformly at random.
 
-        `actor` None acts uniformly at random. `episode_counts` [count] are the first episode numbers of a new
-        collector, so that one that replaces a dead process uses no number twice.
+        `first_episode` is the number that a new collector begins with, so that one that replaces a dead process uses no
+        number twice.
         """
-        if not self._envs:
-            self._start(episode_counts or [0] * self._count)
-        return StepBatch.concatenate([self._step_all(actor) for _ in range(steps)])
+        if self._env is None:
+            self._env = self._make()
+            self._reset(self._env, first_episode)
+        return StepBatch.concatenate([self._step(self._env, actor) for _ in range(steps)])
 
-    def _start(self, episode_counts: Sequence[int]) -> None:
-        self._envs = [self._make() for _ in range(self._count)]
-        self._open = [self._reset(index, number) for index, number in enumerate(episode_counts)]
+    def _reset(self, env: ControlEnv, episode: int) -> None:
+        self._episode, self._actions = episode, []
+        self._observation, _ = env.reset(seed=derive_seed(self._seed, 20, self._number, episode) % 2**31)
+        self._noise = np.random.default_rng(derive_seed(self._seed, 21, self._number, episode))
 
-    def _reset(self, index: int, number: int) -> _OpenEpisode:
-        env = self._first + index
-        observation, _ = self._envs[index].reset(seed=derive_seed(self._seed, 20, env, number) % 2**31)
-        noise = np.random.default_rng(derive_seed(self._seed, 21, env, number))
-        return _OpenEpisode(number, noise, observation)
-
-    def _step_all(self, actor: NumpyActor | None) -> StepBatch:
-        observations = np.stack([episode.observation for episode in self._open])
-        size = self._envs[0].action_space.shape[0]
+    def _step(self, env: ControlEnv, actor: NumpyActor | None) -> StepBatch:
+        size = env.action_space.shape[0]
         if actor is None:
-            actions = np.stack([episode.noise.uniform(-1, 1, size) for episode in self._open]).astype(np.float32)
+            action = self._noise.uniform(-1, 1, size).astype(np.float32)
         else:
-            noise = np.stack([episode.noise.standard_normal(size) for episode in self._open]).astype(np.float32)
-            actions = actor.act(observations, noise)
-        results = [env.step(action) for env, action in zip(self._envs, actions, strict=True)]
+            noise = self._noise.standard_normal(size).astype(np.float32)
+            action = actor.act(self._observation[None], noise[None])[0]
+        observation, reward, terminated, truncated, info = env.step(action)
         batch = StepBatch(
-            observations=observations,
-            actions=actions,
-            next_observations=np.stack([result[0] for result in results]),
-            true_rewards=np.array([result[1] for result in results], np.float32),
-            successes=np.array([e.success(r[4]) for e, r in zip(self._envs, results, strict=True)], np.float32),
-            terminated=np.array([result[2] for result in results], bool),
-            truncated=np.array([result[3] for result in results], bool),
+            observations=np.array([self._observation]),
+            actions=np.array([action]),
+            next_observations=np.array([observation]),
+            true_rewards=np.array([reward], np.float32),
+            successes=np.array([env.success(info)], np.float32),
+            terminated=np.array([terminated], bool),
+            truncated=np.array([truncated], bool),
             # A number that no other episode of the run has.
-            episodes=np.array(
-                [e.number * self._num_envs + self._first + k for k, e in enumerate(self._open)], np.int64
-            ),
-            times=np.array([len(episode.actions) for episode in self._open], np.int32),
-            frames=np.stack([env.frame() for env in self._envs]) if self._frames else None,
+            episodes=np.array([self._episode * self._num_envs + self._number], np.int64),
+            times=np.array([len(self._actions)], np.int32),
+            frames=np.array([env.frame()]) if self._frames else None,
         )
-        for index, (observation, _, terminated, truncated, _) in enumerate(results):
-            episode = self._open[index]
-            if terminated or truncated:
-                self._open[index] = self._reset(index, episode.number + 1)
-            else:
-                episode.observation = observation
-                episode.actions.append(actions[index])
+        self._observation = observation
+        self._actions.append(action)
+        if terminated or truncated:
+            self._reset(env, self._episode + 1)
         return batch
 
-    def state(self) -> dict[str, Any]:
-        """Per environment its episode, the actions so far and the state of its noise, for `load`."""
-        return {
-            "episodes": [
-                {
-                    "number": episode.number,
-                    "noise": episode.noise.bit_generator.state,
-                    "actions": [action.tolist() for action in episode.actions],
-                }
-                for episode in self._open
-            ]
-        }
+    def state(self) -> dict[str, Any] | None:
+        """The open episode: its number, the actions so far and the state of its noise, for `load`; None before the
+        first step."""
+        if self._env is None:
+            return None
+        actions = [action.tolist() for action in self._actions]
+        return {"episode": self._episode, "noise": self._noise.bit_generator.state, "actions": actions}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state: every open episode is started again and its actions are repeated."""
-        saved = state["episodes"]
-        if not saved:
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Restore a saved state: the open episode is started again and its actions are repeated."""
+        if saved is None:
             return
-        self._start([entry["number"] for entry in saved])
-        for index, entry in enumerate(saved):
-            episode = self._open[index]
-            for action in entry["actions"]:
-                episode.actions.append(np.array(action, np.float32))
-                episode.observation = self._envs[index].step(episode.actions[-1])[0]
-            episode.noise.bit_generator.state = entry["noise"]
+        env = self._env = self._make()
+        self._reset(env, saved["episode"])
+        for action in saved["actions"]:
+            self._actions.append(np.array(action, np.float32))
+            self._observation = env.step(self._actions[-1])[0]
+        self._noise.bit_generator.state = saved["noise"]
 
     def close(self) -> None:
-        """Close the environments."""
-        for env in self._envs:
-            env.close()
-        self._envs, self._open = [], []
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
 @dataclass(slots=True)
@@ -194,11 +205,28 @@ class EpisodeResult:
     """One evaluation episode; `frames` uint8 [T, S, S, 3] where they were asked for."""
 
     seed: int
-    true_return: float
-    length: int
-    success_best: float
-    success_last: float
+    true_return: float = 0.0
+    length: int = 0
+    success_best: float = 0.0
+    success_last: float = 0.0
     frames: np.ndarray | None = None
+
+
+def evaluation_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
+    """Metrics of evaluation episodes: shares in [0, 1] with the 95 % interval of a proportion (Wilson, 1927), and
+    returns by the true reward."""
+    best = [result.success_best for result in results]
+    returns = [result.true_return for result in results]
+    low, high = wilson_interval(round(sum(best)), len(best))
+    return {
+        "accuracy/success": float(np.mean(best)),
+        "accuracy_low/success": low,
+        "accuracy_high/success": high,
+        "reward/success": float(np.mean(returns)),
+        "evaluation/reward_std": float(np.std(returns)),
+        "evaluation/success_last": float(np.mean([result.success_last for result in results])),
+        "items/success": len(results),
+    }
 
 
 def evaluation_seeds(config: PreferenceConfig) -> list[int]:
@@ -210,53 +238,93 @@ class Evaluator:
     """Runs whole episodes with the mode of the policy.
 
     Args:
-        make: makes one environment.
-        parallel: how many episodes are stepped side by side.
+        make: makes the environment.
         end_on_success: end an episode at the first step that succeeds, not only at the horizon.
     """
 
-    def __init__(self, make: MakeEnv, parallel: int, end_on_success: bool = False) -> None:
-        self._make, self._parallel, self._end_on_success = make, parallel, end_on_success
-        self._envs: list[ControlEnv] = []
+    def __init__(self, make: MakeEnv, end_on_success: bool = False) -> None:
+        self._make, self._end_on_success = make, end_on_success
+        self._env: ControlEnv | None = None
 
     def run(self, actor: NumpyActor, seeds: Sequence[int], film: int = 0) -> list[EpisodeResult]:
         """One episode per seed, in order; the first `film` of them with frames."""
-        results: list[EpisodeResult] = []
-        for start in range(0, len(seeds), self._parallel):
-            chosen = seeds[start : start + self._parallel]
-            results += self._run_some(actor, chosen, max(film - start, 0))
-        return results
+        if self._env is None:
+            self._env = self._make()
+        return [self._play(self._env, actor, seed, number < film) for number, seed in enumerate(seeds)]
 
-    def _run_some(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
-        while len(self._envs) < len(seeds):
-            self._envs.append(self._make())
-        observations = np.stack([env.reset(seed=seed)[0] for env, seed in zip(self._envs, seeds, strict=False)])
-        results = [EpisodeResult(seed, 0.0, 0, 0.0, 0.0) for seed in seeds]
-        films: list[list[np.ndarray]] = [[] for _ in seeds]
-        running = list(range(len(seeds)))
-        while running:
-            actions = actor.act(observations[running])
-            still = []
-            for index, action in zip(running, actions, strict=True):
-                env, result = self._envs[index], results[index]
-                observation, reward, terminated, truncated, info = env.step(action)
-                result.true_return += float(reward)
-                result.length += 1
-                result.success_last = env.success(info)
-                result.success_best = max(result.success_best, result.success_last)
-                if index < film:
-                    films[index].append(env.frame())
-                observations[index] = observation
-                solved = self._end_on_success and result.success_last > 0
-                if not (terminated or truncated or solved):
-                    still.append(index)
-            running = still
-        for result, frames in zip(results, films, strict=True):
-            result.frames = np.stack(frames) if frames else None
-        return results
+    def _play(self, env: ControlEnv, actor: NumpyActor, seed: int, film: bool) -> EpisodeResult:
+        observation, _ = env.reset(seed=seed)
+        result, frames, over = EpisodeResult(seed), list[np.ndarray](), False
+        while not over:
+            observation, reward, terminated, truncated, info = env.step(actor.act(observation[None])[0])
+            result.true_return += float(reward)
+            result.length += 1
+            result.success_last = env.success(info)
+            result.success_best = max(result.success_best, result.success_last)
+            if film:
+                frames.append(env.frame())
+            over = terminated or truncated or (self._end_on_success and result.success_last > 0)
+        result.frames = np.stack(frames) if film else None
+        return result
 
     def close(self) -> None:
-        """Close the environments."""
-        for env in self._envs:
-            env.close()
-        self._envs = []
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode of the collection so far: returns by the learned and by the true reward, the best success of any
+    moment (0 or 1), and the steps. `number` counts the finished episodes of a run from 1."""
+
+    number: int = 0
+    learned_return: float = 0.0
+    true_return: float = 0.0
+    success: float = 0.0
+    length: int = 0
+
+
+class EpisodeTracker:
+    """Sums rewards and steps per episode."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self._open: dict[int, Episode] = {}
+        self._returns: deque[float] = deque(maxlen=10)
+
+    def add(self, batch: StepBatch, rewards: np.ndarray) -> list[Episode]:
+        """Add a round of steps with the agent's rewards; returns the episodes that ended."""
+        ended = []
+        for row, number in enumerate(batch.episodes.tolist()):
+            episode = self._open.setdefault(number, Episode())
+            episode.learned_return += float(rewards[row])
+            episode.true_return += float(batch.true_rewards[row])
+            episode.success = max(episode.success, float(batch.successes[row]))
+            episode.length += 1
+            if batch.terminated[row] or batch.truncated[row]:
+                self.finished += 1
+                episode.number = self.finished
+                self._returns.append(episode.true_return)
+                ended.append(self._open.pop(number))
+        return ended
+
+    @property
+    def mean_true_return(self) -> float:
+        """Over the last ten episodes; 0 before the first ends."""
+        return float(np.mean(self._returns)) if self._returns else 0.0
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "finished": self.finished,
+            "returns": list(self._returns),
+            "open": {str(number): asdict(episode) for number, episode in self._open.items()},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.finished = int(state["finished"])
+        self._returns = deque(state["returns"], maxlen=10)
+        self._open = {int(number): Episode(**episode) for number, episode in state["open"].items()}

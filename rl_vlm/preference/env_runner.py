@@ -1,37 +1,52 @@
-"""ControlEnvRunner: an env runner that collects steps and plays evaluation episodes of control environments."""
+"""Env runners of control environments: an RLlib env runner, and the driver's side, which replaces those that die."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
 from rl_vlm.config import PreferenceConfig
-from rl_vlm.preference.collector import Collector, EpisodeResult, Evaluator, NumpyActor, make_run_env
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collector import (
+    CollectionError,
+    Collector,
+    EpisodeResult,
+    Evaluator,
+    NumpyActor,
+    StepBatch,
+    environment_errors,
+    make_run_env,
+)
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
+from rl_vlm.types import UserInputError
+
+logger = logging.getLogger(__name__)
 
 
 class ControlEnvRunner(RunEnvRunner):
-    """Steps this runner's share of the run's environments; all settings are in `run_config`."""
+    """Steps one environment of the run; all settings are in `run_config`."""
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
         run_config: PreferenceConfig = self.config.run_config
-        collection = run_config.preference.collection
+        settings = run_config.preference
         self.collector = Collector(
             lambda: make_run_env(run_config),
             seed=run_config.seed,
-            count=collection.envs_per_runner,
-            first_env=self.place * collection.envs_per_runner,
-            num_envs=collection.num_envs,
-            frames=run_config.preference.draws_frames,
+            env=self.place,
+            num_envs=settings.collection.num_envs,
+            frames=settings.draws_frames,
         )
-        evaluation = run_config.preference.evaluation
-        self._evaluator = Evaluator(lambda: make_run_env(run_config), evaluation.parallel, evaluation.end_on_success)
+        self._evaluator = Evaluator(lambda: make_run_env(run_config), settings.evaluation.end_on_success)
 
-    def sample(self, *, actor: NumpyActor | None, steps: int, episode_counts: Sequence[int]) -> StepBatch:
-        """`steps` steps of every environment of this runner."""
-        return self.collector.collect(actor, steps, episode_counts)
+    def sample(self, actor: NumpyActor | None, steps: int, first_episode: int) -> StepBatch:
+        """`steps` steps of its environment."""
+        return self.collector.collect(actor, steps, first_episode)
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
         """One episode per seed with the mode of the policy."""
@@ -41,3 +56,146 @@ class ControlEnvRunner(RunEnvRunner):
         """Close the environments."""
         self.collector.close()
         self._evaluator.close()
+
+
+class ControlSampler:
+    """Collects from an RLlib env-runner group, or from its local runner when there are no others.
+
+    Args:
+        group: the env runners.
+        timeout_s: how long one round of steps may take, restarts of dead runners included.
+    """
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._local: ControlEnvRunner | None = group.local_env_runner
+        self.num_envs: int = 1 if self._local is not None else group.num_remote_env_runners()
+        self.episode_counts = [0] * self.num_envs  # the first episode number of a replaced runner
+        self.restarts = 0  # deaths of runners, not failed calls
+        self._finish: Callable[[], list[StepBatch]] | None = None  # between `start` and `finish`
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the driver steps the environments itself, which it cannot do while it learns."""
+        return self._local is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps have been asked for that `finish` has not returned."""
+        return self._finish is not None
+
+    def _runners(self) -> list[Any]:
+        manager = self._group._worker_manager
+        return [manager.actors()[runner] for runner in manager.actor_ids()]
+
+    def _call(
+        self, method: str, actor: NumpyActor | None, arguments: Callable[[int], Any], timeout_s: float, setting: str
+    ) -> Callable[[], list[Any]]:
+        """Call a method of all runners: with the actor, and `arguments(k)` of the k-th. The function that is returned
+        waits for the results and raises CollectionError."""
+
+        def call_local() -> list[Any]:
+            with environment_errors():
+                return [getattr(self._local, method)(actor, *arguments(0))]
+
+        def ask(number: int) -> ray.ObjectRef:
+            reference: ray.ObjectRef = getattr(self._runners()[number], method).remote(actor_ref, *arguments(number))
+            return reference
+
+        if self._local is not None:
+            return call_local
+        actor_ref = ray.put(actor)
+        running = {ask(number): number for number in range(self.num_envs)}
+        return lambda: self._gather(running, ask, timeout_s, setting)
+
+    def start(self, actor: NumpyActor | None, steps: int) -> None:
+        """Ask every runner for `steps` steps; `finish` returns them."""
+        setting = "preference.collection.timeout_s"
+        self._finish = self._call("sample", actor, lambda k: (steps, self.episode_counts[k]), self._timeout_s, setting)
+
+    def finish(self) -> StepBatch:
+        """The steps of all runners, in the runners' order. Raises CollectionError."""
+        assert self._finish is not None
+        finish, self._finish = self._finish, None
+        batch = StepBatch.concatenate(finish())
+        # The episode after each environment's current one is where the replacement of a dead runner starts.
+        for episode in np.unique(batch.episodes).tolist():
+            self.episode_counts[episode % self.num_envs] = episode // self.num_envs + 1
+        return batch
+
+    def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
+        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises
+        CollectionError."""
+        count = self.num_envs
+
+        def arguments(number: int) -> Any:
+            return list(seeds[number::count]), len(range(number, film, count))
+
+        shares = self._call("evaluate", actor, arguments, timeout_s, "evaluation.timeout_s")()
+        by_seed = {result.seed: result for share in shares for result in share}
+        return [by_seed[seed] for seed in seeds]
+
+    def _gather(
+        self, running: dict[ray.ObjectRef, int], ask: Callable[[int], ray.ObjectRef], timeout_s: float, setting: str
+    ) -> list[Any]:
+        """The results of the calls `running`, in the runners' order; `ask` calls a runner that died again."""
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        died: set[int] = set()  # calls to these fail until Ray has restarted them
+        while running:
+            ready, _ = ray.wait(list(running), timeout=0.5)
+            for reference in ready:
+                number = running.pop(reference)
+                try:
+                    results[number] = ray.get(reference, timeout=30)
+                except RayTaskError as error:
+                    raise CollectionError(f"An environment failed: {error.cause}.") from error
+                except RayError as error:  # GetTimeoutError included: it is asked again
+                    if isinstance(error, RayActorError) and number not in died:
+                        died.add(number)
+                        self.restarts += 1
+                    time.sleep(0.5)
+                    running[ask(number)] = number
+            if running and time.monotonic() > deadline:
+                for number in running.values():
+                    ray.kill(self._runners()[number], no_restart=False)
+                raise CollectionError(
+                    f"{len(running)} env runners did not answer within {timeout_s:g} s: see the Ray logs, or "
+                    f"raise {setting}."
+                )
+        return [results[number] for number in sorted(results)]
+
+    def states(self) -> list[dict[str, Any] | None]:
+        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open
+        episode."""
+        if self._local is not None:
+            return [self._local.collector.state()]
+        references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._runners()]
+        ray.wait(references, num_returns=len(references), timeout=self._timeout_s)
+        return [_state_of(reference) for reference in references]
+
+    def load_states(self, states: Sequence[dict[str, Any] | None], episode_counts: Sequence[int]) -> None:
+        """Restore every runner's environment, and `episode_counts`. Raises UserInputError where their number
+        differs."""
+        if len(states) != self.num_envs:
+            raise UserInputError(
+                f"The checkpoint has {len(states)} env runners and this run {self.num_envs}: keep "
+                "preference.collection.num_env_runners."
+            )
+        if self._local is not None:
+            self._local.collector.load(states[0])
+        else:
+            loading = [
+                runner.apply.remote(lambda r, state=state: r.collector.load(state))
+                for runner, state in zip(self._runners(), states, strict=True)
+            ]
+            ray.get(loading, timeout=self._timeout_s)
+        self.episode_counts = list(episode_counts)
+
+
+def _state_of(reference: ray.ObjectRef) -> dict[str, Any] | None:
+    try:
+        return ray.get(reference, timeout=1.0)  # type: ignore[no-any-return]  # it was waited for
+    except RayError as error:
+        logger.warning("An env runner's episode is not in the checkpoint: %s", str(error).splitlines()[0])
+        return None

@@ -8,32 +8,44 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from PIL import Image
 
-from rl_vlm.config import PreferenceSection
+from rl_vlm.config import PreferenceConfig, PreferenceSection
 from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.store import (
     FILE_NAME,
-    LabelledSession,
-    LabellerDownError,
+    IDENTICAL,
+    SKIPPED,
+    InputKind,
+    Label,
+    Labeller,
     LabelStore,
-    QueryLog,
+    Score,
     ScoreStore,
+    Segment,
+    SegmentPair,
     SessionFiles,
-    is_answer,
-    is_decided,
-    label_session,
+    agreement,
+    label_cache,
+    log_row,
+    query_log,
     true_return,
 )
-from rl_vlm.labelling.types import SKIPPED, InputKind, Label, Labeller, Score, Segment, SegmentPair
+from rl_vlm.models.devices import driver_device
+from rl_vlm.numerics import derive_seed
 from rl_vlm.preference.replay import ReplayBuffer
-from rl_vlm.preference.reward_model import Examples, FitReport, RewardEnsemble, RewardTrainer, add_pairs, add_scores
-from rl_vlm.types import UserInputError
+from rl_vlm.preference.reward_model import Examples, RewardEnsemble
+from rl_vlm.types import RLVLMError, UserInputError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.5  # before a labeller that is down is asked again
+T = TypeVar("T")
+Draw = Callable[[int], Sequence[SegmentPair]]
 
 # Selects the pairs to label: the six rules of B-Pref, for states and for pictures.
 #
@@ -143,154 +155,63 @@ def check_cache(folder: Path, settings: PreferenceSection, sizes: tuple[int, int
     Raises UserInputError: at the first labelling session the environment steps before it would be lost.
     """
     store = LabelStore(folder)
+    model = RewardEnsemble(_input_shape(settings, sizes), settings.reward_model.model_copy(update={"size": 1}))
     for number in range(1, len(store) + 1):
-        pair = store.example(number)
-        if pair is not None:
-            check_length([pair], settings.segment_length)
-            _check_inputs(pair.first, settings, sizes)
-
-
-def check_length(pairs: Sequence[SegmentPair], wanted: int) -> None:
-    """Raise UserInputError unless all segments have the wanted steps."""
-    for length in {len(segment) for pair in pairs for segment in (pair.first, pair.second)} - {wanted}:
-        raise UserInputError(
-            f"The label cache has segments of {length} steps, and preference.segment_length is {wanted}: set it to "
-            f"{length}, or leave preference.labels.cache out."
-        )
-
-
-def _check_inputs(segment: Segment, settings: PreferenceSection, sizes: tuple[int, int]) -> None:
-    if not settings.rewards_images:
-        size = segment.observations.shape[1] + segment.actions.shape[1]
-        if size != sum(sizes):
-            raise UserInputError(
-                f"The label cache has states and actions of {size} numbers together, and those of env.id have "
-                f"{sum(sizes)}: give the cache of a run in this environment, or leave preference.labels.cache out."
-            )
-        return
-    architecture, stride = settings.reward_model.architecture, settings.reward_model.stride
-    if segment.frames is None:
-        raise UserInputError(
-            f"The label cache has no pictures, and preference.reward_model.architecture {architecture} learns from "
-            "them: set it to mlp, or leave preference.labels.cache out."
-        )
-    height, width = segment.frames.shape[1:3]
-    # The reward model also takes pictures that its stride has thinned out already.
-    seen = -(-settings.image_size // stride)
-    if any((-(-height // step), -(-width // step)) == (seen, seen) for step in (1, stride)):
-        return
-    remedy = f"set it to {height}" if height == width else "give the cache of a run with this one"
-    raise UserInputError(
-        f"The label cache has pictures of {height} × {width} pixels, and preference.image_size is "
-        f"{settings.image_size}: {remedy}, or leave preference.labels.cache out."
-    )
-
-
-logger = logging.getLogger(__name__)
-
-# How long a session that is under way may go on when the user wants to stop: batch systems and Kubernetes kill after 30
-# s or more.
-_STOP_GRACE_S = 10.0
-T = TypeVar("T")
-
-
-class PatientSessions:
-    """Runs sessions with a labeller, and repeats a session while the labeller is down, for up to `patience_s`."""
-
-    def __init__(self, labeller: Labeller | None, patience_s: float) -> None:
-        self._labeller, self._patience_s = labeller, patience_s
-        # One loop for all sessions: clients of served models belong to the loop that they were first used in.
-        self._loop = asyncio.new_event_loop()
-
-    def run(
-        self,
-        session: Callable[[], Coroutine[Any, Any, T]],
-        rng: np.random.Generator,
-        stop_requested: Callable[[], bool],
-    ) -> T | None:
-        """The result of `session()`; None if the user wants to stop. Every attempt draws the same from `rng`.
-
-        Raises LabellerDownError when the patience is over. Then, and where it returns None, `rng` and the labeller are
-        as before.
-        """
-        deadline = time.monotonic() + self._patience_s
-        drawn, labeller = rng.bit_generator.state, self._labeller
-        before = labeller.state() if labeller is not None else {}
-        pause, warned = 0.5, False
-
-        def take_back() -> None:
-            rng.bit_generator.state = drawn
-            if labeller is not None:
-                labeller.set_state(before)
-
-        while not stop_requested():
+        for pair in store.read(number, most=1)[0]:
             try:
-                result = self._loop.run_until_complete(self._unless_stopped(session(), stop_requested))
-                if result is not None:
-                    return result
-                take_back()
-            except LabellerDownError as error:
-                take_back()  # a checkpoint may follow
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise LabellerDownError(f"{error} Then --resume goes on from the last checkpoint.") from error
-                if not warned:
-                    logger.warning("%s Waiting up to %.0f s for it.", error, left)
-                    warned = True
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, 10.0)
-        return None
-
-    async def _unless_stopped(self, session: Coroutine[Any, Any, T], stop_requested: Callable[[], bool]) -> T | None:
-        """The result of a session; None where the user wants to stop and it does not end soon."""
-        task = asyncio.ensure_future(session)
-        while not (await asyncio.wait([task], timeout=0.5))[0]:
-            if stop_requested() and not (await asyncio.wait([task], timeout=_STOP_GRACE_S))[0]:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                logger.warning("The labelling session did not end in time: --resume asks again for all of its pairs.")
-                return None
-        return task.result()
-
-    def close(self) -> None:
-        """End the event loop."""
-        self._loop.close()
+                if len(pair.first) != settings.segment_length:
+                    raise UserInputError(f"It has segments of {len(pair.first)} steps.")
+                model.inputs_of(pair.first)
+            except UserInputError as error:
+                raise UserInputError(
+                    f"The label cache {folder} does not fit this run: {error} Set env.id, preference.segment_length, "
+                    "preference.image_size and preference.reward_model.architecture to those of the run that it comes "
+                    "from, or leave preference.labels.cache out."
+                ) from error
 
 
-@dataclass(slots=True)
-class SessionReport:
-    """What one session gave."""
+def _input_shape(settings: PreferenceSection, sizes: tuple[int, int]) -> tuple[int, ...]:
+    return (settings.image_size, settings.image_size, 3) if settings.rewards_images else (sum(sizes),)
 
-    asked: int = 0
-    usable: int = 0  # pairs (or scores) that the reward model is trained on
-    undecided: int = 0
-    errors: int = 0
-    right: float = float("nan")  # share of the decided labels that agree with the true rewards
-    seconds: float = 0.0
-    fit_seconds: float = 0.0
-    fit: FitReport | None = None
 
-    def metrics(self) -> dict[str, float]:
-        """As metrics of a run."""
-        metrics = {
-            "labels/asked": float(self.asked),
-            "labels/usable": float(self.usable),
-            "labels/undecided": float(self.undecided),
-            "labels/errors": float(self.errors),
-            "labels/seconds": self.seconds,
-            "time/fit": self.fit_seconds,
-        }
-        if np.isfinite(self.right):
-            metrics["labels/accuracy"] = self.right
-        if self.fit is not None and self.fit.examples:
-            metrics |= {
-                "reward_model/examples": float(self.fit.examples),
-                "reward_model/gradient_steps": float(self.fit.gradient_steps),
-                "reward_model/loss": self.fit.loss,
-            }
-            if np.isfinite(self.fit.accuracy):
-                metrics["reward_model/accuracy"] = self.fit.accuracy
-        return metrics
+# One labelling session: draw pairs, have them labelled, draw more where too few were decided.
+
+
+class LabellerDownError(RLVLMError):
+    """Not one question of a session was answered: the labeller is down or refuses every question."""
+
+
+async def label_session(
+    labeller: Labeller, draw: Draw, wanted: int, max_rounds: int = 4, max_pairs: int | None = None
+) -> tuple[list[SegmentPair], list[Label]]:
+    """Label `wanted` pairs; while fewer than that are decided, draw and label as many again as are missing.
+
+    With the original's single round, a policy that hardly moves (pairs look alike) leaves few usable pairs in a
+    session, and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are
+    drawn), `max_pairs` the pairs of all rounds; `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing
+    could be labelled.
+    """
+    pairs: list[SegmentPair] = []
+    labels: list[Label] = []
+    for number in range(max_rounds):
+        missing = wanted - sum(label.is_decided for label in labels)
+        if max_pairs is not None:
+            missing = min(missing, max_pairs - len(pairs))
+        drawn = list(draw(missing)) if missing > 0 else []
+        if not drawn:
+            break
+        new = await labeller.label(drawn)
+        pairs += drawn
+        labels += new
+        failed = [label for label in new if label.error and label.error != SKIPPED]
+        if failed and not any(not label.error and label.text != IDENTICAL for label in new):
+            if number == 0:
+                raise LabellerDownError(
+                    f"None of {len(failed)} pairs could be labelled: {failed[0].error.rstrip('.')}. Start the "
+                    "labeller again."
+                )
+            break  # what was answered before is kept; the next session asks again
+    return pairs, labels
 
 
 class Feedback(ABC):
@@ -298,7 +219,7 @@ class Feedback(ABC):
 
     Args:
         settings: `preference` of the configuration.
-        trainer: trains the reward ensemble.
+        model: the reward model.
         labeller: answers; None where only a label cache is replayed.
         store: keeps the answers of all sessions.
         segments_per_example: 2 for pairs, 1 for scores.
@@ -307,82 +228,154 @@ class Feedback(ABC):
     def __init__(
         self,
         settings: PreferenceSection,
-        trainer: RewardTrainer,
+        model: RewardEnsemble,
         labeller: Labeller | None,
         store: SessionFiles,
         segments_per_example: int,
     ) -> None:
-        self.settings, self.trainer, self.store = settings, trainer, store
+        self.settings, self.model, self.labeller, self.store = settings, model, labeller, store
         self.asked = 0  # what is held against max_feedback: questions without an answer are left out
         self.usable = self.sessions = 0
         self.stop_requested: Callable[[], bool] = lambda: False
-        self.examples = Examples(segments_per_example, settings.max_feedback)
-        self._labeller = labeller
-        self._patient = PatientSessions(labeller, settings.labeller_patience_s)
-
-    @property
-    def model(self) -> RewardEnsemble:
-        """The reward model."""
-        return self.trainer.ensemble
+        self.examples = Examples(segments_per_example)
+        # One loop for all sessions: clients of served models belong to the loop that they were first used in.
+        self._loop = asyncio.new_event_loop()
 
     @property
     def exhausted(self) -> bool:
         """Whether no further answers can be had."""
-        return self._labeller is None
-
-    @property
-    def cost(self) -> str:
-        """What labelling has cost so far and how the labeller behaves, in one line; empty for labellers that count
-        nothing."""
-        stats = self._labeller.stats if self._labeller is not None else None
-        return stats.summary() if stats is not None else ""
+        return self.labeller is None
 
     def session(
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, mean_return: float, horizon: int
-    ) -> SessionReport | None:
-        """Ask `count` questions and train the reward model on all answers that are known.
+    ) -> dict[str, float] | None:
+        """Ask `count` questions, store the answers and train the reward model on all that are known; returns metrics.
 
         While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the
         user wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
         """
-        if self._labeller is not None:
-            self._labeller.set_margin(mean_return, self.settings.segment_length, horizon)
+        if self.labeller is not None:
+            self.labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()
-        report = self._ask(replay, count, step, rng, horizon)
-        if report is None:
+        asked = self._ask(replay, count, rng, self.settings.query_episodes * horizon)
+        if asked is None:
             return None
-        report.seconds = time.monotonic() - started
+        examples, answers = asked[0], self._swapped(asked[1], rng)
+        if not answers:
+            logger.warning(
+                "Nothing could be asked about at step %d: the newest %d episodes hold no two segments of %d steps "
+                "(preference.segment_length).",
+                step, self.settings.query_episodes, self.settings.segment_length,
+            )  # fmt: skip
+        if len(self.store) > self.sessions:  # of an attempt that ended before its first checkpoint
+            self._rewind()
+        now = time.time()
+        self.store.append(examples, answers, step=step, time=now)
         self.sessions += 1
-        self.asked += report.asked - report.errors
-        self.usable += report.usable
-        started = time.monotonic()
-        report.fit = self.trainer.fit(self.examples)
-        report.fit_seconds = time.monotonic() - started
-        return report
+        self._log(examples, answers, now)
+        usable = self._learn_from(examples, answers)
+        lost = sum(bool(answer.error) and answer.error != SKIPPED for answer in answers)
+        self.asked += len(answers) - lost
+        self.usable += usable
+        labelled = time.monotonic()
+        fit = self.model.fit(self.examples)
+        metrics = {
+            "labels/asked": float(len(answers)),
+            "labels/usable": float(usable),
+            "labels/undecided": float(sum(not a.error and a.value in (-1, None) for a in answers)),
+            "labels/errors": float(lost),
+            "labels/seconds": labelled - started,
+            "time/fit": time.monotonic() - labelled,
+            "labels/accuracy": self._accuracy(examples, answers),
+            "reward_model/accuracy": fit.accuracy,
+        }
+        if fit.losses:
+            metrics |= {
+                "reward_model/examples": float(len(self.examples)),
+                "reward_model/gradient_steps": float(len(fit.losses)),
+                "reward_model/loss": fit.losses[-1],
+            }
+        return {name: value for name, value in metrics.items() if np.isfinite(value)}
+
+    def _swapped(self, answers: Sequence[Any], rng: np.random.Generator) -> Sequence[Any]:
+        """The answers of two controls that must not succeed: all swapped, or each decided one by a coin flip.
+
+        Undecided answers stay undecided, so there are as many usable ones as without the control.
+        """
+        labels = self.settings.labels
+        if labels.coin_flips:
+            return [a.swapped() if a.is_decided and rng.integers(2) else a for a in answers]
+        return [answer.swapped() for answer in answers] if labels.flip else answers
 
     @abstractmethod
     def _ask(
-        self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
-    ) -> SessionReport | None:
-        """One session: ask, store the answers and add them to the examples."""
+        self, replay: ReplayBuffer, count: int, rng: np.random.Generator, newest: int
+    ) -> tuple[Sequence[Any], Sequence[Any]] | None:
+        """What was asked about, of the `newest` steps, and the answers."""
 
     @abstractmethod
-    def _restore_examples(self) -> None:
-        """Add the answers in the store to the examples."""
+    def _learn_from(self, examples: Sequence[Any], answers: Sequence[Any]) -> int:
+        """Add the answers that may be trained on to the examples of the reward model; returns how many."""
+
+    def _log(self, examples: Sequence[Any], answers: Sequence[Any], now: float) -> None:  # noqa: B027  # pairs alone
+        """Write the answers to the query log."""
+
+    def _accuracy(self, examples: Sequence[Any], answers: Sequence[Any]) -> float:
+        """Share of the answers that agree with the true rewards; nan where that is not known."""
+        return float("nan")
 
     def _rewind(self) -> None:
-        """Move sessions aside that this run does not know: of an attempt that ended before its first checkpoint, or
-        later ones."""
+        """Move sessions aside that this run does not know."""
         self.store.rewind(self.sessions)
+
+    def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], rng: np.random.Generator) -> T | None:
+        """The result of `ask()`, which is repeated while the labeller is down; None if the user wants to stop.
+
+        Every attempt draws the same from `rng`. Raises LabellerDownError when the patience is over. Then, and where it
+        returns None, `rng` and the labeller are as before: a resumed run asks for the same.
+        """
+        assert self.labeller is not None
+        deadline = time.monotonic() + self.settings.labeller_patience_s
+        drawn, before = rng.bit_generator.state, self.labeller.state()
+        pause = _FIRST_PAUSE_S
+        while not self.stop_requested():
+            down: LabellerDownError | None = None
+            try:
+                result = self._loop.run_until_complete(self._unless_stopped(ask()))
+                if result is not None:
+                    return result
+            except LabellerDownError as error:
+                down = error
+            rng.bit_generator.state = drawn
+            self.labeller.set_state(before)
+            if down is None:
+                break
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise LabellerDownError(f"{down} Then --resume goes on from the last checkpoint.") from down
+            if pause == _FIRST_PAUSE_S:
+                logger.warning("%s Waiting up to %.0f s for it.", down, left)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 10.0)
+        return None
+
+    async def _unless_stopped(self, session: Coroutine[Any, Any, T]) -> T | None:
+        task = asyncio.ensure_future(session)
+        while not (await asyncio.wait([task], timeout=0.5))[0]:
+            if self.stop_requested():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                logger.warning("The labelling session was interrupted: --resume asks again for all of its pairs.")
+                return None
+        return task.result()
 
     def state(self) -> dict[str, Any]:
         """The state that neither the label store nor the reward model's file holds, as JSON."""
-        labeller = self._labeller
         return {
             "asked": self.asked,
             "usable": self.usable,
             "sessions": self.sessions,
-            "labeller": labeller.state() if labeller is not None else None,
+            "labeller": self.labeller.state() if self.labeller is not None else None,
         }
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
@@ -393,21 +386,21 @@ class Feedback(ABC):
         try:
             self.asked, self.usable = int(state["asked"]), int(state["usable"])
             self.sessions = int(state["sessions"])
-            if self._labeller is not None and state["labeller"] is not None:
-                self._labeller.set_state(state["labeller"])
+            if self.labeller is not None and state["labeller"] is not None:
+                self.labeller.set_state(state["labeller"])
         except (KeyError, TypeError) as error:
             raise UserInputError(
-                "The checkpoint is of a run with another labeller: keep preference.reward, and of preference.labels "
-                "source and coin_flips."
+                "The checkpoint is of a run with another labeller: keep preference.reward and preference.labels.source."
             ) from error
         self._rewind()
-        self.trainer.load(model_file)
-        self.examples.clear()
-        self._restore_examples()
+        self.model.load(model_file)
+        self.examples = Examples(self.examples.parts)
+        for examples, answers in self.store.sessions():
+            self._learn_from(examples, answers)
 
     def close(self) -> None:
         """End the event loop of the sessions."""
-        self._patient.close()
+        self._loop.close()
 
 
 class PairFeedback(Feedback):
@@ -417,131 +410,80 @@ class PairFeedback(Feedback):
     of the policy, and are trained on as they were labelled.
     """
 
-    store: LabelStore
-
     def __init__(
         self,
         settings: PreferenceSection,
-        trainer: RewardTrainer,
+        model: RewardEnsemble,
         labeller: Labeller | None,
         folder: Path,
         cache: LabelStore | None = None,
     ) -> None:
-        super().__init__(settings, trainer, labeller, LabelStore(folder / "labels"), segments_per_example=2)
+        super().__init__(settings, model, labeller, LabelStore(folder / "labels"), segments_per_example=2)
         self._cache = cache
-        self._next_cached = 1
-        self._log_path = folder / FILE_NAME
+        self._log_file = query_log(folder / FILE_NAME)
         # Features, not pairs, for rules that select pairs far from earlier ones: pictures of 20,000 pairs take 10 GiB.
-        self._asked_features = pair_features([], self.model.input_kind)
+        self._asked_features: list[np.ndarray] = []
+
+    @property
+    def _replays(self) -> bool:
+        """Whether the cache has a session that was not replayed."""
+        return self._cache is not None and self.sessions < len(self._cache)
 
     @property
     def exhausted(self) -> bool:
         """Whether there is no labeller, and the cache is replayed."""
-        return super().exhausted and (self._cache is None or self._next_cached > len(self._cache))
+        return super().exhausted and not self._replays
 
     def _ask(
-        self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
-    ) -> SessionReport | None:
+        self, replay: ReplayBuffer, count: int, rng: np.random.Generator, newest: int
+    ) -> tuple[Sequence[SegmentPair], Sequence[Label]] | None:
         """The first session's pairs are drawn uniformly, because the reward model is untrained."""
-        session = self._cached_session()
-        labeller, labels = self._labeller, self.settings.labels
-        if session is None and labeller is not None:
-
-            def draw(wanted: int) -> list[SegmentPair]:
-                rule = labels.rule if self.sessions else "uniform"
-                candidates = replay.sample_pairs(
-                    num_candidates(rule, wanted, labels.large_batch),
-                    self.settings.segment_length,
-                    rng,
-                    self.settings.query_episodes * horizon,
-                )
-                return select_pairs(rule, candidates, wanted, self.model, self._asked_features)
-
-            most = self.settings.max_feedback - self.asked
-            session = self._patient.run(
-                lambda: label_session(labeller, draw, count, labels.rounds, most), rng, lambda: self.stop_requested()
-            )
-        if session is None:
+        labels, labeller = self.settings.labels, self.labeller
+        if self._cache is not None and self._replays:
+            return self._cache.read(self.sessions + 1)
+        if labeller is None:
             return None
-        if not session.pairs:
-            logger.warning(
-                "No pair could be drawn at step %d, so nothing was labelled: the newest %d episodes hold no two "
-                "segments of %d steps (preference.segment_length).",
-                step, self.settings.query_episodes, self.settings.segment_length,
-            )  # fmt: skip
-        now = time.time()
-        if len(self.store) > self.sessions:
-            self._rewind()
-        self.store.append(session.pairs, session.labels, step=step, time=now)
-        QueryLog(self._log_path).append(session.pairs, session.labels, iteration=self.sessions + 1, time=now)
-        return SessionReport(
-            asked=len(session),
-            usable=self._learn_from(session.pairs, session.labels),
-            undecided=sum(is_answer(label) and label.value == -1 for label in session.labels),
-            errors=sum(bool(label.error) and label.error != SKIPPED for label in session.labels),
-            right=label_accuracy(session.pairs, session.labels),
-        )
 
-    def _cached_session(self) -> LabelledSession | None:
-        if self._cache is None or self._next_cached > len(self._cache):
-            return None
-        stored = self._cache.read(self._next_cached)
-        self._next_cached += 1
-        check_length(stored.pairs, self.settings.segment_length)
-        return LabelledSession(stored.pairs, stored.labels)
+        def draw(wanted: int) -> list[SegmentPair]:
+            rule = labels.rule if self.sessions else "uniform"
+            drawn = num_candidates(rule, wanted, labels.large_batch)
+            candidates = replay.sample_pairs(drawn, self.settings.segment_length, rng, newest)
+            known = np.stack(self._asked_features) if self._asked_features else _NONE
+            return select_pairs(rule, candidates, wanted, self.model, known)
 
-    def _learn_from(self, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
-        """Add the pairs that may be trained on to the examples; returns how many."""
-        if self.settings.labels.rule.startswith("kcenter") and pairs:
-            new = pair_features(pairs, self.model.input_kind)
-            self._asked_features = np.concatenate([self._asked_features, new]) if len(self._asked_features) else new
-        return add_pairs(self.examples, self.model, pairs, labels)
+        most = self.settings.max_feedback - self.asked
+        return self._patiently(lambda: label_session(labeller, draw, count, labels.rounds, most), rng)
+
+    def _learn_from(self, examples: Sequence[SegmentPair], answers: Sequence[Label]) -> int:
+        if self.settings.labels.rule.startswith("kcenter"):
+            self._asked_features += list(pair_features(examples, self.model.input_kind))
+        return self.model.add_pairs(self.examples, examples, answers)
+
+    def _accuracy(self, examples: Sequence[SegmentPair], answers: Sequence[Label]) -> float:
+        right = agreement([(true_return(pair.first), true_return(pair.second)) for pair in examples], answers)
+        decided = [agrees for agrees in right if agrees is not None]
+        return float(np.mean(decided)) if decided else float("nan")
+
+    def _log(self, examples: Sequence[SegmentPair], answers: Sequence[Label], now: float) -> None:
+        rows = (log_row(pair, label, self.sessions, now) for pair, label in zip(examples, answers, strict=True))
+        self._log_file.add(*rows)
 
     def _rewind(self) -> None:
         super()._rewind()
-        QueryLog(self._log_path, keep_until=self.sessions)
-
-    def _restore_examples(self) -> None:
-        self._asked_features = pair_features([], self.model.input_kind)
-        for stored in self.store.sessions():
-            self._learn_from(stored.pairs, stored.labels)
-
-    def state(self) -> dict[str, Any]:
-        """As in the base class, and which session of the cache comes next."""
-        return {**super().state(), "next_cached": self._next_cached}
-
-    def load(self, state: Mapping[str, Any], model_file: Path) -> None:
-        """See the base class."""
-        super().load(state, model_file)
-        self._next_cached = int(state["next_cached"])
-
-
-def label_accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
-    """Share of the decided labels, of pairs whose true returns are known and differ, that prefer the higher return; nan
-    without any."""
-    decided = [
-        (true_return(pair.second) - true_return(pair.first), label.value == 1)
-        for pair, label in zip(pairs, labels, strict=True)
-        if is_decided(label)
-    ]
-    right = [(difference > 0) == second for difference, second in decided if np.isfinite(difference) and difference]
-    return float(np.mean(right)) if right else float("nan")
+        self._log_file.rewind(self.sessions)
+        self._asked_features.clear()
 
 
 class ScoreFeedback(Feedback):
     """Asks for scores of single steps. `folder` holds the store, `labels/`."""
 
-    store: ScoreStore
-
-    def __init__(self, settings: PreferenceSection, trainer: RewardTrainer, labeller: Labeller, folder: Path) -> None:
-        super().__init__(settings, trainer, labeller, ScoreStore(folder / "labels"), segments_per_example=1)
+    def __init__(self, settings: PreferenceSection, model: RewardEnsemble, labeller: Labeller, folder: Path) -> None:
+        super().__init__(settings, model, labeller, ScoreStore(folder / "labels"), segments_per_example=1)
         self._scorer = labeller
 
     def _ask(
-        self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, horizon: int
-    ) -> SessionReport | None:
-        newest = self.settings.query_episodes * horizon
-
+        self, replay: ReplayBuffer, count: int, rng: np.random.Generator, newest: int
+    ) -> tuple[Sequence[Segment], Sequence[Score]] | None:
         async def ask() -> tuple[list[Segment], list[Score]]:
             segments = [pair.first for pair in replay.sample_pairs(count, 1, rng, newest)]
             scores = await self._scorer.score([cast(np.ndarray, segment.frames)[-1] for segment in segments])
@@ -549,20 +491,36 @@ class ScoreFeedback(Feedback):
                 raise LabellerDownError(f"None of {len(scores)} pictures could be scored: {scores[0].error}")
             return segments, scores
 
-        session = self._patient.run(ask, rng, lambda: self.stop_requested())
-        if session is None:
-            return None
-        segments, scores = session
-        if len(self.store) > self.sessions:
-            self._rewind()
-        self.store.append(segments, scores, step=step, time=time.time())
-        return SessionReport(
-            asked=len(scores),
-            usable=add_scores(self.examples, self.model, segments, scores),
-            undecided=sum(score.value is None and not score.error for score in scores),
-            errors=sum(bool(score.error) for score in scores),
-        )
+        return self._patiently(ask, rng)
 
-    def _restore_examples(self) -> None:
-        for number in range(1, len(self.store) + 1):
-            add_scores(self.examples, self.model, *self.store.read(number))
+    def _learn_from(self, examples: Sequence[Segment], answers: Sequence[Score]) -> int:
+        return self.model.add_scores(self.examples, examples, answers)
+
+
+def build_feedback(
+    config: PreferenceConfig, folder: Path, served: tuple[Any, Any], sizes: tuple[int, int]
+) -> Feedback | None:
+    """Labeller, reward model and label store of a run whose reward is learned; None for others.
+
+    `served` are client and text side of the served model, or None twice; `sizes` are those of observation and action.
+    """
+    settings, section = config.preference, config.preference.reward_model
+    if not settings.learns_reward:
+        return None
+    from rl_vlm.labelling.teachers import build_labeller
+
+    cache, device = label_cache(settings.labels.cache), driver_device(config)
+    if cache is not None:
+        check_cache(cache, settings, sizes)
+    labeller = None
+    if settings.labels.source != "cache":
+        seed = derive_seed(config.seed, 50) % 2**31
+        labeller = build_labeller(settings.labels, config.env.id, seed, *served, device)
+    seed = derive_seed(config.seed, 51) % 2**31
+    model = RewardEnsemble(_input_shape(settings, sizes), section, seed, device)
+    if section.load:
+        model.load(Path(section.load))
+    if settings.reward == "learn_from_score":
+        assert labeller is not None
+        return ScoreFeedback(settings, model, labeller, folder)
+    return PairFeedback(settings, model, labeller, folder, LabelStore(cache) if cache is not None else None)

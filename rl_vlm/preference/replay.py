@@ -2,135 +2,105 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rl_vlm.labelling.types import InputKind, Segment, SegmentPair
+from rl_vlm.labelling.store import InputKind, Segment, SegmentPair
+from rl_vlm.preference.collector import StepBatch
 from rl_vlm.types import RLVLMError, UserInputError
 
 _CODEC = pa.Codec("zstd", compression_level=1)
-_DECODED_KEYS = 16  # kept decompressed: one per environment that is being stepped, and a few more
 
 
 class FrameRing:
-    """The newest `capacity` frames of one size: frame number n is in slot n % capacity."""
+    """The newest `capacity` frames of one size: frame number n is in slot n % capacity.
+
+    The first frame of an episode is compressed whole, and shared by the slots of all its frames, which are kept as
+    compressed differences to it.
+    """
 
     def __init__(self, capacity: int, image_size: int) -> None:
-        self.capacity, self.image_size = capacity, image_size
+        self.capacity = capacity
         self.total = 0  # frames ever added
-        self._payloads: list[bytes] = [b""] * capacity
-        self._episodes = np.full(capacity, -1, np.int64)
-        self._keys: dict[int, bytes] = {}  # first frame of each episode that is still needed
-        self._users: dict[int, int] = {}  # frames in the ring per episode
-        self._decoded: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._black = np.zeros((image_size, image_size, 3), np.uint8)  # the key of first frames
+        self._black = np.zeros((image_size, image_size, 3), np.uint8)
+        self._frames = [(b"", b"")] * capacity  # first frame of the episode, difference
+        self._open: dict[int, tuple[bytes, np.ndarray]] = {}  # first frame of each episode that goes on
 
     def __len__(self) -> int:
         return min(self.total, self.capacity)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all compressed frames, Python's own overhead included."""
-        overhead = len(self) * (33 + 8 + 8)  # a bytes object, its place in the list, its episode
-        keys = sum(len(key) + 300 for key in self._keys.values())
-        # An upper bound of the cache of decoded first frames, whose size depends on the last calls.
-        decoded = min(len(self._keys), _DECODED_KEYS) * self.image_size**2 * 3
-        return sum(map(len, self._payloads)) + overhead + keys + decoded
-
-    def add(self, frames: np.ndarray, episodes: Sequence[int] | np.ndarray) -> None:
-        """Append frames uint8 [n, S, S, 3]; `episodes` [n] are their episode numbers, which are never reused."""
-        size = self.image_size
-        if frames.dtype != np.uint8 or frames.shape[1:] != (size, size, 3):
-            raise ValueError(f"Frames must be uint8 [n, {size}, {size}, 3], not {frames.dtype} {frames.shape}.")
-        for frame, episode in zip(frames, np.asarray(episodes).tolist(), strict=True):
-            slot = self.total % self.capacity
-            self._clear(slot)
-            if episode not in self._keys:
-                self._keys[episode] = pack(frame, self._black)
-                self._users[episode] = 0
-                self._cache_key(episode, frame.copy())
-            self._payloads[slot] = pack(frame, self._key(episode))
-            self._episodes[slot] = episode
-            self._users[episode] += 1
+    def add(self, frames: np.ndarray, episodes: np.ndarray) -> None:
+        """Append frames uint8 [n, S, S, 3]; `episodes` [n] are their episode numbers. Every episode that goes on has
+        frames in each call."""
+        if frames.dtype != np.uint8 or frames.shape[1:] != self._black.shape:
+            raise ValueError(f"Frames must be uint8 [n, *{self._black.shape}], not {frames.dtype} {frames.shape}.")
+        known, self._open = self._open, {}
+        for frame, episode in zip(frames, episodes.tolist(), strict=True):
+            first = self._open.get(episode) or known.get(episode) or (pack(frame, self._black), frame.copy())
+            self._open[episode] = first
+            self._frames[self.total % self.capacity] = first[0], pack(frame, first[1])
             self.total += 1
 
     def get(self, slots: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]: the frames in these slots, which hold one each."""
-        size = self.image_size
-        frames = np.empty((len(slots), size, size, 3), np.uint8)
-        # By episode, so that each first frame is decompressed once.
-        for index in np.argsort(self._episodes[slots], kind="stable").tolist():
-            slot = int(slots[index])
-            key = self._key(int(self._episodes[slot]))
-            frames[index] = unpack(self._payloads[slot], key, key.shape)
+        frames = np.empty((len(slots), *self._black.shape), np.uint8)
+        packed, first = b"", self._black
+        for index, slot in enumerate(slots.tolist()):
+            if self._frames[slot][0] is not packed:  # slots beside each other are mostly of one episode
+                packed = self._frames[slot][0]
+                first = unpack(packed, self._black, self._black.shape)
+            frames[index] = unpack(self._frames[slot][1], first, first.shape)
         return frames
 
     def state(self) -> dict[str, np.ndarray]:
         """Everything as arrays, for `load`."""
-        keys = sorted(self._keys)
-        used = self._payloads[: len(self)]
+        used = self._frames[: len(self)]
+        firsts = [first for first, _ in used] + [first for first, _ in self._open.values()]
+        unique = {id(first): first for first in firsts}
+        numbers = {key: number for number, key in enumerate(unique)}
         return {
             "total": np.array([self.total]),
-            "data": np.frombuffer(b"".join(used), np.uint8),
-            "lengths": np.array([len(payload) for payload in used], np.int64),
-            "episodes": self._episodes[: len(self)].copy(),
-            "key_data": np.frombuffer(b"".join(self._keys[key] for key in keys), np.uint8),
-            "key_lengths": np.array([len(self._keys[key]) for key in keys], np.int64),
-            "key_episodes": np.array(keys, np.int64),
+            **_joined("firsts", unique.values()),
+            **_joined("differences", [difference for _, difference in used]),
+            "first": np.array([numbers[id(first)] for first in firsts], np.int64),  # of each frame and open episode
+            "open": np.array(list(self._open), np.int64),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replace the content by a saved one. Raises UserInputError when it does not fit."""
-        arrays = {name: np.asarray(array) for name, array in state.items()}
-        used = _split(arrays["data"], arrays["lengths"])
-        if len(used) > self.capacity:
-            raise UserInputError(
-                f"The checkpoint holds {len(used)} frames and the ring {self.capacity}: keep preference.frame_capacity."
-            )
-        total = int(arrays["total"][0])
-        if total > len(used) != self.capacity:  # older frames were overwritten, so slots depend on the capacity
-            raise UserInputError(
-                f"The checkpoint's ring of {len(used)} frames was full, and this one has {self.capacity}: keep "
-                "preference.frame_capacity."
-            )
-        keys = _split(arrays["key_data"], arrays["key_lengths"])
-        self.total = total
-        self._payloads = used + [b""] * (self.capacity - len(used))
-        self._episodes[:] = -1
-        self._episodes[: len(used)] = arrays["episodes"]
-        self._keys = dict(zip(arrays["key_episodes"].tolist(), keys, strict=True))
-        numbers, counts = np.unique(arrays["episodes"], return_counts=True)
-        self._users = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        self._decoded.clear()
+        self.total = int(state["total"][0])
+        unique, differences = _split(state, "firsts"), _split(state, "differences")
+        size = len(differences)
+        _check_ring(self.total, size, self.capacity, "preference.frame_capacity")
+        firsts = [unique[number] for number in state["first"].tolist()]
+        self._frames[:size] = zip(firsts, differences, strict=False)
+        self._open = {
+            episode: (first, unpack(first, self._black, self._black.shape))
+            for episode, first in zip(state["open"].tolist(), firsts[size:], strict=True)
+        }
 
-    def _clear(self, slot: int) -> None:
-        episode = int(self._episodes[slot])
-        if episode < 0:
-            return
-        self._users[episode] -= 1
-        if not self._users[episode]:
-            for store in (self._users, self._keys, self._decoded):
-                store.pop(episode, None)  # type: ignore[attr-defined]
-        self._payloads[slot], self._episodes[slot] = b"", -1
 
-    def _key(self, episode: int) -> np.ndarray:
-        key = self._decoded.get(episode)
-        if key is None:
-            key = unpack(self._keys[episode], self._black, self._black.shape)
-            self._cache_key(episode, key)
-        else:
-            self._decoded.move_to_end(episode)
-        return key
+def _joined(name: str, parts: Collection[bytes]) -> dict[str, np.ndarray]:
+    lengths = np.array([len(part) for part in parts], np.int64)
+    return {name: np.frombuffer(b"".join(parts), np.uint8), f"{name}_lengths": lengths}
 
-    def _cache_key(self, episode: int, frame: np.ndarray) -> None:
-        self._decoded[episode] = frame
-        if len(self._decoded) > _DECODED_KEYS:
-            self._decoded.popitem(last=False)
+
+def _split(state: Mapping[str, np.ndarray], name: str) -> list[bytes]:
+    ends, data = np.cumsum(state[f"{name}_lengths"]).tolist(), state[name].tobytes()
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _check_ring(total: int, size: int, capacity: int, setting: str) -> None:
+    """Raise UserInputError where a ring cannot take over the `size` rows of another, the newest of `total`: once a ring
+    has wrapped, the rows' places depend on its capacity."""
+    if not (size == total <= capacity or size == capacity):
+        raise UserInputError(
+            f"The checkpoint holds {size} of {total} steps, and this run has room for {capacity}: keep {setting} as it "
+            "was."
+        )
 
 
 def pack(pictures: np.ndarray, key: np.ndarray) -> bytes:
@@ -144,57 +114,14 @@ def unpack(data: bytes, key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return difference + key
 
 
-def _split(data: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-    ends = np.cumsum(lengths).tolist()
-    whole = data.tobytes()
-    return [whole[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-
-
 # The replay buffer: a ring of steps with one array per field, and the frames of the newest rows.
 
-_COLUMNS = (
-    "observations", "actions", "next_observations", "rewards", "continues", "true_rewards", "successes",
-    "episodes", "times", "previous",
-)  # fmt: skip
+_OF_BATCH = ("observations", "actions", "next_observations", "true_rewards", "successes", "episodes", "times")
+_COLUMNS = (*_OF_BATCH, "rewards", "continues", "previous")
 
 
 class NotFiniteError(RLVLMError):
     """An environment or a reward model gave nan or infinity."""
-
-
-@dataclass(slots=True)
-class StepBatch:
-    """n steps of any number of environments, each environment's in the order in which they happened.
-
-    observations, next_observations float32 [n, O]; actions float32 [n, A]; true_rewards, successes float32 [n];
-    terminated, truncated bool [n]; episodes int64 [n], numbers that are never reused; times int32 [n], from 0; frames
-    uint8 [n, S, S, 3], drawn after the step, or None.
-    """
-
-    observations: np.ndarray
-    actions: np.ndarray
-    next_observations: np.ndarray
-    true_rewards: np.ndarray
-    successes: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    episodes: np.ndarray
-    times: np.ndarray
-    frames: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.actions)
-
-    @classmethod
-    def concatenate(cls, batches: list[StepBatch]) -> StepBatch:
-        """One batch of all rows, in order."""
-        if len(batches) == 1:
-            return batches[0]
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            parts = [getattr(batch, field.name) for batch in batches]
-            values[field.name] = None if parts[0] is None else np.concatenate(parts)
-        return cls(**values)
 
 
 class ReplayBuffer:
@@ -226,38 +153,24 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return min(self.total, self.capacity)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays and frames."""
-        arrays = sum(getattr(self, name).nbytes for name in _COLUMNS)
-        return arrays + (self.frames.nbytes if self.frames is not None else 0)
-
     def add(self, batch: StepBatch, rewards: np.ndarray) -> None:
         """Append steps; `rewards` float32 [n] are those of the agent. Raises NotFiniteError and keeps nothing."""
         n = len(batch)
-        if n > self.capacity:
-            raise ValueError(f"A batch of {n} steps does not fit into a ring of {self.capacity}.")
         for observations in (batch.observations, batch.next_observations):
             _check_finite("An observation of the environment", observations)
         _check_finite("A reward of the agent", rewards)
         rows = (self.total + np.arange(n)) % self.capacity
-        self.observations[rows] = batch.observations
-        self.actions[rows] = batch.actions
-        self.next_observations[rows] = batch.next_observations
+        for name in _OF_BATCH:
+            getattr(self, name)[rows] = getattr(batch, name)
         self.rewards[rows] = rewards
-        self.continues[rows] = 1.0 - batch.terminated.astype(np.float32)
-        self.true_rewards[rows] = batch.true_rewards
-        self.successes[rows] = batch.successes
-        self.episodes[rows] = batch.episodes
-        self.times[rows] = batch.times
+        self.continues[rows] = ~batch.terminated
         done = batch.terminated | batch.truncated
         for row, episode, ended in zip(rows.tolist(), batch.episodes.tolist(), done.tolist(), strict=True):
             self.previous[row] = self._open.pop(episode, -1)
             if not ended:
                 self._open[episode] = row
         if self.frames is not None:
-            if batch.frames is None:
-                raise ValueError("This replay buffer keeps frames, and the batch has none.")
+            assert batch.frames is not None
             self.frames.add(batch.frames, batch.episodes)
         self.total += n
 
@@ -282,8 +195,7 @@ class ReplayBuffer:
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]. Raises IndexError for rows whose frame has been overwritten."""
-        if self.frames is None:
-            raise IndexError("This replay buffer keeps no frames.")
+        assert self.frames is not None
         ages = self._ages(rows)
         if len(ages) and ages.max() >= len(self.frames):
             raise IndexError(f"Only the newest {len(self.frames)} steps have frames.")
@@ -349,11 +261,7 @@ class ReplayBuffer:
         """Replace the content by a saved one. Raises UserInputError when it does not fit."""
         arrays = {name: np.asarray(array) for name, array in state.items()}
         size, shapes = len(arrays["rewards"]), (arrays["observations"].shape[1:], arrays["actions"].shape[1:])
-        if size > self.capacity or (size < self.capacity and int(arrays["total"][0]) > size):
-            raise UserInputError(
-                f"The checkpoint's replay buffer has {size} rows and this one {self.capacity}: keep "
-                "preference.replay_capacity as it was."
-            )
+        _check_ring(int(arrays["total"][0]), size, self.capacity, "preference.replay_capacity")
         if shapes != (self.observations.shape[1:], self.actions.shape[1:]):
             raise UserInputError("The checkpoint's replay buffer comes from another environment: use its own env.id.")
         if (self.frames is not None) != ("frames.total" in arrays):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from rl_vlm.config import PreferenceSection, RewardModelSection
+from rl_vlm.config import RewardModelSection
 from rl_vlm.files import write_atomic
-from rl_vlm.labelling.store import is_answer
-from rl_vlm.labelling.types import InputKind, Label, RewardModel, Score, Segment, SegmentPair
-from rl_vlm.preference.replay import ReplayBuffer, StepBatch, pack, unpack
+from rl_vlm.labelling.store import InputKind, Label, Score, Segment, SegmentPair
+from rl_vlm.preference.replay import pack, unpack
 from rl_vlm.types import UserInputError
 
 _SQUASH: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
@@ -70,39 +69,6 @@ class ImageCNN(nn.Module):
         return self.squash(self.last(self.features(2 * images - 1).flatten(1)))[:, 0]  # type: ignore[no-any-return]
 
 
-def resnet18(weights: str | Path | None = None) -> nn.Module:
-    """torchvision's ResNet-18 with one output, from scratch or from a local file of ImageNet weights (.safetensors,
-    .pth).
-
-    As in the original its output is not squashed. Raises UserInputError if the file does not fit.
-    """
-    import torchvision
-
-    network = torchvision.models.resnet18(num_classes=1)
-    if weights is not None:
-        state = _read_weights(Path(weights))
-        state = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
-        try:
-            missing, unexpected = network.load_state_dict(state, strict=False)
-        except RuntimeError as error:
-            raise UserInputError(f"The weights in {weights} are not those of a ResNet-18: {error}") from error
-        if unexpected or [name for name in missing if not name.startswith("fc.")]:
-            raise UserInputError(f"The weights in {weights} are not those of a ResNet-18.")
-    return network
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:
-        # torch and safetensors raise many kinds; all mean that the file cannot be used.
-        raise UserInputError(f"Cannot read the weights in {path}: {error}") from error
-
-
 class ImageMembers(nn.Module):
     """Image networks of E members. Inputs are uint8 [N, H, W, 3], which is the channels-last layout already."""
 
@@ -145,30 +111,65 @@ class MLPMembers(nn.Module):
         return self.squash(hidden)[..., 0]  # type: ignore[no-any-return]
 
 
-# The reward ensemble: several networks, whose mean is the reward.
+# Training examples of a reward model in memory: the inputs of labelled segments, and what they should be worth.
+
+_UNPACKED_BYTES = 2**30  # pictures that are kept unpacked while a model is trained
+
+
+class Examples:
+    """Examples of `parts` segments each (2 for pairs, 1 for scores) with a target per segment.
+
+    All segments have one shape. Pictures are packed as their difference to the first one that was added.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        self.targets: list[tuple[float, ...]] = []
+        self._inputs: list[tuple[Any, ...]] = []  # arrays, or packed pictures
+        self._key: np.ndarray | None = None  # uint8 [H, W, 3]
+        self._shape: tuple[int, ...] = ()  # of one segment's inputs
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def add(self, segments: Sequence[np.ndarray], target: tuple[float, ...]) -> None:
+        """Keep one example: per segment the inputs uint8 [T, H, W, 3] or float32 [T, D]."""
+        if not self._inputs and segments[0].dtype == np.uint8:
+            self._key = segments[0][0].copy()
+        self._shape = segments[0].shape
+        self._inputs.append(tuple(segment if self._key is None else pack(segment, self._key) for segment in segments))
+        self.targets.append(target)
+
+    def reader(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Reads the inputs [B, parts, T, ...] of the examples with these numbers; all pictures stay unpacked as long as
+        the reader is used, if they are few."""
+        if self._key is not None and len(self) * self.parts * math.prod(self._shape) > _UNPACKED_BYTES:
+            return self._read
+        return self._read(range(len(self))).__getitem__
+
+    def _read(self, numbers: Iterable[int]) -> np.ndarray:
+        key = self._key
+        rows = (self._inputs[number] for number in numbers)
+        return np.array([row if key is None else [unpack(part, key, self._shape) for part in row] for row in rows])
+
 
 _INFERENCE_ROWS = {"image": 128, "state_action": 8192}
 
 
 class RewardEnsemble:
-    """Implements `RewardModel`.
+    """Several networks, whose mean is the reward, and their training from preferences (Bradley-Terry) or from scores.
 
     Args:
         input_shape: (H, W, 3) of the pictures, or (O + A,).
         settings: the networks and how they are trained.
-        seed: of the initial weights.
+        seed: of the initial weights, and of the order of the examples.
     """
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        settings: RewardModelSection | None = None,
-        seed: int = 0,
-        *,
-        device: str = "cpu",
+        self, input_shape: Sequence[int], settings: RewardModelSection, seed: int = 0, device: str = "cpu"
     ) -> None:
-        self.settings = settings or RewardModelSection()
-        self.device = device
+        self.settings, self.device = settings, device
+        self._batch_size = settings.batch_size
         self._shape = tuple(input_shape)
         if self.input_kind == "image":
             height, width, _ = self._shape
@@ -176,6 +177,8 @@ class RewardEnsemble:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.members = _build(self._shape, self.settings).to(device)
+        self._optimizer = torch.optim.Adam(self.members.parameters(), lr=settings.lr)
+        self._rng = np.random.default_rng(seed)
 
     @property
     def input_kind(self) -> InputKind:
@@ -228,6 +231,25 @@ class RewardEnsemble:
             inputs = segment.frames
         return self._subsampled(inputs)
 
+    def add_pairs(self, examples: Examples, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
+        """Add the pairs that were decided; returns how many. Raises UserInputError for segments that the model
+        cannot see."""
+        high, low = 1 - self.settings.label_margin, self.settings.label_margin
+        decided = [(pair, label) for pair, label in zip(pairs, labels, strict=True) if label.is_decided]
+        for pair, label in decided:
+            target = (high, low) if label.value == 0 else (low, high)
+            examples.add([self.inputs_of(pair.first), self.inputs_of(pair.second)], target)
+        return len(decided)
+
+    def add_scores(self, examples: Examples, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
+        """Add the segments that have a score s, with the target 2 s - 1, the range of a squashed reward; returns how
+        many."""
+        known = [(segment, score.value) for segment, score in zip(segments, scores, strict=True) if not score.error]
+        scored = [(segment, value) for segment, value in known if value is not None]
+        for segment, value in scored:
+            examples.add([self.inputs_of(segment)], (2 * value - 1,))
+        return len(scored)
+
     def _subsampled(self, inputs: np.ndarray) -> np.ndarray:
         """The inputs with every `stride`-th pixel. Raises UserInputError if they have another size."""
         stride = self.settings.stride
@@ -240,171 +262,23 @@ class RewardEnsemble:
     def _tensor(self, inputs: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(inputs)).to(self.device)
 
-
-def _build(shape: tuple[int, ...], settings: RewardModelSection) -> nn.Module:
-    if settings.architecture == "mlp":
-        return MLPMembers(shape[0], settings)
-    networks: list[nn.Module] = []
-    for _ in range(settings.size):
-        if settings.architecture == "resnet18":
-            networks.append(resnet18(settings.weights))
-        else:
-            networks.append(ImageCNN(shape[0], shape[1], settings))
-    return ImageMembers(networks)
-
-
-# Training examples of a reward model in memory: the inputs of labelled segments, and what they should be worth.
-
-_UNPACKED_BYTES = 2**30  # pictures that are kept unpacked while a model is trained
-
-
-def target_of_label(label: Label, settings: RewardModelSection) -> tuple[float, float] | None:
-    """(weight of the first, weight of the second), summing to 1; None if the label is not trained on.
-
-    Where the label's probabilities are used, no preference counts half for each side.
-    """
-    if not is_answer(label) or (label.value == -1 and settings.ties == "skip"):
-        return None
-    if settings.soft_labels and label.probabilities is not None:
-        first, second, neither = label.probabilities
-        return first + neither / 2, second + neither / 2
-    if label.value == -1:
-        return 0.5, 0.5
-    high, low = 1 - settings.label_margin, settings.label_margin
-    return (high, low) if label.value == 0 else (low, high)
-
-
-class Examples:
-    """Examples of `parts` segments each (2 for pairs, 1 for scores) with targets float32 [N, parts].
-
-    With more than `capacity` examples the oldest are dropped. All segments have one shape. Pictures are packed as their
-    difference to the first one that was added.
-    """
-
-    def __init__(self, parts: int, capacity: int) -> None:
-        self.parts = parts
-        self._capacity = capacity
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop all examples."""
-        self._inputs: deque[tuple[np.ndarray | bytes, ...]] = deque(maxlen=self._capacity)
-        self._targets: deque[tuple[float, ...]] = deque(maxlen=self._capacity)
-        self._shape: tuple[int, ...] = ()  # of one segment's inputs
-        self._segment_bytes = 0  # unpacked
-        self._key: np.ndarray | None = None  # uint8 [H, W, 3]
-        self._unpacked: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the inputs."""
-        return sum(len(part) if isinstance(part, bytes) else part.nbytes for row in self._inputs for part in row)
-
-    @property
-    def targets(self) -> np.ndarray:
-        """float32 [N, parts]."""
-        return np.array(list(self._targets), dtype=np.float32).reshape(-1, self.parts)
-
-    def add(self, segments: Sequence[np.ndarray], target: tuple[float, ...]) -> None:
-        """Keep one example: per segment the inputs uint8 [T, H, W, 3] or float32 [T, D]."""
-        self._shape, self._segment_bytes = segments[0].shape, segments[0].nbytes
-        if self._key is None and segments[0].dtype == np.uint8:
-            self._key = segments[0][0].copy()
-        self._inputs.append(tuple(segment if self._key is None else pack(segment, self._key) for segment in segments))
-        self._targets.append(target)
-        self._unpacked = None
-
-    def batch(self, indices: np.ndarray) -> np.ndarray:
-        """[len(places), parts, T, ...]: the inputs at these places."""
-        if len(self) * self.parts * self._segment_bytes > _UNPACKED_BYTES:
-            return np.stack([self._read(index) for index in indices])
-        if self._unpacked is None:
-            self._unpacked = np.stack([self._read(index) for index in range(len(self))])
-        return self._unpacked[indices]
-
-    def forget_unpacked(self) -> None:
-        """Free what `batch` has unpacked."""
-        self._unpacked = None
-
-    def _read(self, index: int) -> np.ndarray:
-        parts = self._inputs[index]
-        return np.stack(
-            [
-                part if self._key is None or isinstance(part, np.ndarray) else unpack(part, self._key, self._shape)
-                for part in parts
-            ]
-        )
-
-
-def add_pairs(examples: Examples, model: RewardEnsemble, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
-    """Add the pairs that may be trained on; returns how many. Raises UserInputError for segments that the model cannot
-    see."""
-    usable = 0
-    for pair, label in zip(pairs, labels, strict=True):
-        target = target_of_label(label, model.settings)
-        if target is not None:
-            examples.add([model.inputs_of(pair.first), model.inputs_of(pair.second)], target)
-            usable += 1
-    return usable
-
-
-def add_scores(examples: Examples, model: RewardEnsemble, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
-    """Add the segments that have a score s, with the target 2 s - 1, the range of a squashed reward; returns how
-    many."""
-    usable = 0
-    for segment, score in zip(segments, scores, strict=True):
-        if score.value is not None and not score.error:
-            examples.add([model.inputs_of(segment)], (2 * score.value - 1,))
-            usable += 1
-    return usable
-
-
-# Training of a reward ensemble, from preferences (Bradley-Terry) or from scores.
-
-
-@dataclass(slots=True)
-class FitReport:
-    """One session of training. `accuracy` is over the last epoch, measured before each step; nan for scores."""
-
-    examples: int = 0
-    epochs: int = 0
-    gradient_steps: int = 0
-    loss: float = float("nan")
-    accuracy: float = float("nan")
-    losses: list[float] = field(default_factory=list)  # per gradient step, mean over the members
-
-
-class RewardTrainer:
-    """Trains the members of `ensemble`; `seed` decides the order of the examples."""
-
-    def __init__(self, ensemble: RewardEnsemble, seed: int = 0) -> None:
-        self.ensemble = ensemble
-        self._settings, self._batch_size = ensemble.settings, ensemble.settings.batch_size
-        self._rng = np.random.default_rng(seed)
-        self._optimizer = torch.optim.Adam(ensemble.members.parameters(), lr=self._settings.lr)
-
     def fit(self, examples: Examples) -> FitReport:
         """One session of training on all examples: pairs with an early stop, or scores with squared error and without
         one."""
-        settings, members = self._settings, self.ensemble.members
-        report = FitReport(examples=len(examples))
-        starts = self._batch_starts(examples)
-        if not starts:
+        settings, report = self.settings, FitReport()
+        if not len(examples):
             return report
-        compares = examples.parts == 2
-        targets = torch.from_numpy(examples.targets).to(self.ensemble.device)
-        members.train()
+        compares, read = examples.parts == 2, examples.reader()
+        targets = torch.tensor(examples.targets, device=self.device)
+        self.members.train()
         while True:
             # Every member sees the examples in an order of its own.
             orders = np.stack([self._rng.permutation(len(examples)) for _ in range(settings.size)])
             right = total = 0
-            for start, end in zip(starts, [*starts[1:], len(examples)], strict=True):
-                indices = orders[:, start:end]
-                returns = self.ensemble.returns([examples.batch(row) for row in indices])
-                wanted = targets[torch.from_numpy(indices).to(self.ensemble.device)]  # [E, B, parts]
+            for start in range(0, len(examples), self._batch_size):
+                indices = orders[:, start : start + self._batch_size]
+                returns = self.returns([read(row) for row in indices])
+                wanted = targets[torch.from_numpy(indices).to(self.device)]  # [E, B, parts]
                 losses = preference_loss(returns, wanted) if compares else score_loss(returns, wanted)
                 self._optimizer.zero_grad(set_to_none=True)
                 losses.sum().backward()
@@ -414,25 +288,14 @@ class RewardTrainer:
                     hits, count = _hits(returns.detach(), wanted)
                     right, total = right + hits, total + count
             report.epochs += 1
-            report.gradient_steps = len(report.losses)
             report.accuracy = right / total if total else float("nan")
-            report.loss = report.losses[-1]
-            enough = report.gradient_steps >= settings.min_gradient_steps
+            enough = len(report.losses) >= settings.min_gradient_steps
             if enough and (report.epochs >= settings.epochs or report.accuracy > settings.stop_accuracy):
-                examples.forget_unpacked()
                 return report
-
-    def _batch_starts(self, examples: Examples) -> list[int]:
-        """Where batches begin. Batch normalisation needs two pictures: a last one that is alone joins the batch
-        before."""
-        starts = list(range(0, len(examples), self._batch_size))
-        normalises, scores = self._settings.architecture == "resnet18", examples.parts == 1
-        alone = normalises and scores and bool(starts) and len(examples) - starts[-1] == 1
-        return starts[:-1] if alone else starts
 
     def save(self, path: str | Path) -> None:
         """Write weights, optimiser and random state as one safetensors file. The examples are in the label store."""
-        tensors = {f"members.{name}": tensor for name, tensor in self.ensemble.members.state_dict().items()}
+        tensors = {f"members.{name}": tensor for name, tensor in self.members.state_dict().items()}
         for number, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"adam.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
         # One key: safetensors writes several in an order that differs from call to call, and equal states are equal
@@ -444,18 +307,43 @@ class RewardTrainer:
 
     def load(self, path: str | Path) -> None:
         """Go on from a file that `save` wrote. Raises UserInputError if it does not fit the ensemble."""
+        weights: dict[str, Tensor] = {}
+        moments: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-            weights = {name.removeprefix("members."): t for name, t in tensors.items() if name.startswith("members.")}
-            self.ensemble.members.load_state_dict(weights)
-            self._optimizer.load_state_dict(
-                {"state": _adam_state(tensors), "param_groups": self._optimizer.state_dict()["param_groups"]}
-            )
-            self._rng.bit_generator.state = json.loads(metadata["rng"])
-        except (SafetensorError, OSError, RuntimeError, KeyError, ValueError) as error:
+                for name in file.keys():  # noqa: SIM118  # no mapping
+                    kind, _, rest = name.partition(".")
+                    if kind == "members":
+                        weights[rest] = file.get_tensor(name)
+                    else:
+                        number, key = rest.split(".")
+                        moments[int(number)][key] = file.get_tensor(name)
+                self._rng.bit_generator.state = json.loads(file.metadata()["rng"])
+            self.members.load_state_dict(weights)
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": dict(moments)})
+        except (SafetensorError, OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             raise UserInputError(f"The reward model in {path} does not fit this configuration: {error}") from error
+
+
+def _build(shape: tuple[int, ...], settings: RewardModelSection) -> nn.Module:
+    if settings.architecture == "mlp":
+        return MLPMembers(shape[0], settings)
+    if settings.architecture == "cnn":
+        return ImageMembers([ImageCNN(shape[0], shape[1], settings) for _ in range(settings.size)])
+    import torchvision
+
+    # As in the original, its output is not squashed.
+    return ImageMembers([torchvision.models.resnet18(num_classes=1) for _ in range(settings.size)])
+
+
+@dataclass(slots=True)
+class FitReport:
+    """One session of training. `losses` are of each gradient step, means over the members; `accuracy` is over the last
+    epoch, measured before each step; nan for scores."""
+
+    epochs: int = 0
+    losses: list[float] = field(default_factory=list)
+    accuracy: float = float("nan")
 
 
 def preference_loss(returns: Tensor, targets: Tensor) -> Tensor:
@@ -477,53 +365,3 @@ def _hits(returns: Tensor, targets: Tensor) -> tuple[int, int]:
     wanted = (targets[..., 1] - targets[..., 0]).sign()
     predicted = (returns[..., 1] - returns[..., 0]).sign()
     return int(((wanted == predicted) & (wanted != 0)).sum()), int((wanted != 0).sum())
-
-
-def _adam_state(tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
-    state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("adam."):
-            _, number, key = name.split(".")
-            state.setdefault(int(number), {})[key] = tensor
-    return state
-
-
-# The agent's reward: the task's own, success alone, or a reward model, learned or not.
-
-# Reward modes by the similarity of picture and text: the labels.source with the same model.
-_SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_matching": "itm"}
-
-
-class AgentReward:
-    """Rewards of new steps, and of the whole replay buffer when the model has changed.
-
-    `ensemble` is the reward model of learned modes, None for others. `device` is that of a model of picture and text.
-    """
-
-    def __init__(
-        self, settings: PreferenceSection, env_id: str, ensemble: RewardModel | None, device: str = "cpu"
-    ) -> None:
-        self.mode = settings.reward
-        self.model = ensemble
-        if self.mode in _SIMILARITY_SOURCES:
-            from rl_vlm.labelling.teachers import build_similarity  # transformers is slow to import
-
-            labels = settings.labels.model_copy(update={"source": _SIMILARITY_SOURCES[self.mode]})
-            self.model = build_similarity(labels, env_id, device)
-
-    def rewards_of(self, batch: StepBatch) -> np.ndarray:
-        """float32 [n]."""
-        if self.mode == "gt_task_reward":
-            return batch.true_rewards
-        if self.mode == "sparse_task_reward":
-            return batch.successes
-        assert self.model is not None
-        if self.model.input_kind == "image":
-            assert batch.frames is not None
-            return self.model.rewards(batch.frames)
-        return self.model.rewards(np.concatenate([batch.observations, batch.actions], axis=1))
-
-    def relabel(self, replay: ReplayBuffer) -> None:
-        """Replace the reward of every row by the model's present one."""
-        assert self.model is not None
-        replay.relabel_with(self.model.input_kind, self.model.rewards)

@@ -175,8 +175,7 @@ class SACUpdater:
         self.networks, self.settings = networks, settings
         self.generator = torch.Generator().manual_seed(seed)
         self.updates = 0
-        automatic = -float(networks.action_size)
-        self.target_entropy = automatic if settings.target_entropy is None else settings.target_entropy
+        self.target_entropy = -float(networks.action_size)
 
         def adam(parameters: list[nn.Parameter], lr: float) -> torch.optim.Adam:
             return torch.optim.Adam(parameters, lr=lr, betas=settings.betas, fused=True)
@@ -321,18 +320,9 @@ class SACModule(TorchRLModule):
         sizes = config["observation_size"], config["action_size"]
         self.networks = SACNetworks(*sizes, config["settings"], derive_seed(config["seed"], 30))
 
-    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As RLlib's, but copies: its arrays are views of the weights, which later updates change in place."""
-        return {name: np.array(value) for name, value in super().get_state(*args, **kwargs).items()}
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """The mode of the policy for `obs` [B, O], under RLlib's key `actions`."""
-        noise = torch.zeros(len(batch["obs"]), self.networks.action_size, device=batch["obs"].device)
-        return {"actions": self.networks.act(batch["obs"], noise)[0]}
-
 
 class SACLearner(TorchLearner):
-    """Runs `SACUpdater`. `tensors` and `scalars` are its complete state; RLlib's own state holds it as well."""
+    """Runs `SACUpdater`, whose state is `snapshot` and not RLlib's."""
 
     def build(self) -> None:
         """Build module and optimisers."""
@@ -340,15 +330,10 @@ class SACLearner(TorchLearner):
         super().build()
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
-        """One Adam each for actor, critics and alpha."""
+        """The updater has one Adam each for actor, critics and alpha."""
         config, self.networks = self.config.run_config, self.module[module_id].networks
         seed = derive_seed(config.seed, 31)
         self.updater = SACUpdater(self.networks, config.preference.sac, seed, self.config.compile_updates)
-        for name, optimizer in self.updater.optimizers.items():
-            params, lr = optimizer.param_groups[0]["params"], optimizer.param_groups[0]["lr"]
-            self.register_optimizer(
-                module_id=module_id, optimizer_name=name, optimizer=optimizer, params=params, lr_or_lr_schedule=lr
-            )
 
     def _make_modules_ddp_if_necessary(self) -> None:
         """There is one learner, so DDP is not needed."""
@@ -383,33 +368,30 @@ class SACLearner(TorchLearner):
         """The policy's matrices. In the driver's own process they are views, which later updates change."""
         return [(layer.weight.data.cpu().numpy(), layer.bias.data.cpu().numpy()) for layer in self.networks.actor]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Networks, targets, log alpha, Adam's moments and the state of the noise, by name."""
-        copies = self.networks.state()
+    def snapshot(self) -> dict[str, Tensor]:
+        """Networks, targets, log alpha, Adam's moments, the state of the noise and all counts, by name."""
+        state = self.networks.state()
         for name, optimizer in self.updater.optimizers.items():
-            for index, state in optimizer.state_dict()["state"].items():
-                for key, tensor in state.items():
-                    copies[f"moments.{name}.{index}.{key}"] = tensor.cpu().clone()
-        return {**copies, "noise": self.updater.generator.get_state()}
+            for index, moments in optimizer.state_dict()["state"].items():
+                state |= {f"moments.{name}.{index}.{key}": tensor.cpu().clone() for key, tensor in moments.items()}
+        scale = torch.tensor([*asdict(self.entropy_scale).values()], dtype=torch.float64)
+        updates = torch.tensor([self.updater.updates])
+        return {**state, "noise": self.updater.generator.get_state(), "entropy_scale": scale, "updates": updates}
 
-    def scalars(self) -> dict[str, Any]:
-        """The rest of the state."""
-        return {"updates": self.updater.updates, "entropy_scale": asdict(self.entropy_scale)}
-
-    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. Raises UserInputError when it does not fit."""
         try:
-            self.networks.load_state_dict({name: tensors[name] for name in self.networks.state_dict()})
+            self.networks.load_state_dict({name: state[name] for name in self.networks.state_dict()})
         except (KeyError, RuntimeError) as error:
             reason = f"The checkpoint's networks have other shapes ({error}): keep preference.sac and the environment."
             raise UserInputError(reason) from error
         for name, optimizer in self.updater.optimizers.items():
             moments: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
-            for key, tensor in tensors.items():
+            for key, tensor in state.items():
                 if key.startswith(f"moments.{name}."):
                     index, kind = key.split(".")[2:]
                     moments[int(index)][kind] = tensor
             optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(moments)})
-        self.updater.generator.set_state(tensors["noise"])
-        self.updater.updates = int(scalars["updates"])
-        self.entropy_scale = RunningStd(**scalars["entropy_scale"])
+        self.updater.generator.set_state(state["noise"])
+        self.updater.updates = int(state["updates"])
+        self.entropy_scale = RunningStd(*state["entropy_scale"].tolist())

@@ -135,7 +135,6 @@ def _endpoint_player(
         model=options.endpoint_model,
         token_env=options.endpoint_token_env,
         timeout_s=options.endpoint_timeout_s,
-        guidance="none",
         logprobs=False,
     )
     client = AsyncExitStack()

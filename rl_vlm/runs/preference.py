@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
@@ -17,25 +19,18 @@ from rl_vlm.algorithms.checkpoint import AGENT, latest_checkpoint, read_state, s
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.files import clean_leftovers, write_atomic
+from rl_vlm.labelling.store import StepCsv, label_cache
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.monitoring.display import PREFERENCE_ROWS, ProgressDisplay
-from rl_vlm.plots.video import write_video
 from rl_vlm.preference.collector import (
+    Episode,
     EpisodeResult,
     Evaluator,
     NumpyActor,
     environment_errors,
+    evaluation_metrics,
     evaluation_seeds,
     make_run_env,
-)
-from rl_vlm.preference.schedule import (
-    EVAL_COLUMNS,
-    TRAIN_COLUMNS,
-    FinishedEpisode,
-    StepCsv,
-    check_segments,
-    evaluation_metrics,
-    evaluation_row,
 )
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
@@ -45,16 +40,29 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithmConfig
 
 
+_MS_PER_FRAME = 50  # of a GIF
+
+# RL-VLM-F's columns of `train.csv` and `eval.csv`; `step` is the environment step, success is 0 or 1 in train.csv and
+# percent in eval.csv. RL-VLM-F writes success under two names.
+TRAIN_COLUMNS = (
+    "episode", "step", "episode_reward", "true_episode_reward", "true_episode_success", "duration", "total_feedback",
+    "labeled_feedback", "reward_learning_acc", "vlm_acc", "batch_reward", "critic_loss", "actor_loss", "actor_entropy",
+    "actor_target_entropy", "alpha_loss", "alpha_value", "episode_success",
+)  # fmt: skip
+EVAL_COLUMNS = (
+    "episode", "step", "episode_reward", "true_episode_reward", "success_rate",
+    "success_rate_low", "success_rate_high", "success_last", "episodes", "true_episode_reward_std",
+)  # fmt: skip
+
+
 def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
     """Step the control environment once, look at its picture, and find the labeller. Raises UserInputError."""
-    from rl_vlm.labelling.store import label_cache
     from rl_vlm.labelling.teachers import prompts_of
     from rl_vlm.preference.feedback import check_cache
 
     settings = config.preference
     env = make_run_env(config)
     try:
-        check_segments(settings, env.horizon)
         env.reset(seed=0)
         env.step(env.action_space.sample())
         summary: dict[str, Any] = {
@@ -97,8 +105,10 @@ class PreferenceRun(RunLifecycle):
         if self.artifacts is not None:
             clean_leftovers(self.artifacts / "checkpoints")
         super().__init__(config, folder, resume)
-        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS, self.saved_at)
-        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS, self.saved_at)
+        self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS)
+        self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS)
+        for table in (self.train_csv, self.eval_csv):
+            table.rewind(self.saved_at)
         self.session_metrics: dict[str, float] = {}
         self.episode_started = time.monotonic()
 
@@ -170,11 +180,11 @@ class PreferenceRun(RunLifecycle):
         algorithm = self.algorithm
         started = time.monotonic()
         results: list[EpisodeResult] = algorithm.evaluate_policy()
+        metrics = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
         try:
-            self.eval_csv.add(evaluation_row(results, algorithm.env_steps, algorithm.tracker.finished))
+            self.eval_csv.add(evaluation_row(metrics, algorithm.env_steps, algorithm.tracker.finished))
         except OSError as error:
             self._cannot_write("eval.csv", error)
-        metrics = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
         self.recorder.log_evaluation(algorithm.env_steps, metrics)
         self.display.evaluation(algorithm.env_steps, metrics)
         self._save_videos(results)
@@ -185,9 +195,12 @@ class PreferenceRun(RunLifecycle):
             if result.frames is None:
                 continue
             name = f"step{self.algorithm.env_steps:07}_episode{number:02}_{round(result.true_return, 2)}.gif"
+            first, *others = map(Image.fromarray, result.frames)
+            content = io.BytesIO()
+            first.save(content, "GIF", save_all=True, append_images=others, duration=_MS_PER_FRAME, loop=0)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                write_video(folder / name, result.frames)
+                write_atomic(folder / name, content.getvalue())
             except OSError as error:
                 self._cannot_write("a video", error)
 
@@ -202,15 +215,15 @@ class PreferenceRun(RunLifecycle):
                 f"Step {self.algorithm.env_steps}: {metrics['labels/asked']:.0f} labels in "
                 f"{metrics['labels/seconds']:.1f} s, {metrics['labels/usable']:.0f} usable{agree}{model}."
             )
-            if cost := self.algorithm.feedback.cost:
-                self.display.message(f"Labels so far: {cost}.")
+            if (stats := getattr(self.algorithm.feedback.labeller, "stats", None)) is not None:
+                self.display.message(f"Labels so far: {stats.summary()}.")
 
-    def _log_episode(self, episode: FinishedEpisode) -> None:
+    def _log_episode(self, episode: Episode) -> None:
         algorithm, now = self.algorithm, time.monotonic()
-        feedback = algorithm.feedback
-        row: dict[str, Any] = {
+        feedback, session, updates = algorithm.feedback, self.session_metrics, algorithm.update_statistics()
+        row = {
             "episode": episode.number,
-            "step": episode.step,
+            "step": algorithm.env_steps,
             "episode_reward": episode.learned_return,
             "true_episode_reward": episode.true_return,
             "episode_success": episode.success,
@@ -218,14 +231,14 @@ class PreferenceRun(RunLifecycle):
             "duration": now - self.episode_started,
             "total_feedback": feedback.asked if feedback is not None else 0,
             "labeled_feedback": feedback.usable if feedback is not None else 0,
-            "reward_learning_acc": self.session_metrics.get("reward_model/accuracy", ""),
-            "vlm_acc": self.session_metrics.get("labels/accuracy", ""),
+            "reward_learning_acc": session.get("reward_model/accuracy", ""),
+            "vlm_acc": session.get("labels/accuracy", ""),
             "actor_target_entropy": algorithm.target_entropy,
-            **algorithm.update_statistics(),
+            **updates,
         }
         self.episode_started = now
         try:
-            self.train_csv.add(row)
+            self.train_csv.add([row.get(name, "") for name in TRAIN_COLUMNS])
         except OSError as error:
             self._cannot_write("train.csv", error)
 
@@ -258,6 +271,13 @@ class PreferenceRun(RunLifecycle):
             else {},
             "restarts": dict(getattr(algorithm, "restarts", {})),
         }
+
+
+def evaluation_row(metrics: dict[str, float], step: int, episode: int) -> list[float]:
+    """A row of eval.csv from `evaluation_metrics`."""
+    success = [100 * metrics[name] for name in ("accuracy/success", "accuracy_low/success", "accuracy_high/success")]
+    last, reward = 100 * metrics["evaluation/success_last"], metrics["reward/success"]
+    return [episode, step, reward, reward, *success, last, metrics["items/success"], metrics["evaluation/reward_std"]]
 
 
 def _crosses_multiple(before: int, now: int, every: int) -> bool:
@@ -294,8 +314,7 @@ def evaluate_preference_run(
     checkpoint = _find_checkpoint(run_dir)
     step = int(read_state(checkpoint)["step"])
     actor = _load_actor(config, checkpoint)
-    settings = config.preference.evaluation
-    evaluator = Evaluator(lambda: make_run_env(config), settings.parallel, settings.end_on_success)
+    evaluator = Evaluator(lambda: make_run_env(config), config.preference.evaluation.end_on_success)
     started = time.monotonic()
     try:
         with environment_errors():

@@ -109,8 +109,7 @@ class SFTRun(BaseRun):
         import torch
 
         from rl_vlm.learning.policy_model import PolicyModel
-        from rl_vlm.supervised.answers import AnswerWriter
-        from rl_vlm.supervised.trainer import SFTTrainer
+        from rl_vlm.supervised.trainer import AnswerWriter, SFTTrainer
 
         job = self.job
         torch.set_num_threads(job.learner.num_threads)
@@ -155,21 +154,21 @@ class SFTRun(BaseRun):
 
         begun = time.perf_counter()
         lr = learning_rate(self.job, self.done, self.total)
-        statistics = self.trainer.step(batch, lr)
+        loss, targets, grad_norm = self.trainer.step(batch, lr)
         seconds = time.perf_counter() - begun
         self.done += 1
-        self.skipped += statistics.grad_norm is None
+        self.skipped += grad_norm is None
         metrics = {
-            "sft/loss": statistics.loss,
+            "sft/loss": loss,
             "sft/lr": lr,
             "sft/epoch": self.done / self.data.steps_per_epoch,
-            "sft/targets": float(statistics.targets),
-            "sft/tokens_per_s": statistics.tokens / seconds,
+            "sft/targets": float(targets),
+            "sft/tokens_per_s": sum(map(len, batch)) / seconds,
             "sft/skipped_steps": float(self.skipped),
             "time/step": seconds,
         }
-        if statistics.grad_norm is not None:
-            metrics["sft/grad_norm"] = statistics.grad_norm
+        if grad_norm is not None:
+            metrics["sft/grad_norm"] = grad_norm
         self.recorder.log_iteration(self.done, metrics)
         self.display.update(self.done, metrics)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,6 @@ from rl_vlm.models.loading import TextSide
 from rl_vlm.types import (
     EncodedImage,
     Message,
-    Part,
     Role,
     StopReason,
     Trajectory,
@@ -40,16 +39,24 @@ class ConversationError(UserInputError):
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages up to the last assistant turn; the first message is never the assistant's.
+class Picture:
+    """The place of an image: as the data set has it, not decoded. None: the next of the row's `images`."""
 
-    turns: (role, parts), where None among the parts stands for the next of `images`. images: as the data set has them,
-    not decoded. where: file and line in words. folder: what image paths are relative to; None: paths are refused.
-    has_thoughts: a message had `reasoning_content`, which its text now begins with.
+    value: Any = None
+
+
+Turns = list[tuple[Role, tuple[str | Picture, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages (role, parts) up to the last assistant turn; the first message is never the assistant's.
+
+    where: file and line in words. folder: what image paths are relative to; None: paths are refused. has_thoughts: a
+    message had `reasoning_content`, which its text now begins with.
     """
 
-    turns: tuple[tuple[Role, tuple[str | None, ...]], ...]
-    images: tuple[Any, ...]
+    turns: Turns
     where: str
     folder: Path | None
     has_thoughts: bool = False
@@ -64,21 +71,26 @@ class Conversation:
 
     def _each(self, use: Callable[[bytes], T]) -> list[T]:
         results = []
-        for number, image in enumerate(self.images):
+        for number, picture in enumerate(_pictures(self.turns)):
             try:
-                results.append(use(image_bytes(image, self.folder)))
+                results.append(use(image_bytes(picture.value, self.folder)))
             except ImageError as error:
                 raise BadRowError(f"{self.where}: image {number} {error}.") from error
         return results
 
     def messages(self, images: Sequence[EncodedImage]) -> list[Message]:
         """The messages with these images in their places."""
-        rest = iter(images)
-        return [Message(role, tuple(_filled(part, rest) for part in parts)) for role, parts in self.turns]
+        return [Message(role, parts) for role, parts in _filled(self.turns, images)]
 
 
-def _filled(part: str | None, images: Any) -> Part:
-    return next(images) if part is None else part
+def _pictures(turns: Turns) -> list[Picture]:
+    return [part for _, parts in turns for part in parts if isinstance(part, Picture)]
+
+
+def _filled(turns: Turns, images: Iterable[T]) -> list[tuple[Role, tuple[str | T, ...]]]:
+    """The turns with these images in place of the pictures."""
+    rest = iter(images)
+    return [(role, tuple(next(rest) if isinstance(part, Picture) else part for part in parts)) for role, parts in turns]
 
 
 def read_conversation(row: Mapping[str, Any], where: str, folder: Path | None) -> Conversation:
@@ -108,32 +120,20 @@ def _read(row: Mapping[str, Any], where: str, folder: Path | None) -> Conversati
     if last < 0:
         raise ConversationError("no message is the assistant's, so there is nothing to learn")
     _check_order(turns[: last + 1])
-    flat = [part for _, parts in turns for part in parts if not isinstance(part, str)]
-    if column and not flat:
+    if column and not _pictures(turns):
         first = next(number for number, (role, _) in enumerate(turns) if role != "system")
-        turns[first] = (turns[first][0], (*[_Image()] * len(column), *turns[first][1]))
-        flat = [_Image()] * len(column)
-    open_places = sum(image.value is None for image in flat)
-    if open_places != len(column):
-        raise ConversationError(f"{open_places} image placeholders in the messages and {len(column)} images")
+        turns[first] = (turns[first][0], (*[Picture()] * len(column), *turns[first][1]))
+    pictures = _pictures(turns)
+    places = sum(picture.value is None for picture in pictures)
+    if places != len(column):
+        raise ConversationError(f"{places} image placeholders in the messages and {len(column)} images")
     rest = iter(column)
-    images = [next(rest) if image.value is None else image.value for image in flat]
-    kept = tuple(
-        (role, tuple(part if isinstance(part, str) else None for part in parts)) for role, parts in turns[: last + 1]
-    )
-    shown = sum(part is None for _, parts in kept for part in parts)
+    named = [Picture(next(rest)) if picture.value is None else picture for picture in pictures]
     has_thoughts = any(message.get("reasoning_content") for message in messages[: last + 1])
-    return Conversation(kept, tuple(images[:shown]), where, folder, has_thoughts)
+    return Conversation(_filled(turns, named)[: last + 1], where, folder, has_thoughts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """The place of an image, with the image where the message names it itself."""
-
-    value: Any = None
-
-
-def _turn(message: Any, number: int) -> tuple[Role, tuple[str | _Image, ...]]:
+def _turn(message: Any, number: int) -> tuple[Role, tuple[str | Picture, ...]]:
     name = f"message {number}"
     if not isinstance(message, Mapping):
         raise ConversationError(f"{name} is a {type(message).__name__} and not {{role, content}}")
@@ -155,20 +155,20 @@ def _turn(message: Any, number: int) -> tuple[Role, tuple[str | _Image, ...]]:
     return role, tuple(parts)
 
 
-def _parts(item: Any, name: str, role: str) -> list[str | _Image]:
+def _parts(item: Any, name: str, role: str) -> list[str | Picture]:
     kind = item.get("type") if isinstance(item, Mapping) else None
     if kind == "text" and isinstance(item.get("text"), str):
         if role == "assistant":  # what is to be said is never split
             return [item["text"]] if item["text"] else []
-        pieces: list[str | _Image] = []
+        pieces: list[str | Picture] = []
         for number, text in enumerate(item["text"].split(IMAGE_MARKER)):
-            pieces += [_Image(), text] if number else [text]
+            pieces += [Picture(), text] if number else [text]
         return [piece for piece in pieces if piece != ""]
     if kind in ("image", "image_url"):
         value = next((item[key] for key in _IMAGE_KEYS if item.get(key) is not None), None)
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
-        return [_Image(value)]
+        return [Picture(value)]
     raise ConversationError(f"{name} has a part that is neither {{type: text, text}} nor {{type: image}}")
 
 

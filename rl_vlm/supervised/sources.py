@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from rl_vlm.envs.data import HUB_NAME, BadRowError, file_rows, hub_rows, local_files, split_slice
 from rl_vlm.envs.images import one_line
+from rl_vlm.files import write_atomic
 from rl_vlm.registry import provided
 from rl_vlm.supervised.conversations import Conversation, read_conversation
 from rl_vlm.types import Split, UserInputError
@@ -66,9 +67,7 @@ class JsonLinesRows:
                 line = file.readline(_MAX_LINE + 1)
             if len(line) > _MAX_LINE:
                 raise BadRowError(f"{self.where(index)}: longer than {_MAX_LINE} bytes.")
-            row = json.loads(line, object_pairs_hook=_object)
-        except _TwiceError as error:
-            raise BadRowError(f"{self.where(index)}: the key {error} stands twice in one object.") from error
+            row = json.loads(line)
         except (OSError, ValueError, RecursionError) as error:
             raise BadRowError(f"{self.where(index)}: not JSON ({one_line(error)}).") from error
         if not isinstance(row, dict):
@@ -82,20 +81,6 @@ class JsonLinesRows:
     def folder(self, index: int) -> Path:
         """The folder of the file."""
         return self._path.parent
-
-
-class _TwiceError(Exception):
-    """An object has a key twice; the message is the key."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, whose last value of a key Python would take without a word."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _TwiceError(f"{key!r:.60}")
-        found[key] = value
-    return found
 
 
 class ConversationTable:
@@ -175,3 +160,35 @@ def _jsonl_of(folder: Path, split: Split) -> Path | None:
     if split == "train":
         candidates.append(folder / _METADATA)
     return next((path for path in candidates if path.is_file()), None)
+
+
+# The built-in conversations as files: an example of the form that data of one's own takes.
+
+EXAMPLE = "shapes"
+SPLITS: tuple[Split, ...] = ("train", "test")
+
+
+def write_example(folder: Path) -> dict[str, int]:
+    """Write train.jsonl, test.jsonl and the drawings in images/. Returns conversations per split.
+
+    Raises UserInputError for a folder that holds anything.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserInputError(f"{folder} exists and is not an empty folder: choose another.")
+    counts: dict[str, int] = {}
+    try:
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        for split in SPLITS:
+            rows = builtin_rows(EXAMPLE, split)
+            lines = []
+            for index in range(len(rows)):
+                row = rows.row(index)
+                names = [f"images/{split}-{index:03d}-{k}.png" for k in range(len(row["images"]))]
+                for name, content in zip(names, row["images"], strict=True):
+                    (folder / name).write_bytes(content)
+                lines.append(json.dumps({"messages": row["messages"], "images": names}) + "\n")
+            write_atomic(folder / f"{split}.jsonl", "".join(lines))
+            counts[split] = len(rows)
+    except OSError as error:
+        raise UserInputError(f"Cannot write {folder}: {error.strerror or error}.") from error
+    return counts

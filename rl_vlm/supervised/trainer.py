@@ -6,7 +6,6 @@ Forward pass, positions, masks and packing are those of the policy update (`lear
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,28 +13,22 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config import AlgorithmSection, SFTConfig
+from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder, make_optimizer
+from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.types import RLVLMError, Trajectory
+from rl_vlm.supervised.conversations import Prompt
+from rl_vlm.types import GenerationRequest, RLVLMError, SamplingParams, Trajectory
 
 
 class OutOfMemoryError(RLVLMError):
     """A step does not fit into the GPU's memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """loss: nats per assistant token, before the step. tokens, targets: of the batch. grad_norm: before clipping; None:
-    it was not finite and the step was skipped."""
-
-    loss: float
-    tokens: int
-    targets: int
-    grad_norm: float | None
 
 
 class SFTTrainer:
@@ -54,8 +47,12 @@ class SFTTrainer:
         self._strategy = Strategy()
         self._strategy.prepare(policy, self._optimizer)
 
-    def step(self, batch: Sequence[Trajectory], lr: float) -> StepFigures:
-        """One optimiser step. Every assistant token of the batch has the same weight. Raises OutOfMemoryError."""
+    def step(self, batch: Sequence[Trajectory], lr: float) -> tuple[float, int, float | None]:
+        """One optimiser step, in which every assistant token of the batch has the same weight. Raises OutOfMemoryError.
+
+        Returns the loss (nats per assistant token) before the step, the number of these tokens, and the norm of the
+        gradient before clipping; None: it was not finite and the step was skipped.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         targets = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
@@ -67,7 +64,7 @@ class SFTTrainer:
                 "A step does not fit into the GPU's memory: lower learner.micro_batch_tokens or sft.max_length, or set "
                 "learner.gradient_checkpointing."
             ) from error
-        return StepFigures(loss, sum(map(len, batch)), targets, norm)
+        return loss, targets, norm
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[Trajectory]]) -> tuple[float, int]:
@@ -114,3 +111,46 @@ def learning_rate(job: SFTConfig, step: int, total: int) -> float:
     if learner.lr_schedule == "linear":
         return learner.lr * linear_schedule(step - warmup, total - 1 - warmup, learner.lr_final_fraction)
     return learner.lr
+
+
+# Greedy answers of a model that is being trained, with the engine's own decoder and without a server.
+
+_ROWS = 64  # at a time
+
+
+class AnswerWriter:
+    """Answers prompts with the policy's present weights.
+
+    Args:
+        policy: the model.
+        max_context: tokens of a prompt and its answer; longer prompts get no answer.
+        max_new_tokens: of an answer.
+    """
+
+    def __init__(self, policy: PolicyModel, max_context: int, max_new_tokens: int) -> None:
+        codec = policy.text.codec
+        # With the token mask of an engine, which never samples special tokens.
+        suppressed = codec.suppressed_token_ids(policy.text.vocab_size)
+        head = policy.backbone.head_dtype
+        backbone = Backbone(policy.model, policy.text.images, suppressed, cache_bytes=0, head_dtype=head)
+        self._decoder = Decoder(backbone, codec, max_context=max_context)
+        self._codec = codec
+        self._sampling = SamplingParams(max_new_tokens, temperature=0.0)
+
+    @torch.inference_mode()
+    def answers(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """The greedy answer to each prompt; None where the prompt is too long."""
+        found: dict[str, str] = {}
+        for start in range(0, len(prompts), _ROWS):
+            requests = [
+                GenerationRequest(str(start + k), prompt.token_ids, self._sampling, prompt.images)
+                for k, prompt in enumerate(prompts[start : start + _ROWS])
+            ]
+            prepared = self._decoder.prepare(requests)
+            jobs = [job for job in prepared if not isinstance(job, EngineError)]
+            finished: list[PreparedRequest] = self._decoder.admit(jobs) if jobs else []
+            while self._decoder.num_rows:
+                finished += self._decoder.step()
+            for job in finished:
+                found[job.request.request_id] = self._codec.decode(job.samples[0].token_ids)
+        return [found.get(str(number)) for number in range(len(prompts))]

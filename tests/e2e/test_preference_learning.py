@@ -13,8 +13,7 @@ from runs import ServeProcess, TrainingProcess
 
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import PolicyConfig, load_config, parse_config
-from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.types import Label
+from rl_vlm.labelling.store import Label, LabelStore
 from rl_vlm.runs.ray_session import ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,14 +122,14 @@ def test_a_run_waits_for_a_labeller_that_is_down_and_one_that_waited_long_enough
     run_dir, settings = (
         tmp_path / "run",
         (
-            "preference.labels.source=endpoint", "preference.labels.endpoint.guidance=structured_outputs",
+            "preference.labels.source=endpoint",
             "preference.labels.endpoint.model=tiny-labeller", "preference.labels.deadline_s=5",
             "preference.total_steps=2500", "preference.steps_per_iteration=50", "preference.evaluation.every=0",
         ),
     )  # fmt: skip
 
     def labels() -> list[Label]:
-        return [label for session in LabelStore(run_dir / "labels").sessions() for label in session.labels]
+        return [label for _, labels in LabelStore(run_dir / "labels").sessions() for label in labels]
 
     def server(port: int = 0) -> ServeProcess:
         return ServeProcess("tiny-labeller", "serving.max_context=512", port=port)

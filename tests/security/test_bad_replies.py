@@ -24,8 +24,7 @@ from rl_vlm.cli.output import ErrorReport, _StderrHandler
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders
 from rl_vlm.labelling.folder import label_folder
-from rl_vlm.labelling.store import COLUMNS, LabelStore, QueryLog, log_csv
-from rl_vlm.labelling.types import Label, Labeller, Segment, SegmentPair
+from rl_vlm.labelling.store import COLUMNS, Label, Labeller, LabelStore, Segment, SegmentPair, log_row, query_log
 from rl_vlm.safe_text import child_environment, csv_cell, printable, redact
 from rl_vlm.types import Message, RLVLMError, UserInputError
 
@@ -36,9 +35,7 @@ def ask(reply, kind=OpenAIEndpoint, choices=CHOICES):
     def answer(_):
         return reply if isinstance(reply, httpx.Response) else httpx.Response(200, content=reply)
 
-    endpoint = kind(
-        EndpointSection(url="http://127.0.0.1:9/v1", guidance="none"), transport=httpx.MockTransport(answer)
-    )
+    endpoint = kind(EndpointSection(url="http://127.0.0.1:9/v1"), transport=httpx.MockTransport(answer))
 
     async def once():
         async with endpoint.open() as question:
@@ -165,12 +162,12 @@ def test_pictures_are_read_when_they_are_labelled_and_few_at_a_time(tmp_path, mo
 
 def test_a_log_with_a_long_answer_can_be_continued(tmp_path):
     part = Segment(np.zeros((1, 0), np.float32), np.zeros((1, 0), np.float32), np.ones(1, np.float32), None)
-    log = QueryLog(tmp_path / "log.csv")
+    log = query_log(tmp_path / "log.csv")
     for iteration in (1, 2, 3):
-        log.append([SegmentPair(part, part)], [Label(0, text="word " * 30_000)], iteration=iteration, time=time.time())
+        log.add(log_row(SegmentPair(part, part), Label(0, text="word " * 30_000), iteration, time.time()))
     with (tmp_path / "log.csv").open("a") as file:  # as an earlier version wrote it
         file.write(",".join(["1", "1", "0", "1.0", "2", "given", "", "", "", "", "1", "", "x" * 140_000]) + "\n")
-    QueryLog(tmp_path / "log.csv", keep_until=2)
+    log.rewind(2)
     lines = (tmp_path / "log.csv").read_text().splitlines()
     assert len(lines) == 4 and lines[0] == ",".join(COLUMNS)
 
@@ -209,7 +206,7 @@ def test_an_endpoint_that_sends_the_token_back_does_not_get_it_into_a_message(mo
         ask_for_text(OpenAIEndpoint(settings, transport=httpx.MockTransport(echo)))
     assert "bad headers" in str(caught.value)
     assert TOKEN not in str(caught.value) and "hunter2" not in str(caught.value)
-    log = log_csv([pair()], [Label(-1, text=f"I saw {TOKEN}", error=str(caught.value))], 0, 0.0).decode()
+    log = str(log_row(pair(), Label(-1, text=f"I saw {TOKEN}", error=str(caught.value)), 0, 0.0))
     assert TOKEN not in log and "hunter2" not in log
 
 
@@ -225,7 +222,7 @@ def test_label_store_log_and_traceback_hold_no_token(monkeypatch, tmp_path, caps
     monkeypatch.setenv("WANDB_API_KEY", TOKEN)
     store = LabelStore(tmp_path / "labels")
     store.append([pair()], [Label(-1, text=f"key {TOKEN}", error=f"header {TOKEN}")], step=0, time=0.0)
-    found = store.read(1).labels[0]
+    (found,) = store.read(1)[1]
     assert TOKEN not in found.text
     report = ErrorReport()
     report.folder = tmp_path
@@ -257,8 +254,7 @@ def test_printable_text_has_no_controls_and_is_otherwise_unchanged(text):
 
 @pytest.mark.parametrize("text", ["=cmd|' /C calc'!A0", "+1+cmd", "@SUM(A1)", "-2+3+cmd", " =1+1", "\t=1", '"=1+1"'])
 def test_a_cell_that_a_spreadsheet_would_run_is_quoted(text):
-    row = log_csv([pair()], [Label(0, text=text)], 0, 0.0, ("first",), [(text,)]).decode()
-    cells = next(csv.reader(io.StringIO(row.splitlines()[1])))
+    cells = log_row(pair(), Label(0, text=text), 0, 0.0, text)
     assert cells[-1].startswith("'") and cells[-2].startswith("'")
 
 
@@ -267,9 +263,10 @@ def test_ordinary_cells_stay_as_they_are(text):
     assert csv_cell(text) == text
 
 
-def test_a_log_holds_no_escape_and_no_cell_that_python_refuses():
+def test_a_log_holds_no_escape_and_no_cell_that_python_refuses(tmp_path):
     long = f"first {ESCAPE}" + "x" * 500_000
-    row = log_csv([pair()], [Label(0, text=long, error="")], 0, 0.0).decode()
+    query_log(tmp_path / "log.csv").add(log_row(pair(), Label(0, text=long), 0, 0.0))
+    row = (tmp_path / "log.csv").read_text()
     cells = list(csv.reader(io.StringIO(row)))
     assert len(cells) == 2 and "500" in cells[1][-1][-30:] and "\x1b" not in row
 

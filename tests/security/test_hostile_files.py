@@ -25,8 +25,7 @@ from rl_vlm.envs.data import QUESTIONS, BadRowError, file_rows
 from rl_vlm.envs.images import ImageError, check_parts
 from rl_vlm.http.reader import ImageReader
 from rl_vlm.labelling.import_labels import import_labels
-from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.types import Label, Segment, SegmentPair
+from rl_vlm.labelling.store import Label, LabelStore, Segment, SegmentPair
 from rl_vlm.limits import LimitExceededError, call_limited
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.loading import from_folder

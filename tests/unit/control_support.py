@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_vlm.preference.replay import StepBatch
+from rl_vlm.preference.collector import StepBatch
 
 
 def picture(value: int, size: int = 16) -> np.ndarray:

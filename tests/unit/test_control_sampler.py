@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from rl_vlm.preference import sampling as module
+from rl_vlm.preference import env_runner as module
 from rl_vlm.preference.collector import CollectionError, EpisodeResult
-from rl_vlm.preference.sampling import ControlSampler
+from rl_vlm.preference.env_runner import ControlSampler
 
 DEAD = ActorUnavailableError("The actor is restarting.", None)
 HANGS = ValueError("no result ever comes")
@@ -55,14 +55,14 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Runner]:
 
     played = SimpleNamespace(get=get, wait=wait, put=lambda value: value, kill=kill)
     monkeypatch.setattr(module, "ray", played)
-    monkeypatch.setattr("rl_vlm.preference.sampling.time.sleep", lambda _: None)
+    monkeypatch.setattr("rl_vlm.preference.env_runner.time.sleep", lambda _: None)
     return {1: Runner(), 2: Runner()}
 
 
 def sampler(runners: dict[int, Runner]) -> ControlSampler:
     manager = SimpleNamespace(actors=lambda: runners, actor_ids=lambda: list(runners))
     group = SimpleNamespace(local_env_runner=None, num_remote_env_runners=lambda: len(runners), _worker_manager=manager)
-    return ControlSampler(group, 1, 30)  # type: ignore[arg-type]
+    return ControlSampler(group, 30)
 
 
 def seeds_of(results: list[EpisodeResult]) -> list[int]:

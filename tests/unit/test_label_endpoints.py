@@ -22,11 +22,12 @@ from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, serve
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
-from rl_vlm.labelling.types import Label
+from rl_vlm.labelling.store import Label
 from rl_vlm.types import UserInputError
 
 PROMPTS = task_prompts("cartpole")
 ONE = LabelsSection(steps=1, both_orders=False)
+PLAIN = LabelsSection(steps=1, both_orders=False, guided=False)
 
 
 class Server:
@@ -77,7 +78,7 @@ def asked(endpoint: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabell
 def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret")
     server = Server(completion("0", {"0": 0.6, " 1": 0.1, "-": 0.2, "The": 0.1}))
-    label, labeller = asked(endpoint(server, token_env="MY_TOKEN", guidance="structured_outputs"))
+    label, labeller = asked(endpoint(server, token_env="MY_TOKEN"))
     (sent,) = server.requests
     assert server.paths == ["/v1/chat/completions"] and server.headers[0]["authorization"] == "Bearer secret"
     assert sent["model"] == "qwen" and sent["temperature"] == 0 and sent["max_tokens"] == 16
@@ -92,30 +93,28 @@ def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token(monkeypatch: 
 
 def test_without_guidance_free_text_is_asked_about_once_more() -> None:
     server = Server(completion("I prefer Image 2.", {"I": 0.9, "0": 0.1}))
-    label, labeller = asked(endpoint(server, guidance="none"))
+    label, labeller = asked(endpoint(server), PLAIN)
     assert len(server.requests) == 2 and labeller.stats.not_understood == 1
-    assert not any({"structured_outputs", "guided_choice"} & request.keys() for request in server.requests)
+    assert not any("structured_outputs" in request for request in server.requests)
     assert label.value == -1 and label.probabilities is None  # of another answer than the one that was given
 
 
 REFUSED = (400, {"error": {"message": "Unrecognized request argument"}})
 
 
-@pytest.mark.parametrize("first", [REFUSED, (422, {"detail": "extra"}), completion("I prefer the second.")])
-def test_how_choices_are_enforced_is_found_out(first: Any) -> None:
-    """The new field is refused, or ignored: then the old one is tried, and remembered."""
+@pytest.mark.parametrize("first", [REFUSED, (422, {"detail": "extra"})])
+def test_an_endpoint_that_refuses_to_enforce_choices_is_asked_without(first: Any) -> None:
     server = Server(first, completion("1"))
     chosen = endpoint(server, logprobs=False)
     assert asked(chosen)[0].value == 1 and asked(chosen)[0].value == 1
-    fields = [sorted({"structured_outputs", "guided_choice"} & request.keys()) for request in server.requests]
-    assert fields == [["structured_outputs"], ["guided_choice"], ["guided_choice"]]
+    assert ["structured_outputs" in request for request in server.requests] == [True, False, False]
 
 
 def test_where_nothing_enforces_choices_a_plain_question_follows() -> None:
-    server = Server(REFUSED, REFUSED, completion("I prefer Image 2."), completion("1"))
+    server = Server(REFUSED, completion("I prefer Image 2."), completion("1"))
     label, _ = asked(endpoint(server))
-    assert label.value == 1 and len(server.requests) == 4
-    assert not {"structured_outputs", "guided_choice"} & server.requests[-1].keys()
+    assert label.value == 1 and len(server.requests) == 3
+    assert "structured_outputs" not in server.requests[-1]
 
 
 def test_the_plain_generate_of_the_fork() -> None:
@@ -153,7 +152,7 @@ def test_a_busy_server_is_asked_again() -> None:
 )
 def test_what_is_no_answer_is_an_error_at_once(reply: Any, message: str) -> None:
     server = Server(reply)
-    label, labeller = asked(endpoint(server, guidance="none"))
+    label, labeller = asked(endpoint(server), PLAIN)
     assert len(server.requests) == 1 and label.answers == ()
     assert re.search(message, label.error)
     assert labeller.stats.errors == 1
@@ -178,7 +177,7 @@ def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_n
         return httpx.Response(200, json=completion("1"))
 
     def served() -> OpenAIEndpoint:
-        return OpenAIEndpoint(EndpointSection(url="http://vlm/v1", guidance="none"), httpx.MockTransport(reply))
+        return OpenAIEndpoint(EndpointSection(url="http://vlm/v1"), httpx.MockTransport(reply))
 
     label, labeller = asked(served(), LabelsSection(both_orders=False, attempts=1))  # described; gone; summarised
     assert label.value == 1 and labeller.stats.retries == 3 and not there

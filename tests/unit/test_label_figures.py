@@ -1,22 +1,21 @@
-"""Figures from our files and from those of RL-VLM-F and its fork, and videos that can be read back."""
+"""Figures from our files and from those of RL-VLM-F and its fork."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import imageio_ffmpeg
 import numpy as np
 import pytest
-from PIL import Image, ImageSequence
+from PIL import Image
 from scipy.stats import t as student_t
 from test_cli import output, run
 
+from rl_vlm.labelling.store import StepCsv
 from rl_vlm.plots.curves import Curve, combine, read_curve, trailing_mean
 from rl_vlm.plots.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
-from rl_vlm.plots.video import write_video
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.schedule import EVAL_COLUMNS, StepCsv, evaluation_row
+from rl_vlm.preference.collector import EpisodeResult, evaluation_metrics
+from rl_vlm.runs.preference import EVAL_COLUMNS, evaluation_row
 from rl_vlm.types import UserInputError
 
 
@@ -42,9 +41,9 @@ def test_fractions_stay_fractions(tmp_path: Path) -> None:
 
 
 def test_rates_of_our_own_files_are_percent_even_where_all_are_small(tmp_path: Path) -> None:
-    log = StepCsv(tmp_path / "eval.csv", EVAL_COLUMNS, -1)
+    log = StepCsv(tmp_path / "eval.csv", EVAL_COLUMNS)
     results = [EpisodeResult(seed, -1.0, 5, float(seed == 7), 0.0) for seed in range(100)]
-    log.add(evaluation_row(results, step=10, episode=1))
+    log.add(evaluation_row(evaluation_metrics(results), step=10, episode=1))
     assert read_curve(tmp_path).values.tolist() == [0.01]  # one success of 100: 1.0 in the file
 
 
@@ -147,27 +146,3 @@ def test_the_commands_write_the_originals_file_names(tmp_path: Path, monkeypatch
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"run=1", "figure4_learning_curve.png", "x.svg", "figure6_query_accuracy.png"}
     assert run("plot", "label-accuracy", "nowhere.csv") == 2
-
-
-def read_gif(path: Path) -> np.ndarray:
-    return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(path))])
-
-
-def read_mp4(path: Path) -> np.ndarray:
-    frames = imageio_ffmpeg.read_frames(str(path))
-    width, height = next(frames)["size"]
-    return np.stack([np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames])
-
-
-@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_a_video_shows_what_was_written(tmp_path: Path, suffix: str) -> None:
-    frames = np.zeros((6, 33, 47, 3), np.uint8)
-    for number, frame in enumerate(frames):
-        frame[:, : 7 * number + 5] = (200, 60, 30)
-    path = tmp_path / f"episode{suffix}"
-    write_video(path, frames, fps=10)
-    read = read_gif(path) if suffix == ".gif" else read_mp4(path)
-    assert len(read) == 6
-    reds = [(frame[..., 0] > 120).mean() for frame in read[:, :33, :47, :3]]
-    assert reds == pytest.approx([(7 * number + 5) / 47 for number in range(6)], abs=0.05)
-    assert [item.name for item in tmp_path.iterdir()] == [path.name]

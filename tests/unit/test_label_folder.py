@@ -16,9 +16,8 @@ from PIL import Image
 from test_cli import failure, output, run
 
 from rl_vlm.labelling.folder import find_pairs, label_folder
-from rl_vlm.labelling.store import LabelStore
+from rl_vlm.labelling.store import Label, LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher
-from rl_vlm.labelling.types import Label
 from rl_vlm.plots.label_accuracy import read_labels
 from rl_vlm.types import UserInputError
 
@@ -159,7 +158,7 @@ def test_caches_are_imported_on_request(tmp_path: Path, capsys) -> None:
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(data))
     assert run("import-labels", tmp_path, tmp_path / "store", "--observations", 4) == 0
     assert "Wrote 3 pairs of 1 sessions" in output(capsys)
-    assert [label.value for label in LabelStore(tmp_path / "store").read(1).labels] == [1, 1, 1]
+    assert [label.value for label in LabelStore(tmp_path / "store").read(1)[1]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("escape", ["../private/passport.jpg", "absolute", "link.jpg"])

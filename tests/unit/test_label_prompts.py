@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tables import table
 
-from rl_vlm.labelling.labeller import TaskPrompts, Templates, known_tasks, load_prompts, register_prompts, task_prompts
+from rl_vlm.labelling.labeller import TASKS, Templates, load_prompts, task_prompts
 from rl_vlm.types import UserInputError
 
 TABLES = table("label_tasks")
@@ -19,7 +19,7 @@ def test_names_of_the_original_lead_to_prompts(original: str, ours: str) -> None
 
 
 def test_every_template_can_be_filled() -> None:
-    for name in known_tasks():
+    for name in TASKS:
         prompts = task_prompts(name)
         templates = prompts.templates
         for text in (templates.describe, templates.summarise, templates.decide, templates.score_decide):
@@ -35,13 +35,6 @@ def test_an_unknown_task_names_the_nearest_one() -> None:
         task_prompts("metaworld_drawr-open-v2")
     with pytest.raises(UserInputError, match="cartpole"):
         task_prompts("zzz")
-
-
-@pytest.mark.parametrize("name", ["push_button", "PushButton-v0"])
-def test_a_task_is_found_under_the_name_that_it_was_registered_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("rl_vlm.labelling.labeller._REGISTRY", {})
-    register_prompts(TaskPrompts(name=name, goal="to press the red button"))
-    assert task_prompts(name).name == name == task_prompts(f"metaworld_{name}").name
 
 
 def test_users_bring_goals_and_templates(tmp_path: Path) -> None:

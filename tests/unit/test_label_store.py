@@ -19,8 +19,18 @@ from label_support import pair, random_pairs, segment
 from PIL import Image
 
 from rl_vlm.config import PreferenceSection, parse_config
-from rl_vlm.labelling.store import COLUMNS, LabelStore, QueryLog, label_cache
-from rl_vlm.labelling.types import SKIPPED, Label, Segment, SegmentPair
+from rl_vlm.labelling.store import (
+    COLUMNS,
+    SKIPPED,
+    Label,
+    LabelStore,
+    Segment,
+    SegmentPair,
+    StepCsv,
+    label_cache,
+    log_row,
+    query_log,
+)
 from rl_vlm.preference.feedback import check_cache
 from rl_vlm.runs.preference import inspect_preference_run
 from rl_vlm.types import UserInputError
@@ -45,18 +55,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert len(store) == 0
     assert store.append(pairs, LABELS, step=2000, time=12.5) == 1
     assert store.append([], [], step=4000, time=13.0) == 2
-    found = LabelStore(tmp_path / "labels").read(1)
-    assert (found.number, found.step, found.time) == (1, 2000, 12.5)
-    for read, written in zip(found.pairs, pairs, strict=True):
+    found_pairs, found_labels = LabelStore(tmp_path / "labels").read(1)
+    for read, written in zip(found_pairs, pairs, strict=True):
         assert same(read.first, written.first) and same(read.second, written.second)
-    for read_label, written_label in zip(found.labels, LABELS, strict=True):
+    for read_label, written_label in zip(found_labels, LABELS, strict=True):
         assert (read_label.value, read_label.error) == (written_label.value, written_label.error)
         assert read_label.answers == written_label.answers and read_label.seconds == written_label.seconds
         assert read_label.probabilities == (
             None if written_label.probabilities is None else pytest.approx(written_label.probabilities)
         )
-    assert [label.text for label in found.labels] == [label.text.replace("\ud800", "?") for label in LABELS]
-    assert LabelStore(tmp_path / "labels").read(2).pairs == []
+    assert [label.text for label in found_labels] == [label.text.replace("\ud800", "?") for label in LABELS]
+    assert LabelStore(tmp_path / "labels").read(2) == ([], [])
 
 
 def test_equal_pictures_are_kept_once(tmp_path: Path) -> None:
@@ -105,9 +114,9 @@ def test_pickles_are_no_cache_and_their_converter_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_size": 32}, "pictures of 64 × 64 pixels, and preference.image_size is 32: set it to 64"),
-        ({"segment_length": 3}, "segments of 1 steps, and preference.segment_length is 3: set it to 1"),
-        ({"reward_model": {"architecture": "mlp"}}, "of 5 numbers together, and those of env.id have 4"),
+        ({"image_size": 96}, r"does not fit this run: .* \(96, 96, 3\), not of \(64, 64, 3\)"),
+        ({"segment_length": 3}, "does not fit this run: It has segments of 1 steps"),
+        ({"reward_model": {"architecture": "mlp"}}, r"does not fit this run: .* \(4,\), not of \(5,\)"),
     ],
 )
 def test_a_cache_that_does_not_fit_the_run_is_refused_before_it_starts(
@@ -137,15 +146,14 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from label_support import random_pairs
-from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.store import QueryLog
-from rl_vlm.labelling.types import Label
-store, log = LabelStore(sys.argv[1]), QueryLog(sys.argv[1] + "/log.csv")
+from pathlib import Path
+from rl_vlm.labelling.store import Label, LabelStore, log_row, query_log
+store, log = LabelStore(sys.argv[1]), query_log(Path(sys.argv[1]) / "log.csv")
 pairs = random_pairs(8)
 for number in range(1, 100000):
     labels = [Label(number % 2, text="text " * 200)] * 8
     store.append(pairs, labels, step=number, time=0.0)
-    log.append(pairs, labels, iteration=number, time=0.0)
+    log.add(*(log_row(pair, label, number, 0.0) for pair, label in zip(pairs, labels)))
     print(number, flush=True)
 """
 
@@ -163,7 +171,7 @@ def test_a_kill_in_the_middle_of_writing_leaves_whole_sessions(tmp_path: Path) -
         process.stdout.close()
         sessions = list(LabelStore(tmp_path).sessions())
         assert len(sessions) >= max(written, default=1)
-        assert all(len(session.pairs) == len(session.labels) == 8 for session in sessions)
+        assert all(len(pairs) == len(labels) == 8 for pairs, labels in sessions)
         rows = list(csv.DictReader((tmp_path / "log.csv").open()))
         assert len(rows) >= 8 * max(written, default=1) - 8
         os.truncate(tmp_path / "log.csv", 0)
@@ -171,10 +179,10 @@ def test_a_kill_in_the_middle_of_writing_leaves_whole_sessions(tmp_path: Path) -
 
 
 def test_the_log_has_the_originals_columns_first(tmp_path: Path) -> None:
-    log = QueryLog(tmp_path / "vlm_query_log.csv")
+    log = query_log(tmp_path / "vlm_query_log.csv")
     pairs = [SegmentPair(segment([1, 2]), segment([3, 4])), pair(5, 6), pair(7, 8), pair(1, 30)]
-    log.append(pairs, LABELS, iteration=3, time=1.7e9 + 0.25)
-    log.append(pairs[:1], [Label(-1, error=SKIPPED)], iteration=4, time=1.7e9)
+    log.add(*(log_row(pair, label, 3, 1.7e9 + 0.25) for pair, label in zip(pairs, LABELS, strict=True)))
+    log.add(log_row(pairs[0], Label(-1, error=SKIPPED), 4, 1.7e9))
     text = (tmp_path / "vlm_query_log.csv").read_text()
     assert text.startswith("ground_truth_score_1,ground_truth_score_2,vlm_predicted_label,timestamp,train_iter,")
     rows = list(csv.DictReader(text.splitlines()))
@@ -190,14 +198,16 @@ def test_the_log_has_the_originals_columns_first(tmp_path: Path) -> None:
 
 def test_a_resumed_run_repeats_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
+    log = query_log(path)
     for iteration in (1, 2, 3):
-        QueryLog(path).append([pair(1, 2)], [Label(0)], iteration=iteration, time=0)
-    QueryLog(path, keep_until=1).append([pair(1, 2)], [Label(1)], iteration=2, time=0)
+        log.add(log_row(pair(1, 2), Label(0), iteration, 0))
+    log.rewind(1)
+    log.add(log_row(pair(1, 2), Label(1), 2, 0))
     assert [(row["train_iter"], row["vlm_predicted_label"]) for row in csv.DictReader(path.open())] == [
         ("1", "0"),
         ("2", "1"),
     ]
-    QueryLog(tmp_path / "none.csv", keep_until=5)
+    StepCsv(tmp_path / "none.csv", ("step",)).rewind(5)
     assert not (tmp_path / "none.csv").exists()
 
 

@@ -19,9 +19,9 @@ from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
-from rl_vlm.labelling.store import LabellerDownError, label_session
-from rl_vlm.labelling.types import Label, Labeller, SegmentPair, encode, picture_of
+from rl_vlm.labelling.store import Label, Labeller, SegmentPair, encode, picture_of
 from rl_vlm.models.images import patchify
+from rl_vlm.preference.feedback import LabellerDownError, label_session
 from rl_vlm.types import Message
 
 PROMPTS = task_prompts("cartpole")
@@ -258,13 +258,14 @@ def test_undecided_pairs_are_topped_up() -> None:
         async def label(self, pairs: list[SegmentPair]) -> list[Label]:
             return [Label(-1 if p.first.true_rewards.sum() == p.second.true_rewards.sum() else 0) for p in pairs]
 
-    session = asyncio.run(label_session(Upright(), draw, 8))
-    assert draws == [8, 4, 2, 1] and session.num_decided == 7 and len(session) == 15
-    once = asyncio.run(label_session(Upright(), draw, 8, max_rounds=1))
-    assert len(once) == 8 and once.num_decided == 4
-    draws.clear()
-    bounded = asyncio.run(label_session(Upright(), draw, 8, max_pairs=11))
-    assert draws == [8, 3] and len(bounded) == 11
+    def decided(**bounds: int) -> tuple[int, int]:
+        draws.clear()
+        pairs, labels = asyncio.run(label_session(Upright(), draw, 8, **bounds))
+        return len(pairs), sum(label.is_decided for label in labels)
+
+    assert decided() == (15, 7) and draws == [8, 4, 2, 1]
+    assert decided(max_rounds=1) == (8, 4)
+    assert decided(max_pairs=11)[0] == 11 and draws == [8, 3]
 
 
 def test_pictures_of_a_segment_stand_side_by_side() -> None:

@@ -12,7 +12,7 @@ from scipy.stats import entropy as scipy_entropy
 
 from rl_vlm.config import RewardModelSection
 from rl_vlm.config.labels import Rule
-from rl_vlm.labelling.types import SegmentPair
+from rl_vlm.labelling.store import SegmentPair
 from rl_vlm.preference.feedback import (
     disagreement,
     entropy,

@@ -52,7 +52,7 @@ def test_the_latest_complete_checkpoints_agent_is_played(
     assert found["step"] == 200 and found["env"] == "ContinuousCartPole-v0"
     actor = save_agent(tmp_path / "step-1", seed=2)
     seeds = evaluation_seeds(run_config())
-    expected = Evaluator(lambda: ContinuousCartPole(horizon=30, image_size=32), parallel=3).run(actor, seeds)
+    expected = Evaluator(lambda: ContinuousCartPole(horizon=30, image_size=32)).run(actor, seeds)
     returns = [episode["true_return"] for episode in found["episodes"]]
     assert returns == [result.true_return for result in expected] and len(set(returns)) == 3
     assert found["reward/success"] == pytest.approx(np.mean(returns)) and found["items/success"] == 3

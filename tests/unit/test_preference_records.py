@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from control_support import steps
 from label_support import pair
+from PIL import Image, ImageSequence
 from preference_loop import run_config
 from safetensors.numpy import load_file, save_file
 
@@ -23,68 +24,59 @@ from rl_vlm.algorithms.checkpoint import (
     write_state,
 )
 from rl_vlm.files import link_tree
-from rl_vlm.labelling.store import LabelStore
-from rl_vlm.labelling.types import Label
-from rl_vlm.preference.collector import EpisodeResult
-from rl_vlm.preference.replay import StepBatch
-from rl_vlm.preference.schedule import EVAL_COLUMNS, EpisodeTracker, StepCsv, evaluation_row
-from rl_vlm.runs.preference import PreferenceRun
+from rl_vlm.labelling.store import Label, LabelStore, StepCsv
+from rl_vlm.preference.collector import EpisodeResult, EpisodeTracker, StepBatch, evaluation_metrics
+from rl_vlm.runs.preference import EVAL_COLUMNS, PreferenceRun, evaluation_row
 from rl_vlm.types import UserInputError
 
 
 def test_returns_are_added_per_episode_of_many_environments() -> None:
-    tracker = EpisodeTracker(num_envs=2)
+    tracker = EpisodeTracker()
     first = StepBatch.concatenate([steps(1, 2, episode=0), steps(10, 2, episode=1)])
-    assert tracker.add(first, np.full(4, 0.5), before=0) == []
+    assert tracker.add(first, np.full(4, 0.5)) == []
     state = json.loads(json.dumps(tracker.state()))
-    tracker = EpisodeTracker(num_envs=2)
+    tracker = EpisodeTracker()
     tracker.load(state)
     second = StepBatch.concatenate(
         [steps(3, 1, episode=0, done="truncated"), steps(12, 1, episode=1, done="terminated")]
     )
-    one, other = tracker.add(second, np.full(2, 2.0), before=4)
+    one, other = tracker.add(second, np.full(2, 2.0))
     assert (one.true_return, one.learned_return, one.success, one.length) == (-6.0, 3.0, 1.0, 3)
     assert (other.true_return, other.learned_return, other.length) == (-33.0, 3.0, 3)
     assert (one.number, other.number) == (1, 2)  # although both ended in the same round
     assert tracker.finished == 2 and tracker.mean_true_return == pytest.approx(-19.5)
 
 
-def test_an_episode_ends_at_its_own_step_and_not_at_the_end_of_the_round() -> None:
-    """Two runners of one environment each take 5 steps, 10 in all: one's episode ends after 4 of them, the other's after 2."""
-    late = [steps(0, 4, episode=0, done="truncated"), steps(9, 1, episode=2)]
-    early = [steps(20, 2, episode=1, done="terminated"), steps(30, 3, episode=3)]
-    ended = EpisodeTracker(num_envs=2).add(StepBatch.concatenate([*late, *early]), np.zeros(10), before=100)
-    assert [(one.number, one.step, one.length) for one in ended] == [(1, 104, 2), (2, 108, 4)]
-
-
 def test_only_the_last_ten_returns_count_for_the_margin() -> None:
     tracker = EpisodeTracker()
     assert tracker.mean_true_return == 0.0
     for number in range(15):
-        tracker.add(steps(number, 1, episode=number, done="truncated"), np.zeros(1), before=number)
+        tracker.add(steps(number, 1, episode=number, done="truncated"), np.zeros(1))
     assert tracker.mean_true_return == pytest.approx(-np.mean(range(5, 15)))
 
 
 def test_a_csv_goes_on_after_the_checkpoint_and_loses_what_came_later(tmp_path: Path) -> None:
     path = tmp_path / "eval.csv"
-    log = StepCsv(path, EVAL_COLUMNS, -1)
+    log = StepCsv(path, ("episode", "step", "success_rate"))
     for step in (0, 100, 200):
-        log.add({"step": step, "success_rate": step / 2, "unknown": 1})
+        log.add([1, step, step / 2])
     with open(path, "a") as file:
         file.write("7,30")  # a line that a crash cut short
-    StepCsv(path, EVAL_COLUMNS, 100).add({"step": 150, "success_rate": 33.0})
+    log.rewind(100)
+    log.add([1, 150, 33.0])
     rows = list(csv.DictReader(path.open()))
     assert [(row["step"], row["success_rate"]) for row in rows] == [("0", "0.0"), ("100", "50.0"), ("150", "33.0")]
-    assert StepCsv(path, EVAL_COLUMNS, -1) and len(path.read_text().splitlines()) == 1
+    log.rewind(-1)
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_success_rates_are_percent_of_episodes_with_a_success() -> None:
     results = [EpisodeResult(k, -10.0 * k, 5, float(k > 0), float(k > 2)) for k in range(4)]
-    row = evaluation_row(results, step=500, episode=9)
+    cells = evaluation_row(evaluation_metrics(results), step=500, episode=9)
+    row = dict(zip(EVAL_COLUMNS, cells, strict=True))
     assert (row["success_rate"], row["success_last"], row["true_episode_reward"]) == (75.0, 25.0, -15.0)
     assert row["success_rate_low"] == pytest.approx(30.06, abs=0.01)  # Wilson's interval of 3 in 4
     assert row["success_rate_high"] == pytest.approx(95.44, abs=0.01)
-    assert set(row) == set(EVAL_COLUMNS)
 
 
 def save(folder: Path, step: int, keep: int = 3, fail: bool = False, history: Path | None = None) -> Path:
@@ -110,7 +102,7 @@ def store_of(folder: Path, *values: int) -> LabelStore:
 
 
 def values_of(store: LabelStore) -> list[int]:
-    return [session.labels[0].value for session in store.sessions()]
+    return [labels[0].value for _, labels in store.sessions()]
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -153,6 +145,20 @@ def test_a_full_disk_at_an_evaluation_costs_its_row_and_not_the_run(tmp_path: Pa
     run._evaluate()
     assert shown == ["Could not write eval.csv (No space left on device); going on without it."]
     assert run.write_errors == 1 and logged == [50]
+
+
+def test_a_film_shows_what_was_drawn(tmp_path: Path) -> None:
+    frames = np.zeros((6, 33, 47, 3), np.uint8)
+    for number, frame in enumerate(frames):
+        frame[:, : 7 * number + 5] = (200, 60, 30)
+    run = PreferenceRun.__new__(PreferenceRun)
+    run.algorithm, run.artifacts, run.folder = SimpleNamespace(env_steps=50), None, tmp_path
+    run._save_videos([EpisodeResult(0, -1.25, 6, 1.0, 1.0, frames), EpisodeResult(1, -2.0, 6, 1.0, 1.0)])
+    (path,) = (tmp_path / "videos").iterdir()
+    assert path.name == "step0000050_episode00_-1.25.gif"
+    read = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(Image.open(path))]
+    reds = [(frame[..., 0] > 120).mean() for frame in read]
+    assert reds == pytest.approx([(7 * number + 5) / 47 for number in range(6)], abs=0.05)
 
 
 def test_the_run_folder_keeps_the_newest_checkpoints(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tables import table
 
+from rl_vlm.algorithms.preference_sac import first_session_step, next_boundary, phase, session_size
 from rl_vlm.config import PreferenceSection, parse_config
-from rl_vlm.preference.schedule import first_session_step, next_boundary, phase, session_size
 from rl_vlm.types import UserInputError
 
 

@@ -209,7 +209,7 @@ def test_the_constants_of_the_loop_are_the_published_ones() -> None:
         sac, model = settings.sac, settings.reward_model
         assert (sac.gamma, sac.init_alpha, sac.alpha_lr, sac.betas) == (0.99, 0.1, 1e-4, (0.9, 0.999))
         assert (sac.tau, sac.target_update_every, sac.updates_per_step) == (0.005, 2, 1)
-        assert (sac.log_std_bounds, sac.target_entropy) == ((-5.0, 2.0), None)
+        assert sac.log_std_bounds == (-5.0, 2.0)
         assert (settings.exploration_k, settings.reset_updates, settings.feedback_schedule) == (5, 100, 0)
         assert (settings.frame_capacity, settings.segment_length) == (200_000, 1)
         assert (model.size, model.kernels, model.channels, model.strides) == (

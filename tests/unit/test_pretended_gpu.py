@@ -19,14 +19,14 @@ from pretended_gpu import GPU, PretendedTensor, pretended_gpu
 from rl_vlm.config import PolicyConfig, RewardModelSection, SACSection, SFTConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.labelling.types import Label
+from rl_vlm.labelling.store import Label
 from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, sight_logprobs
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.preference.reward_model import Examples, RewardEnsemble, RewardTrainer, add_pairs
+from rl_vlm.preference.reward_model import Examples, RewardEnsemble
 from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater
 from rl_vlm.supervised.trainer import SFTTrainer
 from rl_vlm.types import Completion, TrajectoryGroup
@@ -190,7 +190,7 @@ def test_supervised_steps_on_a_gpu_are_those_of_a_cpu(tiny_folder: Path, tmp_pat
             before = trainer.evaluate([batch])
             steps = [trainer.step(batch, 1e-3) for _ in range(2)]
             trainer.restore(trainer.adapter(1), trainer.moments())
-            found[where] = [before[0], *(step.loss for step in steps), trainer.evaluate([batch])[0]]
+            found[where] = [before[0], *(loss for loss, *_ in steps), trainer.evaluate([batch])[0]]
     np.testing.assert_allclose(found["cuda"], found["cpu"], rtol=1e-4)
 
 
@@ -293,10 +293,10 @@ def test_a_reward_model_on_a_gpu_learns_what_one_on_a_cpu_learns(kind: Any, tmp_
                 architecture=kind, size=2, channels=(4, 8, 8, 8), hidden=8, epochs=1, min_gradient_steps=2
             )
             ensemble = RewardEnsemble((5,) if kind == "mlp" else (48, 48, 3), settings, seed=1, device=where)
-            examples, trainer = Examples(2, capacity=8), RewardTrainer(ensemble, seed=1)
-            add_pairs(examples, ensemble, pairs, labels)
-            trainer.fit(examples)
-            trainer.save(tmp_path / where)
-            trainer.load(tmp_path / where)
+            examples = Examples(2)
+            ensemble.add_pairs(examples, pairs, labels)
+            ensemble.fit(examples)
+            ensemble.save(tmp_path / where)
+            ensemble.load(tmp_path / where)
             found[where] = ensemble.preferences(pairs)
     np.testing.assert_allclose(found["cuda"], found["cpu"], atol=1e-4)

@@ -10,8 +10,9 @@ import pytest
 from control_support import number_of, picture, steps
 from safetensors.numpy import load_file, save_file
 
-from rl_vlm.labelling.types import SegmentPair
-from rl_vlm.preference.replay import FrameRing, NotFiniteError, ReplayBuffer, StepBatch
+from rl_vlm.labelling.store import SegmentPair
+from rl_vlm.preference.collector import StepBatch
+from rl_vlm.preference.replay import FrameRing, NotFiniteError, ReplayBuffer
 from rl_vlm.types import UserInputError
 
 
@@ -155,13 +156,15 @@ def test_frames_come_back_byte_for_byte() -> None:
     for number in range(120):
         frame = background.copy()
         frame[number % 28 : number % 28 + 4, 5:9] = rng.integers(0, 256, 3)  # something moves
-        episode = number // 9 + (number % 2) * 1000  # two environments in turn
-        ring.add(frame[None], [episode])
         kept.append(frame)
+    for number in range(0, 120, 2):  # a frame of each of two environments
+        ring.add(np.stack(kept[number : number + 2]), np.array([number // 18, 1000 + number // 18]))
     order = rng.permutation(50)
     newest = {number % 50: kept[number] for number in range(70, 120)}
     assert np.array_equal(ring.get(order), np.stack([newest[slot] for slot in order.tolist()]))
-    assert len(ring._keys) == len({number // 9 + (number % 2) * 1000 for number in range(70, 120)})
+    state = ring.state()
+    assert state["differences"].nbytes < 50 * 32 * 32 * 3 / 20  # what does not move costs nothing
+    assert len(state["firsts_lengths"]) == 2 * len({number // 18 for number in range(70, 120)})
 
 
 def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
@@ -170,7 +173,7 @@ def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
     def ring(capacity: int, frames: int = 0) -> FrameRing:
         made = FrameRing(capacity, 16)
         for number in range(frames):
-            made.add(np.full((1, 16, 16, 3), number, np.uint8), [number])
+            made.add(np.full((1, 16, 16, 3), number, np.uint8), np.array([number]))
         return made
 
     with pytest.raises(UserInputError, match=r"preference\.frame_capacity"):

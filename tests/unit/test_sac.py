@@ -141,8 +141,6 @@ def test_alpha_moves_the_entropy_to_its_target() -> None:
     assert updater.target_entropy == -A
     assert float(loss.detach()) == pytest.approx(0.1 * (0.5 + A))  # α = .1, and d α / d log α = α
     assert float(updater.networks.log_alpha.grad) == pytest.approx(0.1 * (0.5 + A))
-    settings = SETTINGS.model_copy(update={"target_entropy": 0.5})
-    assert SACUpdater(networks(), settings, seed=0).target_entropy == 0.5
 
 
 def test_the_log_probability_is_that_of_the_squashed_gaussian() -> None:

@@ -18,10 +18,9 @@ from PIL import Image
 
 from rl_vlm.config import load_sft_config
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.supervised.conversations import Conversation
+from rl_vlm.supervised.conversations import Conversation, Picture
 from rl_vlm.supervised.dataset import JobData, open_job_data
-from rl_vlm.supervised.example import write_example
-from rl_vlm.supervised.sources import open_conversations
+from rl_vlm.supervised.sources import open_conversations, write_example
 from rl_vlm.types import UserInputError
 
 REPLY = {"role": "assistant", "content": "Two."}
@@ -47,7 +46,14 @@ def shape(conversation: Conversation) -> list[tuple[str, list[str]]]:
     """Roles and parts, images by their colour."""
     colours = [image.to_pil().getpixel((0, 0)) for image in conversation.decoded()]
     rest = iter({(255, 0, 0): "RED", (0, 0, 255): "BLUE"}[colour] for colour in colours)  # type: ignore[index]
-    return [(role, [next(rest) if part is None else part for part in parts]) for role, parts in conversation.turns]
+    return [
+        (role, [next(rest) if isinstance(part, Picture) else part for part in parts])
+        for role, parts in conversation.turns
+    ]
+
+
+def shape_of_text(conversation: Conversation) -> list[list[str | None]]:
+    return [[None if isinstance(part, Picture) else part for part in parts] for _, parts in conversation.turns]
 
 
 # --- forms
@@ -114,7 +120,8 @@ def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_pa
         built_in, files = open_conversations("shapes", split), open_conversations(str(tmp_path / "data"), split)  # type: ignore[arg-type]
         assert len(built_in) == len(files)
         for index in (0, 7, 199):
-            assert built_in[index].turns == files[index].turns
+            assert [role for role, _ in built_in[index].turns] == [role for role, _ in files[index].turns]
+            assert shape_of_text(built_in[index]) == shape_of_text(files[index])
             assert built_in[index].decoded() == files[index].decoded()
     with pytest.raises(UserInputError, match="choose another"):
         write_example(tmp_path / "data")
@@ -126,11 +133,6 @@ def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_pa
 USER = {"role": "user", "content": "How many?"}
 BAD: dict[str, tuple[Any, str]] = {
     "not JSON": ('{"messages": \n', "not JSON"),
-    "a key twice": ('{"messages": [], "messages": []}\n', "the key 'messages' stands twice in one object"),
-    "a key twice below": (
-        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n',
-        "the key 'content' stands twice in one object",
-    ),
     "a list": ("[1, 2]\n", "a list and not an object"),
     "no messages": ({"text": "hello"}, "`messages` is missing"),
     "no assistant": ({"messages": [USER]}, "no message is the assistant's"),

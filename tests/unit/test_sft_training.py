@@ -22,9 +22,8 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.lora import load_lora_state, lora_state
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.ownership import files_in, run_files
-from rl_vlm.supervised.answers import AnswerWriter
 from rl_vlm.supervised.dataset import open_job_data
-from rl_vlm.supervised.trainer import SFTTrainer, learning_rate
+from rl_vlm.supervised.trainer import AnswerWriter, SFTTrainer, learning_rate
 from rl_vlm.types import Message, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,9 +118,9 @@ def test_loss_and_gradient_equal_those_of_trl(micro_batch_tokens: int, tiny_fold
 
     sft._strategy.step = keep_gradients  # type: ignore[method-assign]
     batch = [data.encoder.encode(one) for one in conversations]
-    figures = sft.step(batch, lr=1e-3)
-    assert figures.targets == int((labels[:, 1:] != -100).sum())
-    assert figures.loss == pytest.approx(float(expected), abs=1e-4)
+    loss, targets, _ = sft.step(batch, lr=1e-3)
+    assert targets == int((labels[:, 1:] != -100).sum())
+    assert loss == pytest.approx(float(expected), abs=1e-4)
     assert ours.keys() == theirs.keys() and len(ours) == 28
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, theirs[name], atol=1e-4, rtol=1e-3)
@@ -171,7 +170,7 @@ def test_the_loss_of_several_turns_is_that_of_every_assistant_turn(tiny_folder: 
     loss, targets = trainer.evaluate([[trajectory]])
     assert targets == int(trajectory.loss_mask.sum())
     assert loss == pytest.approx(float(expected), abs=1e-4)
-    assert trainer.step([trajectory], 1e-3).loss == pytest.approx(float(expected), abs=1e-4)
+    assert trainer.step([trajectory], 1e-3)[0] == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_conversations_with_one_beginning_share_it_and_the_loss_is_the_same(tiny_folder: Path, tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_conversations_with_one_beginning_share_it_and_the_loss_is_the_same(tiny
         trainer = SFTTrainer(policy, settings)
         batch = batch_of(settings, policy)
         rows = sum(len(micro.input_ids) for micro in trainer._pack(batch))
-        found.append((rows, trainer.step(batch, 1e-3).loss))
+        found.append((rows, trainer.step(batch, 1e-3)[0]))
     assert [rows for rows, _ in found] == [1, 3]
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
 
