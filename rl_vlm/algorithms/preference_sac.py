@@ -187,8 +187,12 @@ class PreferenceSAC(RunAlgorithm):
 
         service.wait_until_ready()
         serving = self.run_config.serving
-        homes = homes(service.key, 0, 1, serving)
-        client = PolicyClient(service.run_id, deadline_s=serving.request_timeout_s, homes=homes, key=service.key)
+        client = PolicyClient(
+            service.run_id,
+            deadline_s=serving.request_timeout_s,
+            homes=homes(service.key, 0, 1, serving),
+            key=service.key,
+        )
         return client, load_text_side(service.model.folder, self.run_config.model.pixels)
 
     def make_state(self) -> None:
