@@ -32,7 +32,7 @@ from rl_vlm.labelling.store import (
     query_log,
     true_return,
 )
-from rl_vlm.types import UserInputError
+from rl_vlm.types import RLVLMError, UserInputError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _PREFIXED = re.compile(r"^(first|second)[_-](.+)$", re.IGNORECASE)
@@ -93,12 +93,14 @@ def label_folder(
 
     async def label_all() -> None:
         try:
-            for batch in _batches(pairs):
+            for batch in (pairs[:1], *_batches(pairs[1:])):
                 loaded = [named.load() for named in batch]
                 new = await labeller.label(loaded)
                 rows = zip(loaded, new, batch, strict=True)
                 log.add(*(log_row(pair, label, 0, started, named.first, named.second) for pair, label, named in rows))
                 labels.extend(new)
+                if labels[0].error:  # the others would fail as it did, after many attempts each
+                    raise RLVLMError(f"The first pair could not be labelled: {labels[0].error}")
         finally:
             if close is not None:
                 await close()
@@ -114,7 +116,8 @@ def _batches(pairs: Sequence[NamedPair]) -> Iterator[list[NamedPair]]:
             yield batch
             batch = []
         batch.append(named)
-    yield batch
+    if batch:
+        yield batch
 
 
 def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
