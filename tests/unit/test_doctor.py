@@ -179,6 +179,11 @@ sys.stdin.read()
 """
 
 
+def ray_check(name: str) -> Check:
+    """One of the checks of Ray."""
+    return next(check for check in ray_checks() if check.name == name)
+
+
 @pytest.mark.parametrize(("mode", "status"), [(0o600, "ok"), (0o400, "ok"), (0o644, "warn"), (0o640, "warn")])
 def test_a_token_that_others_may_read_is_told(
     mode: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -187,7 +192,7 @@ def test_a_token_that_others_may_read_is_told(
     token.write_text("very-secret")
     token.chmod(mode)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    check = next(ray_checks())
+    check = ray_check("ray token")
     assert (check.name, check.status) == ("ray token", status)
     assert "very-secret" not in check.detail
     assert check.remedy == ("" if status == "ok" else f"Run `chmod 600 {token}`.")
@@ -195,7 +200,7 @@ def test_a_token_that_others_may_read_is_told(
 
 def test_without_a_token_there_is_nothing_to_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    assert next(ray_checks()).status == "ok"
+    assert ray_check("ray token").status == "ok"
 
 
 @pytest.mark.parametrize(("host", "open_"), [("0.0.0.0", True), ("127.0.0.1", False)])
@@ -206,7 +211,7 @@ def test_ports_that_other_machines_reach_are_told(host: str, open_: bool) -> Non
     try:
         assert child.stdout is not None
         port = child.stdout.readline().strip()
-        check = list(ray_checks())[1]
+        check = ray_check("ray ports")
         assert check.name == "ray ports"
         assert (f"raylet {port}" in check.detail or f", {port}" in check.detail) == open_
         if open_:

@@ -49,7 +49,7 @@ class Reset(PreferenceSAC):
 
     def __init__(self, deaths: int) -> None:
         self.deaths, self.asked = deaths, []  # type: ignore[var-annotated]
-        self.settings = SimpleNamespace(sac=SimpleNamespace(batch_size=2), exploration_k=1)  # type: ignore[assignment]
+        self.settings = SimpleNamespace(sac=SimpleNamespace(batch_size=2, log_std_bounds=(-5, 2)), exploration_k=1)  # type: ignore[assignment]
         rows = np.zeros((4, 1), np.float32)
         self.replay: Any = SimpleNamespace(
             sample_rows=lambda count, rng: np.zeros(count, np.int64),
@@ -61,10 +61,7 @@ class Reset(PreferenceSAC):
 
     def _update_learners(self, batches: Sequence[Any]) -> list[Any] | None:
         self.asked.append(batches[0].reset_critics)
-        return None if len(self.asked) <= self.deaths else [({}, None)]
-
-    def _actor_of(self, layers: Any) -> Any:
-        return None
+        return None if len(self.asked) <= self.deaths else [({}, [])]
 
 
 @dataclass

@@ -111,7 +111,7 @@ def test_whatever_happens_no_request_is_admitted_before_the_start_or_to_a_silent
         for _ in range(60):
             now += float(rng.uniform(0, 3))
             events: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-                (life.start, ()),
+                (setattr, (life, "started", True)),
                 (life.load, ()),
                 (life.observe, (int(now), now)),
                 (life.pass_probe, (now,)),

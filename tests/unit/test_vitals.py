@@ -84,10 +84,13 @@ QUERIES = {
 }
 
 
+OTHERS = ("errors_total", "adapter_version", "policy_version")  # of replicas, in no table
+
+
 def known() -> set[str]:
     """The names of all series as Prometheus sees them."""
     histograms = {f"{name}_{part}" for name in serving._HISTOGRAMS for part in ("bucket", "sum", "count")}
-    replicas = {f"rl_vlm_{name}" for name in {*serving._GAUGES, *serving._COUNTERS, "errors_total"} | histograms}
+    replicas = {f"rl_vlm_{name}" for name in {*serving._GAUGES, *serving._COUNTERS, *OTHERS} | histograms}
     return {f"ray_{name}" for name in all_metrics() | replicas}
 
 

@@ -41,7 +41,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
         {"max_turns": 1}, {"prompt": "none"}, {"seed": "a"}, {"num_train": 0}, {"colour": "red"},
     ],
     "Geo3k-v0": [
-        {"level": 6}, {"level": True}, {"level": []}, {"level": [1, "2"]}, {"angle_step": 7}, {"angle_step": True}, {"level": 5, "image_size": 64},
+        {"level": 6}, {"level": True}, {"level": []}, {"level": [1, "2"]}, {"angle_step": 7}, {"level": 5, "image_size": 64},
         {"image_size": 63}, {"num_test": 0}, {"seed": 0.5}, {"level": 2, "data": "anywhere"}, {"data": GEO3K, "max_turns": 0},
         {"data": GEO3K, "max_turns": True}, {"data": GEO3K, "image_size": 0}, {"data": GEO3K, "square": True, "image_size": None},
         {"data": GEO3K, "prompt": "long"}, {"data": GEO3K, "turns": 3},
