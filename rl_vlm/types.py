@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from rl_vlm.safe_text import safe
 from rl_vlm.tracing import Span
@@ -101,14 +101,17 @@ class EncodedImage:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Any PIL image in RGB: transparency is laid on white, 16 bits become 8. Raises UserInputError for pixels of 32
-    bits."""
+    """Any PIL image as a viewer shows it, in RGB: turned as its EXIF data say, transparency laid on white, 16 bits made
+    8. Raises UserInputError for pixels of 32 bits."""
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F"):
         raise UserInputError("The image has pixels of 32 bits, whose range nobody knows: convert it to 8 or 16 bits.")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # PIL would cut off at 255
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
+    palette = image.palette.mode if image.palette is not None else ""
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or palette == "RGBA" or "transparency" in image.info:
+        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
     return image if image.mode == "RGB" else image.convert("RGB")
 

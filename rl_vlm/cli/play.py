@@ -17,7 +17,7 @@ from rich.text import Text
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
 from rl_vlm.safe_text import printable
-from rl_vlm.types import EncodedImage, Observation, Split
+from rl_vlm.types import EncodedImage, Observation, Split, as_rgb
 
 
 def half_blocks(image: Image.Image, columns: int, rows: int) -> Text:
@@ -30,7 +30,7 @@ def half_blocks(image: Image.Image, columns: int, rows: int) -> Text:
     width = max(1, round(image.width * scale))
     height = max(2, 2 * round(image.height * scale / 2))  # a character holds two
     method = Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST
-    pixels = image.convert("RGB").resize((width, height), method).load()
+    pixels = as_rgb(image).resize((width, height), method).load()
     assert pixels is not None
     text = Text()
     for row in range(0, height, 2):
@@ -104,7 +104,7 @@ def _draw(console: Console, part: Image.Image | EncodedImage, picture: str) -> N
     said = f"image of {image.width}x{image.height} pixels"
     if picture != "none":  # no colours here, or asked for
         with tempfile.NamedTemporaryFile(prefix="rl-vlm-play-", suffix=".png", delete=False) as file:
-            image.convert("RGB").save(file, format="PNG")
+            as_rgb(image).save(file, format="PNG")
         said += f" in {file.name}"
         if picture == "open":
             typer.launch(str(Path(file.name)))

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.types import EncodedImage, UserInputError, as_rgb
 
 # Formats that PIL decodes itself; PostScript, for example, it passes to an interpreter.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -77,13 +77,13 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> EncodedImage:
 
 def pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode an image to uint8 [H, W, 3] RGB; ImageError as `decode`."""
-    return _decoded(data, max_pixels, lambda image: np.asarray(image.convert("RGB")))
+    return _decoded(data, max_pixels, lambda image: np.asarray(as_rgb(image)))
 
 
 def _decoded(data: bytes, max_pixels: int, convert: Callable[[Image.Image], T]) -> T:
     image = _open(data, max_pixels)
     try:
-        return convert(ImageOps.exif_transpose(image))
+        return convert(image)
     except ImageError:
         raise
     except Exception as error:  # decoders raise nearly anything on corrupt bytes

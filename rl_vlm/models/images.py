@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rl_vlm.types import EncodedImage, PixelLimits, UserInputError
+from rl_vlm.types import EncodedImage, PixelLimits, UserInputError, as_rgb
 
 Grid = tuple[int, int, int]  # temporal, height, width in patches
 
@@ -218,7 +218,7 @@ def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
     """uint8 [height, width, 3]."""
     try:
         picture = image.to_pil(label) if isinstance(image, EncodedImage) else image
-        pixels = np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+        pixels = np.asarray(as_rgb(picture))
     except UserInputError as error:
         raise ImageError(str(error)) from error
     except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for damaged files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import struct
 import subprocess
@@ -22,6 +23,7 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
 from rl_vlm.config import HTTPSection
+from rl_vlm.envs.images import pixels
 from rl_vlm.http.reader import ImageReader
 from rl_vlm.models.images import ImageError, ImageProcessorSpec, patchify
 from rl_vlm.types import EncodedImage, UserInputError
@@ -299,3 +301,52 @@ def test_a_file_over_the_limit_is_refused_undecoded(spec: ImageProcessorSpec) ->
     uri = "data:image/png;base64," + base64.b64encode(bytes(2**20)).decode()
     assert "larger than 0.5 MiB" in refusal(spec, uri, max_image_mib=0.5)
     assert "larger" not in refusal(spec, uri, max_image_mib=1)
+
+
+# --- One function makes any picture RGB as a viewer shows it, wherever it comes from
+
+CLEAR = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+CLEAR.putpixel((0, 0), (0, 0, 255, 255))
+WHITE = (255, 255, 255)
+
+
+def turned_photo() -> Image.Image:
+    """A photo of 96x64 pixels as a camera stores it that was held upright, opened and not decoded."""
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    stored = Image.new("RGB", (96, 64), "white")
+    stored.paste("red", (0, 0, 16, 64))  # on the left of the sensor: at the top for a viewer
+    stored.save(file, "PNG", exif=exif)
+    return Image.open(file)
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (CLEAR, WHITE),
+        (CLEAR.quantize(4), WHITE),  # a palette with alpha
+        (CLEAR.convert("RGBa"), WHITE),
+        (Image.new("LA", (8, 8), (0, 0)).convert("La"), WHITE),
+        (Image.new("LA", (8, 8), (0, 0)), WHITE),
+        (Image.new("RGBA", (8, 8), (0, 0, 0, 128)), (127, 127, 127)),
+        (Image.fromarray(np.full((8, 8), 40000, np.uint16)), (156, 156, 156)),
+        (Image.new("L", (8, 8), 7), (7, 7, 7)),
+        (Image.new("1", (8, 8), 1), WHITE),
+    ],
+    ids=lambda value: value.mode if isinstance(value, Image.Image) else "",
+)
+def test_every_mode_is_shown_as_a_viewer_shows_it(image: Image.Image, expected: tuple[int, int, int]) -> None:
+    assert EncodedImage.from_pil(image).to_pil().getpixel((7, 7)) == expected
+    if image.mode not in ("RGBa", "La"):  # which no file has
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        assert tuple(pixels(file.getvalue())[7, 7]) == expected
+
+
+def test_a_photo_is_upright_whether_it_comes_as_a_picture_or_as_a_file() -> None:
+    file = io.BytesIO()
+    photo = turned_photo()
+    photo.save(file, "PNG", exif=photo.getexif())
+    for shown in (np.asarray(EncodedImage.from_pil(turned_photo()).to_pil()), pixels(file.getvalue())):
+        assert shown.shape == (96, 64, 3)
+        assert (shown[:16] == (255, 0, 0)).all() and (shown[16:] == 255).all()
