@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,6 +12,8 @@ from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+
+JITTER = random.Random()  # of pauses; environments may draw from the global generator, which a retry must not move
 
 
 async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -18,6 +17,7 @@ import numpy as np
 
 from rl_vlm.engines.base import BASE_MODEL, Engine
 from rl_vlm.types import Completion, GenerationRequest, Message, RLVLMError, SamplingParams, StopReason, UserInputError
+from rl_vlm.waiting import JITTER
 
 if TYPE_CHECKING:
     from rl_vlm.models.loading import TextSide  # transformers: an endpoint needs none of it
@@ -199,7 +199,7 @@ async def ask_again(
             on_retry(known)
             # Jitter keeps questions that failed together from coming back together.
             backoff = min(_FIRST_PAUSE_S * 2 ** min(asked, 30), _LONGEST_PAUSE_S)
-            pause = max(pause, random.uniform(0.5, 1) * backoff)
+            pause = max(pause, JITTER.uniform(0.5, 1) * backoff)
             await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
         asked += 1
     limit = f"in {attempts} attempts" if failed >= attempts else f"within {deadline_s:g} s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.follower import ReplicaState
 from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
+from rl_vlm.waiting import JITTER
 
 logger = logging.getLogger("rl_vlm.http")
 
@@ -109,7 +109,7 @@ class ServeBackend:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 refused = isinstance(error, RayTaskError) and not isinstance(cause, ReplicaUnavailableError)
                 attempt += 1
-                pause = random.uniform(0, min(2.0, 0.05 * 2**attempt))
+                pause = JITTER.uniform(0, min(2.0, 0.05 * 2**attempt))
                 if started or refused or time.monotonic() + pause >= deadline:
                     what = "The replica refused" if refused else "The replica died while it answered"
                     raise GenerationFailedError(f"{what} the request: {_sentence(cause)}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.serving.registry import OWN, PolicyKey, app_name
 from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError
+from rl_vlm.waiting import JITTER
 
 # No replica id begins with this: ids are letters and digits.
 _HOME = "#"
@@ -244,7 +244,7 @@ class PolicyClient:
             attempt += 1
             self.retries += 1
             # Full jitter keeps the clients of a dead replica from coming back together.
-            pause = random.uniform(0, min(2.0, 0.05 * 2**attempt))
+            pause = JITTER.uniform(0, min(2.0, 0.05 * 2**attempt))
             if time.monotonic() - started + pause >= self._deadline_s:
                 raise GenerationFailedError(
                     f"No answer within {self._deadline_s:g} s after {attempt} attempts; the last error: {reason}"
