@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,12 +40,11 @@ def train(
     refuse_both(resume, overwrite)
     run = load_run(config, overrides)
     from rl_vlm.runs import train as training
-    from rl_vlm.runs.run_folder import check_run_dir
 
     folder = _run_folder(run_dir, config if resume else None, training.default_run_dir(run))
     if dry_run:
-        check_run_dir(folder, resume, overwrite)
-        _print_findings(run.name, training.inspect_run(run))
+        obstacles = training.obstacles(run, folder, resume=resume, overwrite=overwrite)
+        _print_findings(run.name, training.inspect_run(run), obstacles)
         return
     _print_result(training.train(run, folder, resume=resume, overwrite=overwrite), folder)
 
@@ -92,10 +91,13 @@ def export(
     say(f"Wrote {export_model(source, out, model, overwrite)}: weights, processor and chat template.")
 
 
-def _print_findings(name: str, findings: Mapping[str, Any]) -> None:
+def _print_findings(name: str, findings: Mapping[str, Any], obstacles: Sequence[str] = ()) -> None:
     for key, value in findings.items():
         say(f"{key}: {value}")
-    say(f"{name}: nothing is wrong with the configuration, the model and the data.")
+    for sentence in obstacles:
+        say(f"not here: {sentence}")
+    here = ", but the run would not start here" if obstacles else ""
+    say(f"{name}: nothing is wrong with the configuration, the model and the data{here}.")
 
 
 def _run_folder(run_dir: str | None, resumed: Path | None, default: Path) -> str:
@@ -136,11 +138,9 @@ def sft(
     refuse_both(resume, overwrite)
     job = load_sft_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
     from rl_vlm.runs import sft as tuning
-    from rl_vlm.runs.run_folder import check_run_dir
 
     folder = _run_folder(run_dir, config if resume else None, tuning.default_run_dir(job))
     if dry_run:
-        check_run_dir(folder, resume, overwrite)
         _print_findings(job.name, tuning.inspect_sft(job)[0])
         return
     _print_result(tuning.sft(job, folder, resume=resume, overwrite=overwrite, progress=say), folder)

@@ -11,7 +11,7 @@ from rl_vlm.plugins import load_plugins
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.runs.preference import PreferenceRun
-from rl_vlm.runs.run_folder import RunDir, opened_run_folder
+from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder
 from rl_vlm.runs.surroundings import check_resources, joins_cluster
 from rl_vlm.tracing import collector_is_named
 from rl_vlm.types import UserInputError
@@ -31,9 +31,21 @@ def inspect_run(config: TrainConfig) -> dict[str, Any]:
     check_quantization(config.serving.quantization)
     if config.logging.traces and collector_is_named():
         _check_exporter()
-    if not joins_cluster():
-        check_resources(config)
     return kind_of(config).inspect(config)
+
+
+def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: bool) -> list[str]:
+    """What would keep the run from starting on this machine, in this folder: a sentence each. Changes nothing."""
+    found = []
+    checks = [lambda: check_run_dir(run_dir, resume, overwrite)]
+    if not joins_cluster():
+        checks.append(lambda: check_resources(config))
+    for check in checks:
+        try:
+            check()
+        except UserInputError as error:
+            found.append(str(error))
+    return found
 
 
 def _check_exporter() -> None:
@@ -58,5 +70,7 @@ def train(
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
     inspect_run(config)
+    if not joins_cluster():
+        check_resources(config)
     with opened_run_folder(run_dir or default_run_dir(config), resume=resume, overwrite=overwrite) as folder:
         return kind_of(config)(config, folder, resume).execute()

@@ -49,6 +49,7 @@ def training(monkeypatch):
     module.train = train
     module.default_run_dir = lambda run: Path("runs") / run.name
     module.inspect_run = lambda run: {"model": run.model.path}
+    module.obstacles = lambda *_, **__: []
     return install(monkeypatch, module)
 
 
