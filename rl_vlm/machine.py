@@ -52,7 +52,7 @@ def _numbers(*files: Path) -> list[int]:
     """All numbers in the files; none where one is missing or says "max"."""
     try:
         return [int(word) for file in files for word in file.read_text().split()]
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # no such limit
         return []
 
 
@@ -60,6 +60,6 @@ def _cached(folder: Path) -> int:
     """Bytes of files in memory, which the kernel gives up when it needs them."""
     try:
         lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
-    except OSError:
+    except OSError:  # it is not told here
         return 0
     return sum(int(value) for name, value in lines if name in ("active_file", "inactive_file"))

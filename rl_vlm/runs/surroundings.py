@@ -65,7 +65,7 @@ def _cluster_above() -> str:
     for process in psutil.Process().parents():
         try:
             options = dict(word.partition("=")[::2] for word in process.cmdline())
-        except psutil.Error:
+        except psutil.Error:  # it has ended, or is another user's
             continue
         if address := options.get("--gcs-address"):
             return address
@@ -76,7 +76,7 @@ def _started_here() -> str:
     """What `ray start` wrote. (Ray itself would take any cluster of this machine, another user's private one too.)"""
     try:
         return (_temporary()[1] / "ray/ray_current_cluster").read_text().strip()
-    except OSError:
+    except OSError:  # none is running
         return ""
 
 
