@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import struct
 import threading
 import time
+import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -120,3 +122,13 @@ def data_uri(image: Image.Image | bytes, kind: str = "png", mime: str | None = N
         image.save(buffer, format=kind, **options)
         image = buffer.getvalue()
     return f"data:{mime or f'image/{kind}'};base64,{base64.b64encode(image).decode()}"
+
+
+def png_header(width: int, height: int, depth: int = 8) -> bytes:
+    """A PNG file of that size whose pixels are missing."""
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
+    pixels = b"IDAT" + zlib.compress(b"\0")
+    chunks = [
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (body, pixels)
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)

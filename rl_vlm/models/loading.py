@@ -82,9 +82,8 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         return builtin_models()[name].folder(seed)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        for pattern in ("config.json", "*.safetensors"):
-            if not any(folder.glob(pattern)):
-                raise UserInputError(f"The folder {folder} holds no {pattern}: give a Hugging Face model folder.")
+        if not (folder / "config.json").is_file():
+            raise UserInputError(f"The folder {folder} holds no config.json: give a Hugging Face model folder.")
         return folder
     if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise UserInputError(
@@ -99,6 +98,13 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         raise UserInputError(
             f"Model {name} is not on this machine: run `rl-vlm fetch {name}` once while online."
         ) from error
+
+
+def check_weights(name: str) -> None:
+    """Raise UserInputError for a model without weights, of which a dry run needs the shapes alone."""
+    folder = resolve_model(name)
+    if not any(folder.glob("*.safetensors")):
+        raise UserInputError(f"The folder {folder} holds no weights (*.safetensors): fetch the whole model.")
 
 
 def from_folder(auto: Any, folder: Path, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import PolicyConfig, TrainConfig
-from rl_vlm.models.loading import check_quantization
+from rl_vlm.models.loading import check_quantization, check_weights
 from rl_vlm.plugins import load_plugins
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.policy import PolicyRun
@@ -38,6 +38,8 @@ def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: 
     """What would keep the run from starting on this machine, in this folder: a sentence each. Changes nothing."""
     found = []
     checks = [lambda: check_run_dir(run_dir, resume, overwrite)]
+    if config.serves:
+        checks.append(lambda: check_weights(config.model.path))
     if not joins_cluster():
         checks.append(lambda: check_resources(config))
     for check in checks:
@@ -70,6 +72,8 @@ def train(
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
     inspect_run(config)
+    if config.serves:
+        check_weights(config.model.path)
     if not joins_cluster():
         check_resources(config)
     with opened_run_folder(run_dir or default_run_dir(config), resume=resume, overwrite=overwrite) as folder:

@@ -153,22 +153,3 @@ def test_overwrite_with_a_bad_config_keeps_the_old_run(
     arguments = [f"model.path={tiny_folder}", "serving.gpus_per_replica=1", "--run-dir", str(tmp_path), "--overwrite"]
     assert rl_vlm(["train", str(ROOT / "configs/quickstart.yaml"), *arguments]) == 2
     assert (tmp_path / "result.json").read_text() == "{}"
-
-
-def test_a_variant_whose_argument_a_foreign_environment_does_not_read_is_refused(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    env = FIXTURES.parent / "envs" / "score_env.py"
-    arguments = [
-        str(ROOT / "configs/geo3k_tiny.yaml"),
-        "--dry-run",
-        f"model.path={tiny_folder}",
-        f"env.data={FIXTURES}",
-    ]
-    arguments += [f"env.id={env}", "env.kwargs={max_turns: 3}"]
-    assert rl_vlm(["train", *arguments]) == 2  # the recipe's variant no_tool sets scoring_tool
-    assert (
-        "evaluation.variants.no_tool: The environment ScoreEnv reads no argument 'scoring_tool'"
-        in capsys.readouterr().err
-    )
-    assert rl_vlm(["train", *arguments, "evaluation.variants={default: {}}"]) == 0

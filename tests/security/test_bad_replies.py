@@ -137,8 +137,8 @@ def test_labels_that_were_paid_for_are_in_the_file_when_a_later_batch_fails(tmp_
     with pytest.raises(RuntimeError):
         label_folder(tmp_path, Dies(2), tmp_path / "log.csv")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "log.csv").read_text())))
-    assert [row["first"] for row in rows] == [f"first_{number:03}.png" for number in range(4)]
-    done = label_folder(tmp_path, Dies(3), tmp_path / "log.csv")
+    assert [row["first"] for row in rows] == [f"first_{number:03}.png" for number in range(3)]
+    done = label_folder(tmp_path, Dies(4), tmp_path / "log.csv")
     assert done["pairs"] == 5 and done["labels"]["1"] == 5
     assert len(list(csv.DictReader(io.StringIO((tmp_path / "log.csv").read_text())))) == 5
 

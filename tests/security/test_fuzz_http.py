@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import schemathesis
 from fuzzing import SECONDS, damaged, fuzz
-from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
+from http_support import PATIENCE_S, EngineBackend, Server, data_uri, png_header, serving, tiny_engine
 from image_corpus import encoded
 from PIL import Image
 from schemathesis.checks import not_a_server_error
@@ -24,7 +24,6 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from test_images import png_header
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
 

@@ -6,11 +6,9 @@ import base64
 import hashlib
 import io
 import json
-import struct
 import subprocess
 import sys
 import tracemalloc
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_support import text_side
-from http_support import data_uri
+from http_support import data_uri, png_header
 from PIL import Image
 from transformers import AutoProcessor, Qwen2VLImageProcessor
 
@@ -169,16 +167,6 @@ def test_a_folder_without_a_processor_is_a_user_error(tmp_path: Path) -> None:
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 40, 3), dtype=np.uint8))
 GRADIENT = Image.fromarray(np.arange(48 * 40 * 3, dtype=np.uint8).reshape(48, 40, 3))
-
-
-def png_header(width: int, height: int, depth: int = 8) -> bytes:
-    """A PNG file of that size whose pixels are missing."""
-    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
-    pixels = b"IDAT" + zlib.compress(b"\0")
-    chunks = [
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (body, pixels)
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 @pytest.fixture(scope="module")
