@@ -322,7 +322,7 @@ def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
         (["--run-dir={folder}"], "--overwrite"),
         (["--run-dir={folder}", "--resume"], "holds no run"),
         (["--run-dir=nowhere://bucket/run"], "nowhere"),
-        (["model.path={folder}"], "safetensors"),
+        (["model.path={folder}/bare"], "safetensors"),
         (["serving.gpus_per_replica=1"], "GPU"),
         (["resources.num_cpus=1", "rollout.num_env_runners=8"], "CPUs"),
         (["serving.engine=vllm"], "vllm"),
@@ -342,7 +342,7 @@ def test_a_dry_run_tells_what_the_start_would_refuse(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else own(name, *more))
     for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copytree(tiny_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     arguments = [
         "train",
         str(ROOT / "configs/quickstart.yaml"),
@@ -354,4 +354,4 @@ def test_a_dry_run_tells_what_the_start_would_refuse(
     assert (code == 2 and words in printed.err) or (
         code == 0 and any(words in line for line in printed.out.splitlines() if line.startswith("not here: "))
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
