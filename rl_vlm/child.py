@@ -39,6 +39,10 @@ class ChildStartError(Exception):
     """The child did not get ready; the message says how to see why."""
 
 
+class CPULimitError(Exception):
+    """A request took more CPU time than it may: the same wherever it runs, and whatever else runs beside it."""
+
+
 class BusyError(Exception):
     """Too many callers wait for a turn, or this one waited too long."""
 
@@ -123,15 +127,18 @@ class Child:
         """The command, for a shell."""
         return " ".join([*self.command[:-1], f"'{self.command[-1]}'"])
 
-    def ask(self, content: dict[str, Any], blobs: Sequence[bytes] = (), *, timeout_s: float) -> Frame:
+    def ask(
+        self, content: dict[str, Any], blobs: Sequence[bytes] = (), *, timeout_s: float, cpu_s: float = 0.0
+    ) -> Frame:
         """The reply to one request.
 
-        Raises TimeoutError when it takes longer than `timeout_s`, PeerGoneError when the child died, FrameError when it
-        sent no frame. Whatever is raised, the child was killed: a late reply must not answer the next request.
+        Raises TimeoutError when it takes longer than `timeout_s`, CPULimitError when it takes more than `cpu_s` of CPU
+        time (0: any), PeerGoneError when the child died, FrameError when it sent no frame. Whatever is raised, the
+        child was killed: a late reply must not answer the next request.
         """
         self.wait_ready()
-        limit_s = timeout_s + _GRACE_S if self._limits_itself else None
-        return self._exchange({"request": content, "limit_s": limit_s}, blobs, timeout_s)
+        limit_s = timeout_s + _GRACE_S if self._limits_itself else 0.0
+        return self._exchange({"request": content, "limit_s": limit_s, "cpu_s": cpu_s}, blobs, timeout_s)
 
     def _exchange(self, frame: dict[str, Any] | None, blobs: Sequence[bytes], timeout_s: float) -> Frame:
         if not self._end.alive:
@@ -145,6 +152,8 @@ class Child:
             self.kill(grace_s=1.0)
             if self._limits_itself and self._process.returncode == -signal.SIGALRM:
                 raise TimeoutError from None  # this process may have been stopped meanwhile
+            if self._process.returncode == -signal.SIGPROF:
+                raise CPULimitError from None
             raise
         except BaseException:  # also KeyboardInterrupt
             self.kill()
@@ -260,12 +269,14 @@ def _serve(settings: dict[str, Any]) -> None:
         except PeerGoneError:
             return
         # The parent kills a child that takes too long. If the parent is gone as well, the kernel does it: the default
-        # action of SIGALRM ends the process even inside one long call of native code.
-        if content["limit_s"]:
-            signal.setitimer(signal.ITIMER_REAL, content["limit_s"])
+        # action of SIGALRM, and of SIGPROF, ends the process even inside one long call of native code.
+        timers = {signal.ITIMER_REAL: content["limit_s"], signal.ITIMER_PROF: content["cpu_s"]}
+        timers = {timer: seconds for timer, seconds in timers.items() if seconds}
+        for timer, seconds in timers.items():
+            signal.setitimer(timer, seconds)
         reply = answer(content["request"], blobs)
-        if content["limit_s"]:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in timers:
+            signal.setitimer(timer, 0)
         try:
             channel.send(*reply)
         except (FrameError, ValueError, TypeError, RecursionError) as error:  # what JSON cannot hold

@@ -92,3 +92,20 @@ def csv_cell(text: str) -> str:
     """Text as a cell that no spreadsheet takes for a formula: such text gets an apostrophe in front."""
     text = printable(text)
     return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else text
+
+
+_THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>", re.IGNORECASE)
+_THOUGHT_ENDS = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
+
+
+def without_thoughts(text: str) -> str:
+    """What a model says beside its thoughts: nothing in `<think>...</think>` or behind a `<think>` that never ends.
+
+    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too.
+    """
+    *thoughts, rest = _THOUGHT_ENDS.split(text)
+    said = ""
+    for thought in thoughts:
+        before, *opened = _THOUGHT_BEGINS.split(thought, 1)
+        said = said + before if opened else ""
+    return (said + _THOUGHT_BEGINS.split(rest, 1)[0]).strip()

@@ -19,14 +19,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes, one_line
+from rl_vlm.rewards.math import bare_truth
+from rl_vlm.rewards.normalize import is_oversized
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -117,7 +121,8 @@ class Rows:
         try:
             with self._lock:
                 table = self._table(number)
-            return table.slice(place, 1).to_pylist()[0]  # type: ignore[no-any-return]
+            cells = table.slice(place, 1)
+            return {name: _value(cells.column(name)[0]) for name in cells.column_names}
         except TooLargeError as error:
             raise BadRowError(f"{self.where(index)}: the row group {error}.") from error
         except _READ_ERRORS as error:
@@ -149,6 +154,13 @@ class Rows:
         while len(self._recent) > 1 and sum(kept.nbytes for kept in self._recent.values()) > CACHE_BYTES:
             self._recent.popitem(last=False)
         return table
+
+
+def _value(cell: pa.Scalar) -> Any:
+    """The cell in Python; short floats as the decimal number that they stand for, because .1 has other digits there."""
+    value = cell.as_py()
+    short = {pa.float16(): np.float16, pa.float32(): np.float32}.get(cell.type)
+    return value if value is None or short is None else float(str(short(value)))
 
 
 def file_rows(files: Sequence[Path], columns: Sequence[str], optional: Sequence[str] = ()) -> Rows:
@@ -310,6 +322,16 @@ class Row:
             raise BadRowError(f"the {column} is empty or neither text nor a number.")
         return text
 
+    def truth(self, column: str) -> str:
+        """The value of a cell that holds a right answer, without what data sets wrap it in (see `bare_truth`).
+
+        Raises BadRowError where what is left is no short value on one line, so that no answer could be right.
+        """
+        truth = bare_truth(self.text(column))
+        if not truth or "\n" in truth or is_oversized(truth):
+            raise BadRowError(f"the {column} {truth[:80]!r} is no short value on one line: store the bare value.")
+        return truth
+
 
 @dataclass(frozen=True)
 class Schema(Generic[Item]):
@@ -422,12 +444,15 @@ class TableSet(Generic[Item]):
 
 
 def cell_text(value: Any) -> str:
-    """A cell as text: strings as they are, finite numbers in digits, and "" for anything else."""
+    """A cell as text: strings as they are, finite numbers in digits, and "" for anything else.
+
+    A float has the 15 digits that any decimal number keeps in it: a computed 0.30000000000000004 is 0.3.
+    """
     if isinstance(value, str):
         return value if value.strip() else ""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not math.isfinite(value):
         return ""
-    return str(value)
+    return f"{value:.15g}" if isinstance(value, float) else f"{value:f}" if isinstance(value, Decimal) else str(value)
 
 
 IMAGE_MARKER = "<image>"
@@ -458,7 +483,7 @@ class Question:
 
 
 def _question(row: Row) -> Question:
-    problem, answer, images = row.text("problem"), row.text("answer"), row.cells["images"]
+    problem, answer, images = row.text("problem"), row.truth("answer"), row.cells["images"]
     images = images if isinstance(images, list) else [] if images is None else [images]
     markers = problem.count(IMAGE_MARKER)
     if markers and markers != len(images):

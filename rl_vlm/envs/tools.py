@@ -11,9 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import RLVLMError
 
-OPEN, CLOSE, THOUGHT_END = "<tool_call>", "</tool_call>", "</think>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CHARS = 16_384
 MAX_NAME = 64
 _CALL = re.compile(rf"{OPEN}\s*\{{")
@@ -52,11 +53,11 @@ class ToolCall:
 def parse_tool_call(text: str) -> ToolCall | None:
     """The last tool call of a turn, or None when there is none.
 
-    Accepts `{"name", "arguments"}` and `{"function": {"name", "arguments"}}`, with arguments as an object or as a
-    string that holds one. Unescaped LaTeX backslashes are repaired. Calls before `</think>` are part of
-    the policy's thought and do not count. Raises ToolCallError for a call that is malformed.
+    Accepts `{"name", "arguments"}` and `{"function": {"name", "arguments"}}`, with arguments (or "parameters", as some
+    models call them) as an object or as a string that holds one. Unescaped LaTeX backslashes are repaired. A call in a
+    thought does not count (see `without_thoughts`). Raises ToolCallError for a call that is malformed.
     """
-    block = last_block(text)
+    block = last_block(without_thoughts(text))
     if block is None:
         return None
     call = _load(block, "the text between <tool_call> and </tool_call>")
@@ -74,7 +75,7 @@ def parse_tool_call(text: str) -> ToolCall | None:
     name = name.strip()
     if not 0 < len(name) <= MAX_NAME:
         raise ToolCallError(f'"name" must have between 1 and {MAX_NAME} characters, not {len(name)}')
-    return ToolCall(name, _arguments(call.get("arguments")))
+    return ToolCall(name, _arguments(call.get("arguments", call.get("parameters"))))
 
 
 def last_block(text: str) -> str | None:
@@ -82,9 +83,8 @@ def last_block(text: str) -> str | None:
 
     Where the tag is only mentioned, with no `{` behind it, an earlier one that has it counts instead.
     """
-    thought = text.rfind(THOUGHT_END) + 1
-    calls = [match.start() for match in _CALL.finditer(text, thought)]
-    start = calls[-1] if calls else text.rfind(OPEN, thought)
+    calls = [match.start() for match in _CALL.finditer(text)]
+    start = calls[-1] if calls else text.rfind(OPEN)
     if start < 0:
         return None
     start += len(OPEN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -67,19 +66,6 @@ class ReplyText:
 def _overlap(data: bytearray, stop: bytes) -> int:
     """How many bytes at the end of `data` are a beginning of `stop`, but not all of it."""
     return next((k for k in range(min(len(stop) - 1, len(data)), 0, -1) if data.endswith(stop[:k])), 0)
-
-
-_CLOSED_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
-
-
-def without_thoughts(text: str) -> str:
-    """`text` without `<think>...</think>`.
-
-    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too. A thought
-    without an end is not part of the answer.
-    """
-    text = _CLOSED_THOUGHT.sub("", text)
-    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 Content = dict[str, Any]

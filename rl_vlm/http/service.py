@@ -20,9 +20,10 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL, RequestTooLargeError
 from rl_vlm.http.gate import Deadlines, HTTPMetrics, RequestError, error_body
 from rl_vlm.http.reader import RequestReader
-from rl_vlm.http.replies import ChatReply, fingerprint, without_thoughts
+from rl_vlm.http.replies import ChatReply, fingerprint
 from rl_vlm.http.schema import ChatRequest, GenerateRequest
 from rl_vlm.models.loading import TextSide
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk, UserInputError
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

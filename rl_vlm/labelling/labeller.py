@@ -29,6 +29,7 @@ from rl_vlm.config.loading import explain, load_yaml
 from rl_vlm.config.section import Section
 from rl_vlm.labelling.store import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import EncodedImage, Message, UserInputError
 from rl_vlm.waiting import all_or_none
 
@@ -219,8 +220,6 @@ TASKS["cartpole-tiny"] = TaskPrompts(
 # Any other text is not understood (None). A number in a sentence may count images or items of a list, and a label for
 # the wrong image teaches the reward model the opposite.
 
-_THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>", re.IGNORECASE)
-_THOUGHT_ENDS = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 _BEFORE, _AFTER = r"[\s*_`'\"(\[{$]*", r"[\s*_`'\")\]}$]*\.?[\s*_`'\")\]}$]*"
 _LABEL = re.compile(rf"{_BEFORE}(-1|0|1){_AFTER}")
 _IMAGE = re.compile(r"\bimage\s*([12])\b", re.IGNORECASE)
@@ -231,21 +230,13 @@ _SCORE = re.compile(
 )
 
 
-def strip_thoughts(text: str) -> str:
-    """What follows the last thought; empty if a thought is open at the end.
-
-    A closing tag alone ends a thought that the chat template opened in the prompt.
-    """
-    return _THOUGHT_BEGINS.split(_THOUGHT_ENDS.split(text)[-1])[0].strip()
-
-
 def read_label(text: str) -> LabelValue | None:
     """The label of an answer, None if it is not understood.
 
     An answer contradicts itself, and is not understood, if its lines hold different labels or its text names the other
     image alone ("Image 2 is better.", and then 0).
     """
-    said = strip_thoughts(text)
+    said = without_thoughts(text)
     lines = [_LABEL.fullmatch(line) for line in said.splitlines()]
     labels = {line[1] for line in lines if line}
     if len(labels) != 1 or lines[-1] is None:
@@ -257,7 +248,7 @@ def read_label(text: str) -> LabelValue | None:
 
 def read_score(text: str) -> float | None:
     """The score in [0, 1] of an answer, -1.0 if it is unsure, None if it is not understood."""
-    lines = strip_thoughts(text).splitlines()
+    lines = without_thoughts(text).splitlines()
     match = _SCORE.fullmatch(lines[-1]) if lines else None
     if match is None:
         return None
@@ -439,7 +430,7 @@ class VLMLabeller(Labeller):
             return self._prompts.fill(getattr(self._prompts.templates, kind.prefix + name), answer)
 
         async def ask_for_summary(step: int, text: str) -> Answer:
-            message = Message.of("user", prompt("summarise", strip_thoughts(text)))
+            message = Message.of("user", prompt("summarise", without_thoughts(text)))
             return _not_empty(await self._asked(ask, (*key, step), message, settings.answer_tokens, guide))
 
         if settings.steps == 1:
@@ -493,7 +484,7 @@ class VLMLabeller(Labeller):
 
 def _not_empty(answer: Answer) -> Answer:
     """The answer. Raises EndpointError if it has no word besides its thoughts."""
-    if not strip_thoughts(answer.text):
+    if not without_thoughts(answer.text):
         raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
     return answer
 

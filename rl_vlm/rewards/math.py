@@ -2,8 +2,8 @@ r"""Grades mathematical answers: whether the last boxed answer equals the truth 
 
 Equal means: the same text after normalisation, the same exact number, or the same expression symbolically. There is
 no numeric tolerance: `5.657` is not `4\sqrt{2}`. Tuples and lists agree element by element, in order; sets in any
-order. Most pairs are decided by `normalize` and `exact`; the rest goes to a child process under a time limit.
-All functions block (up to two seconds on hostile input): from asyncio, call them in an executor.
+order. Most pairs are decided by `normalize` and `exact`; the rest goes to a child process under a limit of CPU time.
+All functions block (up to two seconds of CPU time on hostile input): from asyncio, call them in an executor.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from functools import lru_cache
 
 from rl_vlm.rewards.exact import Monomial, parse_monomial
 from rl_vlm.rewards.normalize import MAX_CHARS, Answer, is_oversized, normalize_answer, read_answer
-from rl_vlm.rewards.symbolic import TIMEOUT_S, WORKER, GraderError, Reason
+from rl_vlm.rewards.symbolic import CPU_S, WORKER, GraderError, Reason
 from rl_vlm.rewards.units import units_clash
+from rl_vlm.safe_text import without_thoughts
 
 # One left-to-right scan over these tokens keeps the cost linear: no token contains another, and none backtracks
 # over more than a few characters. `\\.` comes after the box so that `\{` and `\}` are not counted as braces; a doubled
@@ -51,6 +52,33 @@ def extract_boxed(text: str) -> str | None:
         elif token["box"] and (argument := _UNBRACED.match(text, token.end())):
             best_start, best_content = token.end(), argument[1].rstrip(_TRAILING)
     return best_content if best_start >= 0 else None
+
+
+# How data sets wrap a truth: marked as the answer at the end of a solution, or in marks of text or of a list.
+_TRUTH_TAG = re.compile(r"<answer>([^<>]*)", re.IGNORECASE)
+_TRUTH_MARK = re.compile(
+    r"####|\b(?:answer|ans|solution)(?:\*\*)?(?: is)?\s*[:：=]|\banswer is\b|答案\s*[:：]", re.IGNORECASE
+)
+_QUOTED_TRUTH = re.compile(r"""(?s)(\*{1,3}|_{1,2}|`+)(?P<emphasised>.+)\1|\[?(["'])(?P<quoted>[^"']+)\3\]?""")
+
+
+def bare_truth(text: str) -> str:
+    r"""The value of a truth as data sets store it: `145` of `<answer> 145 </answer>`, `\boxed{145}`, `#### 145`,
+    `Answer: 145`, `**145**` and `['145']`. A text without such marks is the value itself."""
+    for _ in range(4):  # such as a box in a tag in bold type
+        text = text.strip()
+        tagged, marked = _TRUTH_TAG.findall(text), _TRUTH_MARK.split(text.rpartition("\n")[2])
+        if (boxed := extract_boxed(text)) is not None:
+            text = boxed
+        elif tagged:
+            text = tagged[-1]
+        elif len(marked) > 1:
+            text = marked[-1].strip().strip("*")
+        elif quoted := _QUOTED_TRUTH.fullmatch(text):
+            text = quoted["emphasised"] or quoted["quoted"]
+        else:
+            break
+    return text.strip()
 
 
 # Decides which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers.
@@ -128,10 +156,10 @@ class Grade:
 def grade_turns(turns: Sequence[str], truth: str) -> Grade:
     """Grade an episode by the last of the policy's turns that holds a boxed answer.
 
-    Pass only what the policy sampled: boxes in messages of the environment are not answers.
+    Pass only what the policy sampled: boxes in messages of the environment are not answers. Nor are those in thoughts.
     """
     for turn in reversed(turns):
-        answer = extract_boxed(turn)
+        answer = extract_boxed(without_thoughts(turn))
         if answer is not None:
             reason = compare(answer, truth)
             return Grade(reason is Reason.CORRECT, answer[:MAX_CHARS], reason)
@@ -139,14 +167,15 @@ def grade_turns(turns: Sequence[str], truth: str) -> Grade:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Whether an answer (the content of a box) equals the truth; False where that takes too long to find out."""
+    """Whether an answer (the content of a box) equals the truth; False where to find out takes too much CPU time."""
     return compare(answer, truth) is Reason.CORRECT
 
 
 def compare(answer: str, truth: str) -> Reason:
     """`is_equal` with its reason.
 
-    Results are cached, time-outs too: the same answer must not take that time again.
+    Results are cached, used up CPU time too: the same answer must not take it again. Raises GraderError where nothing
+    can be said; that is not cached.
     """
     if len(answer) > MAX_CHARS:
         return Reason.TOO_LONG
@@ -154,10 +183,10 @@ def compare(answer: str, truth: str) -> Reason:
 
 
 class _SymbolicBudget:
-    """Symbolic comparisons of all elements of an answer under one time limit."""
+    """Symbolic comparisons of all elements of an answer under one limit of CPU time."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._left_s = limit_s
+    def __init__(self, cpu_s: float) -> None:
+        self._left_s = cpu_s
 
     def compare(self, answer: str, truth: str) -> Reason:
         if refusal(answer) or refusal(truth):
@@ -177,7 +206,7 @@ def _compare(answer: str, truth: str) -> Reason:
         return Reason.CORRECT
     if is_oversized(answer) or is_oversized(truth):
         return Reason.UNPARSABLE
-    return _same(read_answer(answer), read_answer(truth), _SymbolicBudget(TIMEOUT_S))
+    return _same(read_answer(answer), read_answer(truth), _SymbolicBudget(CPU_S))
 
 
 def _same(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
@@ -192,7 +221,7 @@ def _same_items(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Rea
     kinds = {(given.opening, given.closing), (expected.opening, expected.closing)}
     if len(given.items) != len(expected.items) or (len(kinds) > 1 and kinds != {("", ""), ("\\{", "\\}")}):
         return Reason.WRONG
-    if given.unordered or expected.unordered:
+    if expected.order or given.order == "both":  # an answer's own braces do not free it from the order of the truth
         return _same_set(given.items, expected.items, budget)
     ours, theirs = (_in_order_of_names(side.items) for side in (given, expected))
     for item, wanted in zip(ours, theirs, strict=True):
@@ -224,7 +253,7 @@ def _same_set(given: tuple[Answer, ...], expected: tuple[Answer, ...], budget: _
 
 
 def _same_leaf(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
-    answer, truth = given.text, expected.text
+    answer, truth = _end_of_chain(given.text), _end_of_chain(expected.text)
     value, wanted = parse_monomial(answer), parse_monomial(truth)
     if value and wanted:
         return Reason.CORRECT if _same_number(value, given, wanted, expected) else Reason.WRONG
@@ -246,6 +275,13 @@ def _same_leaf(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reas
     if ("=" in answer) != ("=" in truth):
         return Reason.WRONG
     return budget.compare(answer, truth)
+
+
+def _end_of_chain(text: str) -> str:
+    r"""The last of several equal numbers, as in `\frac{6}{4}=1.5`."""
+    *others, last = text.split("=")
+    value = parse_monomial(last) if others else None
+    return last if value is not None and all(parse_monomial(other) == value for other in others) else text
 
 
 def _same_number(value: Monomial, given: Answer, wanted: Monomial, expected: Answer) -> bool:

@@ -7,41 +7,48 @@ text loses (name, unit, percent sign), for the comparison. Nothing here evaluate
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import unicodedata
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from rl_vlm.rewards.units import detach_unit
 
 MAX_CHARS = 1000  # longer texts are no answers and are left as they are
 MAX_NESTING = 20  # braces, brackets and parentheses inside each other
 
+# Every Greek letter is its command, every fraction of one character (⅓) two numbers.
+_GREEK = {
+    letter: rf"\{unicodedata.name(letter).rpartition(' ')[2].lower()} " for letter in "αβγδεζηθικλμνξοπρστυφχψω"
+} | {letter: rf"\{unicodedata.name(letter).rpartition(' ')[2].capitalize()} " for letter in "ΓΔΘΛΞΠΣΦΨΩ"}
+_FRACTIONS = {
+    letter: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", letter).split("⁄"))
+    for letter in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞↉"
+}
 _UNICODE = str.maketrans(
     {
         **dict.fromkeys("−–—‐‑－", "-"),
         **dict.fromkeys("\xa0\u2009\u202f\u200b\u3000", " "),
-        **{mark: rf"^{{{digit}}}" for digit, mark in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+        **dict.fromkeys("°º˚∘", r"^\circ "),
+        **dict.fromkeys("≤⩽", r"\le "),
+        **dict.fromkeys("≥⩾", r"\ge "),
+        **_GREEK,
+        **_FRACTIONS,
         "×": r"\cdot ",
         "·": r"\cdot ",
         "⋅": r"\cdot ",
         "÷": "/",
         "⁄": "/",
         "∕": "/",
-        "π": r"\pi ",
-        "θ": r"\theta ",
         "∞": r"\infty ",
-        "°": r"^\circ ",
-        "º": r"^\circ ",
         "√": r"\sqrt ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
+        "∛": r"\sqrt[3]",
+        "∜": r"\sqrt[4]",
         "≠": r"\ne ",
         "≈": r"\approx ",
         "±": r"\pm ",
         "∠": r"\angle ",
         "∪": r"\cup ",
         "∩": r"\cap ",
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
         "％": "%",
         "＝": "=",
         "，": ",",
@@ -50,7 +57,15 @@ _UNICODE = str.maketrans(
         "）": ")",
     }
 )
+# A raised 0 behind a number is how some write a degree sign; a power of 0 has no use there.
+_RAISED_DEGREE = re.compile("(?<=[0-9])⁰(?![⁰¹²³⁴⁵⁶⁷⁸⁹])")
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿˣ", "₀₁₂₃₄₅₆₇₈₉ₐₑₘₙₓ"
+_PLAIN = str.maketrans(_RAISED + _LOWERED, "0123456789+-nx" + "0123456789aemnx")
+_SMALL_FRACTION = re.compile(f"([{_RAISED[:10]}]+)⁄([{_LOWERED[:10]}]+)")
+_RAISED_RUN, _LOWERED_RUN = re.compile(f"[{_RAISED}]+"), re.compile(f"[{_LOWERED}]+")
+_EMPHASIS = re.compile(r"(?s)(\*{1,3}|_{1,2}|`+)(?!\1)(.+)(?<![*_`])\1")
 _END = r"(?![A-Za-z])"
+_FUNCTIONS = "sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|ln|log|exp"
 _TEXT = r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|[mh]box)"
 # Spellings of textbooks and models, replaced in this order, in text whose whitespace is single spaces.
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -65,6 +80,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\(?:m?left|m?right|[bB]igg?[lrm]?){_END} ?", ""),
         (r"\\(?:math(?:bf|it|sf|normal)|boldsymbol|bm) ?\{([^{}]*)\}", r"\1"),
         (rf"\\[dtc]frac{_END}", r"\\frac"),
+        (r"\\(?:mathrm|operatorname\*?|text) ?\{ ?(\\[A-Za-z]+|[ei]) ?\}", r"\1 "),
+        (rf"\\(?:mathrm|operatorname\*?) ?\{{ ?({_FUNCTIONS}) ?\}}", r"\\\1 "),
         (r"\*\*", "^"),
         (rf"\\times{_END}|\*", r"\\cdot "),
         (rf"\\div{_END} ?", "/"),
@@ -78,15 +95,15 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             rf"?\{{ ?\\circ ?\}}|\^ ?\\circ{_END}",
             r"^\\circ ",
         ),
-        (rf"{_TEXT} ?\{{ ?(?:and|or) ?\}}|,? (?:and|or) ", ","),
+        (rf",?(?:{_TEXT} ?\{{ ?(?:and|or) ?\}}| (?:and|or) )", ","),
         (rf"{_TEXT} ?\{{", r"\\text{"),
-        (rf"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|sec|csc|cot|ln|log|theta){_END}", r"\\\1"),
+        (rf"(?<![A-Za-z\\])(sqrt|pi|{_FUNCTIONS}|theta){_END}", r"\\\1"),
         # TeX takes the next token as the argument: \frac12, \sqrt2. After ^ the whole number is meant.
         (r"\\frac ?([0-9A-Za-z]) ?([0-9A-Za-z])", r"\\frac{\1}{\2}"),
         (r"\\frac ?([0-9A-Za-z]) ?\{", r"\\frac{\1}{"),
         (r"\\frac ?(\{[^{}]*\}) ?([0-9A-Za-z])", r"\\frac\1{\2}"),
         (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\sqrt ?([0-9]+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"\\sqrt(\[[0-9]+\])? ?([0-9]+(?:\.[0-9]+)?|\.[0-9]+|[A-Za-z])", r"\\sqrt\1{\2}"),
         (r"\^ ?\(([^()]*)\)", r"^{\1}"),
         (r"\^ ?(-?[0-9]+(?:\.[0-9]+)?|[A-Za-z])", r"^{\1}"),
         (r"_ ?([0-9A-Za-z])", r"_{\1}"),
@@ -102,8 +119,9 @@ _BRACKETS = re.compile(r"\\\\|\\[{}]|[(){}\[\],;]")
 _OPENING, _CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
 _NAME = re.compile(
     r"(?!.*\bnot\b)(?:\\angle ?[0-9]{1,2}"
-    r"|\\(?:angle|measuredangle|triangle|overline|overarc|widehat|vec|text|Delta|alpha|beta|gamma|theta)(?![A-Za-z])"
-    r"|[A-Za-z]|_\{[0-9A-Za-z, ]{1,12}\}|\{[A-Za-z .]{1,40}\}|'| "
+    r"|\\(?:angle|measuredangle|triangle|overline|overarc|widehat|hat|bar|tilde|vec|text|Delta|alpha|beta|gamma|theta)"
+    r"(?![A-Za-z])|[A-Za-z]|_\{(?:\\(?:angle|triangle|text|square))?[0-9A-Za-z, {}]{1,20}\}|\{[A-Za-z .]{1,40}\}|'| "
+    r"|\|(?:\\overline\{|\\vec\{)?[A-Z]{2}\}?\|"
     r"|\((?:[A-Za-z]|[0-9]{1,2})(?:, ?[A-Za-z])*\)){1,60}"
 )
 _WHOLE_TEXT = re.compile(r"\\text\{(?P<content>[^{}]*)\}(?P<power>\^\{[23]\})?")
@@ -113,6 +131,7 @@ _QUOTIENT_BEFORE_FACTOR = re.compile(
     r"(?:(?<![0-9.A-Za-z/}])|(?<=\\cdot))([0-9]+(?:\.[0-9]+)?)/([0-9]+(?:\.[0-9]+)?)"
     r"(?=\\(?!frac)[A-Za-z]|(?![eE][-+]?[0-9])[A-Za-z(])"
 )
+_EITHER = re.compile(rf"{_TEXT} ?\{{ ?or ?\}}| or ")
 _LINE_BREAKS = re.compile(r"(?: ?\\\\)+[ .,;:]*$")
 
 
@@ -120,7 +139,8 @@ _LINE_BREAKS = re.compile(r"(?: ?\\\\)+[ .,;:]*$")
 class Answer:
     r"""One answer, read. A leaf has `text`; a tuple, list or set has `items` and its brackets ("" for a bare list).
 
-    `equation` is the leaf with its name (`y=2x+1` where text is `2x+1`); `unordered` marks sets and `\pm`.
+    `equation` is the leaf with its name (`y=2x+1` where text is `2x+1`). `order`: whether it counts: "any" for sets,
+    for values joined by "or" and for several values of one name, "both" for `\pm`, which says that there is none.
     """
 
     text: str = ""
@@ -131,7 +151,7 @@ class Answer:
     equation: str = ""
     unit: str = ""
     percent: bool = False
-    unordered: bool = False
+    order: Literal["", "any", "both"] = ""
 
     def __str__(self) -> str:
         return f"{self.opening}{','.join(map(str, self.items))}{self.closing}" if self.items else self.text
@@ -164,7 +184,13 @@ def nesting(text: str) -> int:
 
 def read_answer(text: str) -> Answer:
     """Read an answer; the caller has checked that it is not oversized."""
+    if emphasised := _EMPHASIS.fullmatch(text.strip()):
+        text = emphasised[2]
+    text = _SMALL_FRACTION.sub(lambda small: rf"\frac{{{small[1]}}}{{{small[2]}}}".translate(_PLAIN), text)
+    text = _RAISED_RUN.sub(r"^{\g<0>}", _RAISED_DEGREE.sub("°", text))
+    text = _LOWERED_RUN.sub(r"_{\g<0>}", text).translate(_PLAIN)
     text = _LINE_BREAKS.sub("", " ".join(text.translate(_UNICODE).split()))
+    either = _EITHER.search(text) is not None
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     if _TRIGONOMETRY.search(text):  # elsewhere the degree sign is a unit; here it changes the value
@@ -172,7 +198,10 @@ def read_answer(text: str) -> Answer:
     text = text.strip(" .,;:")
     if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a point, 1,234 is a number
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-    return _read_list(text)
+    answer = _read_list(text)
+    names = {item.name for item in answer.items}
+    alternatives = answer.items and not answer.opening and (either or (len(names) == 1 and "" not in names))
+    return replace(answer, order="any") if alternatives else answer
 
 
 def _read_list(text: str) -> Answer:
@@ -197,12 +226,12 @@ def _read_item(text: str) -> Answer:
         body = inside
     if opening and opening != "{":
         items = tuple(_read_item(part) for part in _split(inside))
-        return Answer(items=items, opening=opening, closing=closing, name=name, unordered=opening == "\\{")
+        return Answer(items=items, opening=opening, closing=closing, name=name, order="any" if opening == "\\{" else "")
     if opening:
         return Answer(items=_read_list(inside).items, name=name)
     if body.count("\\pm") == 1 and nesting(body.partition("\\pm")[0]) == 0:
         both = tuple(_read_item(body.replace("\\pm", sign).lstrip(" +")) for sign in "+-")
-        return Answer(items=both, name=name, unordered=True)
+        return Answer(items=both, name=name, order="both")
     return Answer(
         text=_left_to_right(_squeeze(body).removeprefix("+")),
         name=_squeeze(name),
@@ -229,6 +258,9 @@ def _detach_name(text: str) -> tuple[str, str, str]:
     exact, approximately, decimal = text.partition("\\approx")
     if approximately:  # "4\sqrt{2} \approx 5.66" answers 4\sqrt{2}; "x \approx 5.66" answers 5.66
         text = f"{exact}={decimal}" if not exact.strip() or _is_name(exact) else exact
+    left, equals, right = text.partition("=")
+    if equals and _is_name(right) and not _is_name(left):  # 5 = x
+        return left.strip(), right.strip(), text
     for separator in ("=", "\\in"):
         name, found, _ = text.partition(separator)
         value = text.rpartition("=")[2] if separator == "=" else text[len(name) + len(separator) :]

@@ -1,27 +1,28 @@
-"""Symbolic comparison with a hard time limit that holds in any thread, actor or executor.
+"""Symbolic comparison with a hard limit that holds in any thread, actor or executor.
 
 math_verify limits time with SIGALRM, which only the main thread may use, and no Python-level limit interrupts a long
-big-integer power. So the comparison runs in a child process that is killed when it is late. There is one child per
-process; it starts on first use and is used by one thread at a time.
+big-integer power. So the comparison runs in a child process that the kernel ends when it has used up its CPU time: a
+reward must not depend on what else the machine does. There is one child per process; it starts on first use and is used
+by one thread at a time.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from enum import StrEnum
 
-from rl_vlm.child import STARTUP_S, BusyError, Child, ChildStartError, Queue
+from rl_vlm.child import STARTUP_S, BusyError, Child, ChildStartError, CPULimitError, Queue
 from rl_vlm.frames import FrameError, PeerGoneError
 from rl_vlm.types import RLVLMError
 
-TIMEOUT_S = 2.0
+CPU_S = 2.0
+TIMEOUT_S = 60.0  # of the clock, for CPU_S on a machine with thirty times more to do than it can
 MEMORY = 2 << 30  # bytes beyond the imports
 MAX_WAITING, MAX_WAIT_S = 256, 300.0  # threads of one process, and how long each waits for the others
 
 
 class GraderError(RLVLMError):
-    """The symbolic grader does not start, or has too much to do."""
+    """The symbolic grader does not start, has too much to do, or was killed: the comparison is not decided."""
 
 
 class Reason(StrEnum):
@@ -31,7 +32,7 @@ class Reason(StrEnum):
     WRONG = "wrong"  # another value, unit, kind or number of elements
     NO_ANSWER = "no_answer"  # no box with something in it
     TOO_LONG = "too_long"  # more than MAX_CHARS characters in the box
-    TIMED_OUT = "timed_out"  # the symbolic comparison took longer than its limit
+    TIMED_OUT = "timed_out"  # the symbolic comparison used up its CPU time
     UNPARSABLE = "unparsable"  # differs as text and number, and is no expression that may be evaluated
 
 
@@ -43,8 +44,10 @@ class SymbolicWorker:
         function: str = "rl_vlm.rewards.sympy_child:prepare",
         startup_s: float = STARTUP_S,
         max_waiting: int = MAX_WAITING,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._function, self._startup_s, self._max_waiting = function, startup_s, max_waiting
+        self._timeout_s = timeout_s
         self._child: Child | None = None
         self.forget()
 
@@ -53,35 +56,32 @@ class SymbolicWorker:
         """The child's process id, or None while there is none."""
         return self._child.pid if self._child else None
 
-    def compare(self, answer: str, truth: str, timeout_s: float = TIMEOUT_S) -> tuple[Reason, float]:
+    def compare(self, answer: str, truth: str, cpu_s: float = CPU_S) -> tuple[Reason, float]:
         """Compare two normalised expressions that passed `math.refusal`.
 
-        Returns the verdict and the seconds that it took, at most about `timeout_s`, without the wait for other threads
-        and for the start of the child. Raises GraderError if the child does not start, or too many threads wait.
+        Returns the verdict and the CPU seconds that it took, at most about `cpu_s`. Raises GraderError if the child
+        does not start, too many threads wait, or the clock's limit passed first.
         """
         try:
             with self._queue.turn():
-                return self._compare({"answer": answer, "truth": truth}, timeout_s)
+                return self._compare({"answer": answer, "truth": truth}, cpu_s)
         except BusyError as error:
             raise GraderError(f"The symbolic grader has too much to do: {error}.") from error
 
-    def _compare(self, request: dict[str, str], timeout_s: float) -> tuple[Reason, float]:
-        spent_s = 0.0
+    def _compare(self, request: dict[str, str], cpu_s: float) -> tuple[Reason, float]:
         for _ in range(2):  # again if the child was killed from outside, by the OOM killer for example
             child = self._ready_child()
-            started = time.monotonic()
-            reason: Reason | None = None
             try:
-                reason = Reason(child.ask(request, timeout_s=timeout_s)[0]["reason"])
-            except TimeoutError:
-                reason = Reason.TIMED_OUT
+                reply, _ = child.ask(request, timeout_s=self._timeout_s, cpu_s=cpu_s)
+                return Reason(reply["reason"]), reply["cpu_s"]
+            except CPULimitError:
                 self._child = self._start()  # so that it imports while the caller goes on
-            except (PeerGoneError, FrameError):
-                pass
-            spent_s += time.monotonic() - started
-            if reason is not None:
-                return reason, spent_s
-        return Reason.UNPARSABLE, spent_s
+                return Reason.TIMED_OUT, cpu_s
+            except (PeerGoneError, FrameError, TimeoutError) as error:
+                failure, ended = error, child.kill()
+        if ended == "signal SIGKILL":
+            raise GraderError(f"The symbolic grader was killed, or got no CPU for {self._timeout_s:g} s.") from failure
+        return Reason.UNPARSABLE, cpu_s  # the request itself ends the child
 
     def close(self) -> None:
         """Kill the child; the next comparison starts a new one."""

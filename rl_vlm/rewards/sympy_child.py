@@ -1,13 +1,14 @@
 """Compares expressions symbolically, in the child process of `rl_vlm.rewards.symbolic`.
 
-A request is `{"answer": ..., "truth": ...}`, a reply `{"reason": ...}` with the value of a `Reason`. It imports nothing
-else of this package, so that the child starts fast and stays small.
+A request is `{"answer": ..., "truth": ...}`, a reply `{"reason": ..., "cpu_s": ...}` with the value of a `Reason` and
+the CPU time that it took. It imports nothing else of this package, so that the child starts fast and stays small.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +40,12 @@ def prepare() -> Callable[[dict[str, Any], list[bytes]], tuple[dict[str, Any], l
 
 
 def _answer(request: dict[str, Any], _: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    started = time.process_time()
     try:
         reason = "correct" if compare(request["answer"], request["truth"]) else "wrong"
     except (UnparsableError, RecursionError, MemoryError):
         reason = "unparsable"
-    return {"reason": reason}, []
+    return {"reason": reason, "cpu_s": time.process_time() - started}, []
 
 
 # What sympy raises for expressions that it cannot handle.
@@ -68,10 +70,16 @@ def compare(answer: str, truth: str) -> bool:
             return _same_relation(expected, given)
         if isinstance(expected, sympy.Expr) and isinstance(given, sympy.Expr):
             # verify() compares a lone symbol with an expression by its name only, so 2x-x needs the second way.
-            return _agree(expected, given) and (_verify(expected, given) or sympy.simplify(expected - given) == 0)
+            return _agree(expected, given) and (_verify(expected, given) or _is_zero(expected - given))
         return _verify(expected, given)
     except _SYMPY_ERRORS as error:
         raise UnparsableError(str(error)) from error
+
+
+def _is_zero(difference: sympy.Expr) -> bool:
+    r"""Also where it is so for positive values alone: `\sqrt{1/n}` is `1/\sqrt{n}` wherever both are real."""
+    positive = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in difference.free_symbols}
+    return bool(sympy.simplify(difference) == 0 or sympy.simplify(difference.xreplace(positive)) == 0)
 
 
 def _verify(expected: Any, given: Any) -> bool:
@@ -102,7 +110,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
-    """False where the two have different values somewhere; True where they agree or have no numeric value."""
+    """False where the two have different values somewhere; True where they agree or have no (real) value."""
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     for shift in range(len(POINTS) if symbols else 1):
         point = {
@@ -111,6 +119,8 @@ def _agree(left: sympy.Expr, right: sympy.Expr) -> bool:
         }
         first, second = (side.subs(point).evalf(DIGITS) for side in (left, right))
         if not (_is_finite(first) and _is_finite(second)):
+            continue
+        if symbols and not (first.is_real and second.is_real):
             continue
         if sympy.Abs(first - second) > TOLERANCE * sympy.Max(sympy.Abs(first), sympy.Abs(second), TOLERANCE):
             return False

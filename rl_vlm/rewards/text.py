@@ -8,8 +8,6 @@ import unicodedata
 _SPECIAL = re.compile(
     r"<!--|<\|[^<>|]{0,40}\|>|</?(?:s|tool_call|tool_response|im_start|im_end|eos|bos)>", re.IGNORECASE
 )
-# Templates of thinking models open the thought in the prompt: the sampled text then begins inside it.
-_THOUGHT = re.compile(r"(?:\s*<think>)?(?:(?!</?think>).)*</think>", re.DOTALL)
 _WORD = re.compile(r"\w+")
 # Format, control, surrogate, private and unassigned characters; line breaks and tabs are fine.
 _HIDDEN = frozenset({"Cf", "Cc", "Cs", "Co", "Cn"})
@@ -39,13 +37,6 @@ def refusal(text: str, max_chars: int) -> str:
     if any(_is_imitation(word) for word in _WORD.findall(text)):
         return "look_alike"
     return "special" if _SPECIAL.search(unicodedata.normalize("NFKC", text)) else ""
-
-
-def without_thought(text: str) -> str:
-    """The text without the one thought that it may begin with, `<think>...</think>` or what stands before `</think>`;
-    others stay."""
-    thought = _THOUGHT.match(text)
-    return text[thought.end() :] if thought else text
 
 
 def _is_imitation(word: str) -> bool:

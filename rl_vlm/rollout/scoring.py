@@ -28,9 +28,10 @@ from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.models.loading import TextSide
 from rl_vlm.registry import Registry
-from rl_vlm.rewards.text import judged_refusal, quoted, without_thought
+from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout.env_pool import GroupFailedError
 from rl_vlm.rollout.episodes import CompletionClient
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import (
     EncodedImage,
     GenerationRequest,
@@ -184,7 +185,7 @@ async def judge(answered: AnsweredGroup) -> Noted:
     """
     settings, members = answered.reward_settings.judge, answered.group.trajectories
     started = time.monotonic()
-    texts = [without_thought(said[-1]) for said in answered.answers]
+    texts = [without_thoughts(said[-1]) for said in answered.answers]
     asked = [
         place
         for place, (one, text) in enumerate(zip(members, texts, strict=True))
@@ -243,7 +244,7 @@ async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) 
     )
     completion = await answered.policy.generate(request)
     said = completion.samples[0].token_ids
-    return without_thought(codec.decode(said)), len(completion.prompt_ids) + len(said)
+    return without_thoughts(codec.decode(said)), len(completion.prompt_ids) + len(said)
 
 
 def _endpoint_of(answered: AnsweredGroup) -> Endpoint:

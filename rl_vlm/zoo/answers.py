@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rl_vlm.rewards.text import refusal, without_thought
+from rl_vlm.rewards.text import refusal
+from rl_vlm.safe_text import without_thoughts
 
 _MAX_THOUGHT = 100_000  # characters
 
@@ -17,14 +18,11 @@ class ReadAnswer(NamedTuple):
 
 
 def behind_thought(text: str, max_chars: int) -> tuple[str, str]:
-    """The text after its thought, and the reason why it must not be graded, or "".
+    """The text without its thoughts, and the reason why it must not be graded, or "".
 
-    The reasons are those of `refusal`, where `max_chars` bounds the text after the thought, and "misplaced": the
-    thought does not end, or a second one follows.
+    The reasons are those of `refusal`, where `max_chars` bounds the text beside the thoughts.
     """
-    said = without_thought(text)
+    said = without_thoughts(text)
     if len(said) > max_chars:
         return said, "too_long"
-    if reason := refusal(text, _MAX_THOUGHT + max_chars):
-        return said, reason
-    return said, "misplaced" if "<think>" in said or "</think>" in said else ""
+    return said, refusal(text, _MAX_THOUGHT + max_chars)

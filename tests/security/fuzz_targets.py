@@ -17,12 +17,12 @@ from torch import zeros
 from rl_vlm import frames
 from rl_vlm.config.loading import load_yaml
 from rl_vlm.envs import images, isolation
-from rl_vlm.labelling.labeller import read_label, read_score, strip_thoughts
+from rl_vlm.labelling.labeller import read_label, read_score
 from rl_vlm.labelling.store import text_cell
 from rl_vlm.models.weights import check_adapter
 from rl_vlm.rewards.math import normalize_answer
 from rl_vlm.rewards.text import judged_refusal, quoted
-from rl_vlm.safe_text import printable, safe
+from rl_vlm.safe_text import printable, safe, without_thoughts
 from rl_vlm.types import EncodedImage, UserInputError
 from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.geospot.places import parse_answer
@@ -98,7 +98,7 @@ def check_label(text: str) -> None:
     assert read_label(text) in (0, 1, -1, None)
     score = read_score(text)
     assert score is None or -1 <= score <= 1
-    assert len(strip_thoughts(text)) <= len(text)
+    assert len(without_thoughts(text)) <= len(text)
     assert printable(text_cell(text)) == text_cell(text)
     assert safe(safe(text)) == safe(text)
 

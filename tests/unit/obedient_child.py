@@ -11,6 +11,10 @@ def prepare() -> Any:
     return answer
 
 
+def hanging() -> Any:
+    return lambda request, _: time.sleep(60)
+
+
 def slow() -> Any:
     time.sleep(60)
 
@@ -19,8 +23,10 @@ def answer(request: dict[str, str], _: list[bytes]) -> tuple[dict[str, Any], lis
     order = request["answer"]
     if order == "hang":
         time.sleep(60)
+    while order == "work":
+        pass
     if order == "be late":
         time.sleep(0.4)
     if order == "die":
         os._exit(1)
-    return {"reason": "correct"}, []
+    return {"reason": "correct", "cpu_s": 0.1}, []

@@ -2,11 +2,13 @@
 
 import ast
 import base64
+import decimal
 import io
 import struct
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -134,9 +136,32 @@ def test_images_come_first_without_markers(tmp_path):
     assert question.parts() == (*question.images, "Which?")
 
 
-def test_numbers_are_answers(tmp_path):
-    table = open_table(QUESTIONS, str(write(tmp_path / "a.parquet", [[png()]], answer=[2.5])), "train")
-    assert table[0].answer == "2.5"
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (pa.array([2.5]), "2.5"),
+        (pa.array([5.0]), "5"),
+        (pa.array([0.1 + 0.2]), "0.3"),
+        (pa.array([0.1], pa.float32()), "0.1"),
+        (pa.array([1234.567], pa.float32()), "1234.567"),
+        (pa.array([np.float16(0.1)]), "0.1"),
+        (pa.array([decimal.Decimal("5.50")]), "5.50"),
+        (pa.array([123456789]), "123456789"),
+        (pa.array([" \\boxed{5} "]), "5"),
+        (pa.array(["2+3\n#### 5"]), "5"),
+    ],
+    ids=str,
+)
+def test_an_answer_is_the_bare_value_as_it_was_meant(tmp_path, answer, truth):
+    table = open_table(QUESTIONS, str(write(tmp_path / "a.parquet", [[png()]], answer=answer)), "train")
+    assert table[0].answer == truth
+
+
+@pytest.mark.parametrize("answer", ["It is 5.\nOr is it?", "7" * 1001, "$$\\boxed{}$$\n5", "<answer></answer>"])
+def test_a_truth_that_nobody_can_give_is_named(tmp_path, answer):
+    table = open_table(QUESTIONS, str(write(tmp_path / "train.parquet", [[png()]], answer=[answer])), "train")
+    with pytest.raises(BadRowError, match="row 0"):
+        table.validate()
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from tables import table
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.replies import ReplyText, without_thoughts
+from rl_vlm.http.replies import ReplyText
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SamplingParams
 
 TABLES = table("http_requests")

@@ -14,6 +14,7 @@ from tables import table
 from rl_vlm.rewards.math import (
     Grade,
     Reason,
+    bare_truth,
     compare,
     extract_boxed,
     grade_turns,
@@ -139,6 +140,17 @@ def test_the_last_box_with_balanced_braces(text: str, content: str | None) -> No
     assert extract_boxed(text) == content
 
 
+@pytest.mark.parametrize(("stored", "value"), TABLES["truths_as_data_sets_store_them"])
+def test_a_truth_is_read_without_its_wrapping(stored: str, value: str) -> None:
+    assert bare_truth(stored) == value
+    assert bare_truth(value) == value
+
+
+@pytest.mark.parametrize("unit", ["answer: ", "<answer>", "#### ", "**", "'", "answer is\n", "\\boxed{"])
+def test_a_long_truth_is_read_fast(unit: str) -> None:
+    assert cpu_seconds(lambda: bare_truth(unit * 20_000)) < 1.0
+
+
 @FAST
 @given(st.lists(st.sampled_from(["\\", "{", "}", "boxed", "\\boxed{", "\\fbox", "5", " ", "\n"])).map("".join))
 def test_extraction_never_raises_and_returns_a_part_of_the_text(text: str) -> None:
@@ -168,6 +180,9 @@ def test_a_megabyte_is_searched_in_under_a_second(unit: str) -> None:
         (r"\boxed{\frac{}{}}", "0.5", Grade(False, r"\frac{}{}", Reason.UNPARSABLE)),
         (r"\boxed{" + "7" * 2000 + "}", "7", Grade(False, "7" * 1000, Reason.TOO_LONG)),
         (r"First \boxed{0.5}, no, \boxed{3}", "0.5", Grade(False, "3", Reason.WRONG)),
+        (r"<think>\boxed{3}?</think> It is \boxed{0.5}.", "0.5", Grade(True, "0.5", Reason.CORRECT)),
+        (r"<think>\boxed{0.5}</think> I do not know.", "0.5", Grade(False, None, Reason.NO_ANSWER)),
+        (r"<think>maybe \boxed{0.5}, or", "0.5", Grade(False, None, Reason.NO_ANSWER)),
     ],
 )
 def test_grade_gives_the_reason(response: str, truth: str, expected: Grade) -> None:

@@ -21,7 +21,7 @@ from rl_vlm.rewards.symbolic import WORKER, GraderError, Reason, SymbolicWorker
 TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
 
 
-def fake(function: str = "obedient_child:prepare", startup_s: float = 60.0, **settings: int) -> SymbolicWorker:
+def fake(function: str = "obedient_child:prepare", startup_s: float = 60.0, **settings: float) -> SymbolicWorker:
     """A grader whose child needs no imports and obeys its question."""
     return SymbolicWorker(function, startup_s, **settings)
 
@@ -68,21 +68,36 @@ def test_a_power_tower_is_stopped_off_the_main_thread() -> None:
 
 
 @pytest.mark.parametrize("place", ["main thread", "thread", "executor"])
-def test_the_time_limit_holds_everywhere(worker: SymbolicWorker, place: str) -> None:
+def test_the_limit_of_cpu_time_holds_everywhere(worker: SymbolicWorker, place: str) -> None:
     if place == "thread":
         with ThreadPoolExecutor(1) as pool:
-            verdict, seconds = pool.submit(worker.compare, "hang", "", 0.3).result()
+            verdict, seconds = pool.submit(worker.compare, "work", "", 0.3).result()
     elif place == "executor":
-        verdict, seconds = asyncio.run(asyncio.to_thread(worker.compare, "hang", "", 0.3))
+        verdict, seconds = asyncio.run(asyncio.to_thread(worker.compare, "work", "", 0.3))
     else:
-        verdict, seconds = worker.compare("hang", "", 0.3)
-    assert verdict is Reason.TIMED_OUT
-    assert 0.3 <= seconds < 10.0
+        verdict, seconds = worker.compare("work", "", 0.3)
+    assert (verdict, seconds) == (Reason.TIMED_OUT, 0.3)
+
+
+def test_waiting_costs_no_cpu_time_and_the_clock_gives_no_verdict() -> None:
+    assert fake().compare("be late", "", 0.2)[0] is Reason.CORRECT
+    with pytest.raises(GraderError):
+        fake(timeout_s=0.2).compare("hang", "", 0.2)
+
+
+def test_a_verdict_that_the_clock_prevented_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = fake(timeout_s=0.2)
+    monkeypatch.setattr("rl_vlm.rewards.math.WORKER", stopped)
+    monkeypatch.setattr(stopped, "_function", "obedient_child:hanging")
+    with pytest.raises(GraderError):
+        is_equal("x+31", "31+x")
+    monkeypatch.setattr("rl_vlm.rewards.math.WORKER", WORKER)
+    assert is_equal("x+31", "31+x")
 
 
 def test_a_running_event_loop_is_not_blocked_by_a_grade_in_an_executor(worker: SymbolicWorker) -> None:
     async def main() -> int:
-        grading = asyncio.create_task(asyncio.to_thread(worker.compare, "hang", "", 0.5))
+        grading = asyncio.create_task(asyncio.to_thread(worker.compare, "work", "", 0.5))
         ticks = 0
         while not grading.done():
             await asyncio.sleep(0.02)
@@ -172,10 +187,12 @@ def test_an_input_that_kills_the_child_twice_is_unparsable(worker: SymbolicWorke
     assert worker.compare("", "")[0] is Reason.CORRECT
 
 
-def test_a_late_answer_is_not_taken_for_the_next_one(worker: SymbolicWorker) -> None:
-    assert worker.compare("be late", "", 0.2)[0] is Reason.TIMED_OUT
+def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
+    worker = fake(timeout_s=0.2)
+    with pytest.raises(GraderError):
+        worker.compare("be late", "")
     time.sleep(0.4)
-    assert worker.compare("hang", "", 0.2)[0] is Reason.TIMED_OUT
+    assert worker.compare("work", "", 0.1)[0] is Reason.TIMED_OUT
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
@@ -185,7 +202,5 @@ def test_a_child_killed_in_the_middle_is_asked_again(worker: SymbolicWorker) -> 
     victim = worker.pid
     assert victim is not None
     threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
-    verdict, seconds = worker.compare("hang", "", 0.5)
-    assert verdict is Reason.TIMED_OUT
-    assert seconds > 0.6  # 0.2 s before the kill, and the whole limit after it
+    assert worker.compare("work", "", 0.5) == (Reason.TIMED_OUT, 0.5)
     assert not is_running(victim)

@@ -68,7 +68,12 @@ def test_a_malformed_last_call_is_not_replaced_by_an_earlier_one():
 
 def test_a_call_inside_a_thought_is_none():
     assert parse_tool_call("<think>" + call("{}") + " <tool_call> </think>So \\boxed{5}.") is None
+    assert parse_tool_call("<think>I could ask " + call('{"name": "f"}') + " but wait") is None
     assert parse_tool_call("<think>hm</think>" + call('{"name": "f"}')) == ToolCall("f", {})
+
+
+def test_arguments_may_be_called_parameters():
+    assert parse_tool_call(call('{"name": "f", "parameters": {"x": 1}}')) == ToolCall("f", {"x": 1})
 
 
 @pytest.mark.parametrize(("literal", "expected"), TABLES["latex_backslashes_arrive_as_written"])

@@ -24,7 +24,7 @@ from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.images import ImageError, decode, image_bytes, one_line
 from rl_vlm.envs.isolation import check_plain
-from rl_vlm.envs.tools import THOUGHT_END
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import EncodedImage, Observation, RLVLMError, UserInputError
 
 MAX_MESSAGE = 32 * 2**20
@@ -286,10 +286,10 @@ class ActionForm:
         return cls(names[0], kind, choices, f"Answer with the {names[0]}{hints[kind]}{about}.")
 
     def parse(self, text: str) -> dict[str, Any]:
-        """The action; what stands before the end of a thought does not count. Raises ActionError."""
+        """The action; thoughts do not count. Raises ActionError."""
         if len(text) > MAX_CHARS:
             raise ActionError(f"An action may have {MAX_CHARS} characters, not {len(text)}.")
-        spoken = text.rpartition(THOUGHT_END)[2].strip()
+        spoken = without_thoughts(text)
         if not self.field:
             try:
                 return dict(json.loads(spoken[spoken.find("{") : spoken.rfind("}") + 1]))

@@ -19,7 +19,8 @@ from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import BackgroundLoop, HeldOutEnv, Share, to_message
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.loading import is_spec
-from rl_vlm.envs.tools import CLOSE, OPEN, THOUGHT_END, ToolCallError, parse_tool_call
+from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
 _MODEL = "policy"
@@ -255,11 +256,10 @@ def from_text(text: str, with_tools: bool) -> dict[str, Any]:
     """
     # verifiers takes an answer without any text for a failure of the model.
     message: dict[str, Any] = {"role": "assistant", "content": text or " "}
-    thought, mark, spoken = text.rpartition(THOUGHT_END)
-    before, *blocks = spoken.split(OPEN) if with_tools else (spoken,)
+    said, *blocks = without_thoughts(text).split(OPEN) if with_tools else (text,)
     if blocks:
         calls = [_call(OPEN + block, number) for number, block in enumerate(blocks[:MAX_CALLS])]
-        message |= {"content": (thought + mark + before).strip() or None, "tool_calls": calls}
+        message |= {"content": said.strip() or None, "tool_calls": calls}
     return message
 
 

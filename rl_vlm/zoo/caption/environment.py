@@ -202,6 +202,9 @@ def read_item(row: Row) -> CaptionItem:
     references = tuple(map(cell_text, caption if isinstance(caption, list) else [caption]))
     if not references or "" in references:
         raise BadRowError("the caption is empty or not text.")
+    if not any(grade_caption(reference, references).score == 1 for reference in references):
+        reason = grade_caption(references[0], references).reason
+        raise BadRowError(f"the caption {references[0][:80]!r} would not be paid as an answer ({reason}).")
     return CaptionItem(row.image(row.cells["image"]), references)
 
 

@@ -18,8 +18,8 @@ from rl_vlm.control_envs.gymnasium_env import make_gymnasium, picture_of, resize
 from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.envs.tools import THOUGHT_END
 from rl_vlm.numerics import derive_seed
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import split_of_hash
 
@@ -71,7 +71,7 @@ def read_word(text: str, words: Words) -> str | None:
 
     The text before it is the policy's reasoning. If one word is the end of another, the longer one counts.
     """
-    answer = clean(text.rpartition(THOUGHT_END)[2][-200:])
+    answer = clean(without_thoughts(text)[-200:])
     for word in sorted(words, key=len, reverse=True):
         if answer == word or answer.endswith(f" {word}"):
             return word

@@ -14,6 +14,7 @@ from rl_vlm.envs.data import QUESTIONS, DataSource, Question, TableSet
 from rl_vlm.envs.images import fit
 from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE
 from rl_vlm.zoo.geo3k.drawn import IMAGE_SIZE, LEAST_SIZE, AngleStep, Level, drawn_problem
@@ -125,7 +126,7 @@ class Geo3kEnv(EpisodeEnv):
         reply, reward = self._answer_call(text, truth)
         truncated = reply is not None and self.is_last_turn
         if reply is None:
-            boxed = extract_boxed(text) is not None
+            boxed = extract_boxed(without_thoughts(text)) is not None
             status = "answered" if boxed else "no_answer"
             said = "Answer received." if boxed else r"No tool call and no \boxed{} answer: the episode ends here."
         else:

@@ -13,6 +13,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from rl_vlm.safe_text import without_thoughts
+
 # Spellings of place names: one key for `St. Gallen`, `Saint-Gallen` and `SAINT GALLEN`, or `State of Bayern` and
 # `Bayern`.
 
@@ -257,14 +259,12 @@ def parse_degrees(text: str, axis: str) -> float | None:
 
 
 def _lines(text: str) -> list[str]:
-    """The answer's lines after its thinking; none where these are too long."""
-    said = text.rpartition("</think>")[2]  # a thought may be far longer than an answer
+    """The answer's lines beside its thoughts; none where these are too long."""
+    said = without_thoughts(text)  # a thought may be far longer than an answer
     if len(said) > MAX_CHARS:
         return []
     visible = "".join(char for char in unicodedata.normalize("NFKC", said) if unicodedata.category(char) != "Cf")
-    visible = visible.rpartition("</think>")[2]
-    if "<think>" in visible:  # a thought that does not end
-        return []
+    visible = without_thoughts(visible)  # also one whose marks were written with hidden characters
     lines = [" ".join(line.split()) for line in _BREAK.sub("\n", _COMMENT.sub("", visible)).splitlines()]
     return [part for line in lines if 0 < len(line) <= _MAX_LINE_CHARS for part in _NEXT_FIELD.split(line)]
 

@@ -41,7 +41,7 @@ _DECORATION = " \t*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
 def read_verdict(text: str) -> ReadAnswer:
     """The verdict of an answer: True or False.
 
-    One thought at the start is not read (see `without_thought`). In the rest, the last line holds "true" or "false"
+    Thoughts are not read (see `without_thoughts`). In the rest, the last line holds "true" or "false"
     once, in any case and decoration, as its first or last word, without a word that turns it around in its clause or
     leaves it open in its sentence. What stands before these may say the same word but not the other one: who says both
     says nothing.

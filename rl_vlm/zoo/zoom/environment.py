@@ -64,7 +64,7 @@ def normalized(text: str) -> str:
 def read_answer(text: str) -> ReadAnswer:
     """The answer of a text, which is compared as a whole: a list of answers is none of them.
 
-    One thought at the start is not read (see `without_thought`). The answer is marked by `Answer:`, `<answer>` or
+    Thoughts are not read (see `without_thoughts`). The answer is marked by `Answer:`, `<answer>` or
     `\\boxed{}` and ends the text; marks that name different answers name none. Without a mark a last line "The answer
     is x" says x, and a text of one line is the answer itself.
 
@@ -311,10 +311,10 @@ class ZoomItem:
 
 def read_item(row: Row) -> ZoomItem:
     """A question about a picture and its answer: a few words that are compared as a whole (see `read_answer`)."""
-    answer = normalized(row.text("answer"))
-    if not answer:
-        raise BadRowError("the answer is empty.")
-    return ZoomItem(row.image(row.cells["image"]), row.text("question"), answer)
+    answer = row.truth("answer")
+    if (value := read_answer(answer).value) is None:
+        raise BadRowError(f"nobody can give the answer {answer[:80]!r}: it is {read_answer(answer).reason}.")
+    return ZoomItem(row.image(row.cells["image"]), row.text("question"), value)
 
 
 def drawn_item(split: Split, index: int, seed: int, view_size: int) -> ZoomItem:
