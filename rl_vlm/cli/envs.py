@@ -59,6 +59,9 @@ def check(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that one reset or step may take before it is said to hang.")
     ] = 60.0,
+    answers: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A text file of answers to try, one a line.")
+    ] = None,
     image: Annotated[
         Path | None, typer.Option(help="Where the first image is written; a temporary file by default.")
     ] = None,
@@ -72,7 +75,14 @@ def check(
     from rl_vlm.files import write_atomic
 
     with redirect_stdout(sys.stderr):  # what the environment prints is no part of the report
-        report = check_environment(env, parse_arguments(env_arg), episodes=episodes, seed=seed, call_s=timeout)
+        report = check_environment(
+            env,
+            parse_arguments(env_arg),
+            episodes=episodes,
+            seed=seed,
+            call_s=timeout,
+            answers=answers.read_text().splitlines() if answers else (),
+        )
     if report.image is not None:
         image = image or Path(tempfile.gettempdir()) / f"rl-vlm-{re.sub(r'[^A-Za-z0-9.-]+', '-', env)[-60:]}.png"
         write_atomic(image, report.image.png)

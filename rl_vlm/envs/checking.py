@@ -7,7 +7,7 @@ import hashlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.types import EncodedImage, Observation, RLVLMError, Split, as_encoded
 
 MAX_STEPS = 200  # of one episode; an environment without an end is cut there
-COMPARED = 100  # items of each split
+COMPARED = 2000  # items of each split
 REPEATED = 5  # episodes that are played again
 SLOW_S = 1.0  # a median of resets or steps above this is a warning
 SPLITS: tuple[Split, ...] = ("train", "test")
@@ -61,11 +61,13 @@ def check_environment(
     seed: int = 0,
     budget_s: float = 20.0,
     call_s: float = 60.0,
+    answers: Sequence[str] = (),
 ) -> Report:
     """Make the environment and try it. What it raises becomes a finding, and ends the check.
 
-    episodes: how many are played. seed: of the answers, words of the prompt. budget_s: about how long each check that
-    repeats something may take; it then stops and says how often it did. call_s: how long one reset or step may take.
+    episodes: how many are played. seed: of the answers, drawn from `answers` or words of the prompt. budget_s: about
+    how long each check that repeats something may take; it then stops and says how often it did. call_s: how long one
+    reset or step may take.
     """
     report = Report()
     with ExitStack() as closing:
@@ -75,7 +77,7 @@ def check_environment(
             closing.callback(env.close)
             return env
 
-        checks = _Checks(report, build, episodes, seed, budget_s)
+        checks = _Checks(report, build, episodes, seed, budget_s, answers)
         for check in (checks.make, checks.splits, checks.play, checks.determinism, checks.answers):
             try:
                 check()
@@ -89,9 +91,16 @@ class _Checks:
     """The checks, in the order in which they run. What the environment raises passes through."""
 
     def __init__(
-        self, report: Report, build: Callable[[], ProcessEnv], episodes: int, seed: int, budget_s: float
+        self,
+        report: Report,
+        build: Callable[[], ProcessEnv],
+        episodes: int,
+        seed: int,
+        budget_s: float,
+        given: Sequence[str],
     ) -> None:
         self.report, self.build, self.num_episodes, self.seed, self.budget_s = report, build, episodes, seed, budget_s
+        self.given = given
         self.resets: list[float] = []  # seconds, each of an item that was not open before
 
     def make(self) -> None:
@@ -127,7 +136,8 @@ class _Checks:
         if shared:
             wrong += f": test item {shared[0][0]} is train item {shared[0][1]}"
         sizes = ", ".join(f"{split} {'without end' if size is None else size}" for split, size in self.sizes.items())
-        self.report.add("splits", wrong, f"{sizes}; no prompt of the first {COMPARED} in both")
+        counts = " and ".join(f"{len(prompts)} {split}" for split, prompts in seen.items())
+        self.report.add("splits", wrong, f"{sizes}; of {counts} prompts none is in both")
 
     def play(self) -> None:
         """Episodes end, with rewards that are numbers; how long resets and steps take."""
@@ -144,7 +154,11 @@ class _Checks:
         self.report.figures |= {"turns": [min(turns), max(turns)], "rewards": [min(rewards), max(rewards)]}
         cost = f"reset {1000 * reset:.2f} ms, step {1000 * step:.2f} ms"
         self.report.add("cost", f"{cost}: more than {SLOW_S:g} s" if max(reset, step) > SLOW_S else "", cost, "warn")
-        self.report.add("reward", "", f"from {min(rewards):g} to {max(rewards):g} for words of the prompt")
+        said = "the answers given" if self.given else "words of the prompt"
+        alike = "" if self.given or min(rewards) < max(rewards) else "; answers that are paid can be given by --answers"
+        fine = f"from {min(rewards):g} to {max(rewards):g} for {said}"
+        wrong = f"always {min(rewards):g} for {said}{alike}" if min(rewards) == max(rewards) else ""
+        self.report.add("reward", wrong, fine, "warn")
 
     def determinism(self) -> None:
         """The same index, seed and answers give the same episode, in this instance and in another one."""
@@ -185,8 +199,8 @@ class _Checks:
     def _episode(self, index: int, env: ProcessEnv | None = None) -> tuple[list[Any], list[float]]:
         """What an episode shows and rewards, and the seconds of its steps.
 
-        The answers are random words of what the policy was last told, often one of the choices, and the same every
-        time.
+        The answers are drawn from those given, or words of what the policy was last told, often one of the choices;
+        they are the same every time.
         """
         observation = self._reset("train", index, env)
         generator, words = random.Random(f"{self.seed}-{index}"), [""]
@@ -195,7 +209,7 @@ class _Checks:
         for _ in range(MAX_STEPS):
             said = " ".join(message.text for message in observation.messages).split()
             words = [word.strip(".,:;!?()") for word in said] or words
-            answer, started = generator.choice(words), time.perf_counter()
+            answer, started = generator.choice(self.given or words), time.perf_counter()
             observation, reward, terminated, truncated, _ = (env or self.env).step(answer)
             seconds.append(time.perf_counter() - started)
             shown.append((digest(observation), reward, terminated, truncated))

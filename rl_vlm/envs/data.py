@@ -12,12 +12,14 @@ the hub only.
 from __future__ import annotations
 
 import bisect
+import filecmp
 import itertools
 import math
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
@@ -286,21 +288,26 @@ def _split_hint(source: object, split: str) -> str:
 
 
 def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key: str = "env.data") -> None:
-    """Raise UserInputError where train and test are slices of one file that share rows; `selected` gives a split's
-    rows.
+    """Raise UserInputError where train and test share rows: of one file, or of a file and its copy.
 
-    The splits of a folder or of the hub have files of their own, and a single file is one split.
+    `selected` gives a split's rows. A single file is one split, and the hub has files of its own for each.
     """
-    if not isinstance(data, Mapping) or not {"train", "test"} <= data.keys():
+    sources = dict(data) if isinstance(data, Mapping) else {"train": data, "test": data}
+    paths = {split: Path(split_slice(source)[0]).expanduser() for split, source in sources.items()}
+    files: dict[str, list[Path]] = {}
+    with suppress(UserInputError):  # told where the split is opened
+        files = {split: local_files(paths[split], split) for split in ("train", "test")} if len(paths) == 2 else {}
+    if not files or (data == sources["train"] and paths["train"].is_file()):
         return
-    paths = {Path(split_slice(source)[0]).expanduser().resolve() for source in data.values()}
-    if len(paths) > 1 or not paths.pop().is_file():
+    pairs = itertools.product(files["train"], files["test"])
+    shared = next(((one, other) for one, other in pairs if filecmp.cmp(one, other, shallow=False)), None)
+    if shared is None:
         return
     train, test = selected("train"), selected("test")
-    if max(train.start, test.start) < min(train.stop, test.stop):
+    if max(map(len, files.values())) > 1 or max(train.start, test.start) < min(train.stop, test.stop):
         raise UserInputError(
-            f"{key}: {data['train']} and {data['test']} share rows, so that tests would be trained on: give each split "
-            "rows of its own, such as FILE@[100:] and FILE@[:100]."
+            f"{key}: {shared[0]} and {shared[1]} are the same, and train and test share rows of them, so that tests "
+            "would be trained on: give each split rows of its own, such as FILE@[100:] and FILE@[:100]."
         )
 
 

@@ -370,10 +370,10 @@ class Follower:
             for task in self._work:
                 task.cancel()
 
-    def _registry(self) -> Any:
+    async def _registry(self) -> Any:
         """The registry's handle. Raises ValueError; calls `abandoned` when there has been none for a minute."""
         try:
-            found = self._find_registry()
+            found = await asyncio.to_thread(self._find_registry)  # it may hang with the cluster
         except ValueError:
             now = time.monotonic()
             if self._missing_since is None:
@@ -386,7 +386,7 @@ class Follower:
         return found
 
     async def _catch_up(self) -> None:
-        registry = self._registry()
+        registry = await self._registry()
         report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
         report["loaded"] = {name: policy.loaded for name, policy in self.policies.items()}
         # Each wait has a deadline: an answer of a dead process may never arrive, and no error be raised.
@@ -515,7 +515,7 @@ class Follower:
     async def _acknowledge(self, published: Published) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                seconds = await self._registry().ack.remote(
+                seconds = await (await self._registry()).ack.remote(
                     self._replica_id, published.policy, published.version, published.sha256
                 )
         except Exception as error:  # only a metric

@@ -1,6 +1,7 @@
 """Where question sets come from: one file per split, mappings, and the hub."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,10 +35,15 @@ def test_splits_can_be_named_one_by_one():
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_splits_that_share_rows_are_refused(split):
+def test_splits_that_share_rows_are_refused(split, tmp_path):
     file = GEO3K / "train.parquet"
     with pytest.raises(UserInputError, match="share rows"):
         TableSet(QUESTIONS, {"train": f"{file}@[0:6]", "test": f"{file}@[4:8]"}).split(split)
+    for name in ("train", "test"):
+        shutil.copy(file, tmp_path / f"{name}.parquet")
+    for copied in (str(tmp_path), {"train": str(file), "test": str(tmp_path / "test.parquet")}):
+        with pytest.raises(UserInputError, match="share rows"):
+            TableSet(QUESTIONS, copied).split(split)
     apart = TableSet(QUESTIONS, {"train": f"{file}@[0:6]", "test": f"{file}@[6:8]"})
     assert (len(apart.split("train")), len(apart.split("test"))) == (6, 2)
 

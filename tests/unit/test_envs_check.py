@@ -67,7 +67,7 @@ def test_an_empty_split_and_wrong_arguments_are_found():
 def test_a_slow_reset_is_a_warning_and_no_failure(monkeypatch):
     monkeypatch.setattr("rl_vlm.envs.checking.SLOW_S", 0.01)
     report = check_environment(FINE, {"fault": "slow"}, episodes=1, budget_s=0.1)
-    assert report.ok and [one.name for one in report.findings if one.status == "warn"] == ["cost"]
+    assert report.ok and [one.name for one in report.findings if one.status == "warn"] == ["cost", "reward"]
 
 
 @pytest.mark.parametrize("env", ["Shapes-v0", "GridWalk-v0"])

@@ -128,6 +128,19 @@ def pixels_of(picture: EncodedImage) -> bytes:
     return picture.to_pil().tobytes()
 
 
+@pytest.mark.parametrize(("level", "step"), [(level, step) for level in LEVELS for step in (1, 5, 10)])
+def test_no_test_problem_is_trained_on_in_another_pose(level, step):
+    size = LEAST_SIZE[level]
+    drawn = {
+        split: {
+            (one.kind, *one.numbers, one.answer)
+            for one, _ in (drawn_problem((level,), step, size, split, i) for i in range(60))
+        }
+        for split in ("train", "test")
+    }
+    assert len(drawn["train"]) > 5 and drawn["test"] and not drawn["train"] & drawn["test"]
+
+
 def test_no_test_picture_is_a_train_picture():
     train = {pixels_of(drawn_problem((1,), 20, 64, "train", index)[1]) for index in range(500)}
     test = {pixels_of(drawn_problem((1,), 20, 64, "test", index)[1]) for index in range(200)}

@@ -130,7 +130,7 @@ class ControlWordsEnv(EpisodeEnv):
     after steps without one.
     task: what the first message says before the words, by default the environment's `mission`; prompt: "full", or
     "brief" for a first message as short as the others. seed, num_train, num_test: which episodes there are.
-    disjoint: draw starts until the first picture's hash belongs to the split, where an environment has few of them.
+    disjoint: starts are drawn until the hash of the first picture belongs to the split.
     Further arguments are the environment's own.
 
     An answer that ends with no known word costs a turn, moves nothing and gets a reminder of the words. `info` holds
@@ -155,7 +155,7 @@ class ControlWordsEnv(EpisodeEnv):
         seed: int = 0,
         num_train: Count = 4096,
         num_test: Count = 512,
-        disjoint: bool = False,
+        disjoint: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
@@ -184,7 +184,8 @@ class ControlWordsEnv(EpisodeEnv):
                 break
         else:
             raise EnvError(
-                f"No start of the {item.split} split was found in {_MAX_DRAWS}: has the environment more than one?"
+                f"No start of the {item.split} split was found in {_MAX_DRAWS}: the environment has too few. With "
+                "env.kwargs.disjoint=false it is tested on starts that it is trained on."
             )
         mission = observation.get("mission", "") if isinstance(observation, dict) else ""
         task = (self._task if self._task is not None else str(mission)).strip()

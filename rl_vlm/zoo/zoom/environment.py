@@ -280,6 +280,7 @@ def _plain(rng: Random, quadrant: int) -> Shape:
 
 NAME = "Zoom-v0"
 MIN_VIEW_SIZE, MAX_VIEW_SIZE = 64, 2048
+MAX_CACHED_PIXELS = 16_000_000  # of a whole picture, 48 MB; the largest one would take 192
 MIN_TURNS, MAX_TURNS = 2, 16
 BRIEF = "Which pattern?"  # in place of the question of drawn pictures
 # After the question. "brief" is for the tiny model, whose every token costs.
@@ -323,9 +324,15 @@ def drawn_item(split: Split, index: int, seed: int, view_size: int) -> ZoomItem:
     return ZoomItem(scene, QUESTION, scene.flag.pattern, HARD if scene.flag.hard else EASY)
 
 
-@lru_cache(maxsize=8)
 def picture_of(source: EncodedImage | FlagScene, zoom: int) -> Image.Image:
-    """The whole picture; cached, because an episode looks at it several times."""
+    """The whole picture; cached unless it is huge, because an episode looks at it several times."""
+    if isinstance(source, EncodedImage) and source.width * source.height > MAX_CACHED_PIXELS:
+        return source.to_pil()
+    return _cached_picture(source, zoom)
+
+
+@lru_cache(maxsize=8)
+def _cached_picture(source: EncodedImage | FlagScene, zoom: int) -> Image.Image:
     return source.to_pil() if isinstance(source, EncodedImage) else Image.fromarray(render_scene(source, zoom))
 
 
