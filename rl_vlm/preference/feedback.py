@@ -519,7 +519,7 @@ def build_feedback(
     seed = derive_seed(config.seed, 51) % 2**31
     model = RewardEnsemble(_input_shape(settings, sizes), section, seed, device)
     if section.load:
-        model.load(Path(section.load))
+        model.load(Path(section.load), weights_only=True)
     if settings.reward == "learn_from_score":
         assert labeller is not None
         return ScoreFeedback(settings, model, labeller, folder)

@@ -181,8 +181,9 @@ class ReplayBuffer:
     def relabel_with(self, kind: InputKind, rewards: Callable[[np.ndarray], np.ndarray], chunk: int = 256) -> None:
         """Replace the reward of every row by that of a reward model, which gets the inputs of `chunk` rows at a time.
 
-        Raises NotFiniteError.
+        All or none: raises NotFiniteError, or what `rewards` raises, before any is replaced.
         """
+        replaced = self.rewards.copy()
         for start in range(0, len(self), chunk):
             rows = np.arange(start, min(start + chunk, len(self)))
             if kind == "image":
@@ -191,7 +192,8 @@ class ReplayBuffer:
                 inputs = np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
             relabelled = rewards(inputs)
             _check_finite("A reward of the reward model", relabelled)
-            self.rewards[rows] = relabelled
+            replaced[rows] = relabelled
+        self.rewards[:] = replaced
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
         """uint8 [n, S, S, 3]. Raises IndexError for rows whose frame has been overwritten."""

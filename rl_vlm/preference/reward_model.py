@@ -305,8 +305,8 @@ class RewardEnsemble:
         plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         write_atomic(path, to_safetensors(plain, metadata))
 
-    def load(self, path: str | Path) -> None:
-        """Go on from a file that `save` wrote. Raises UserInputError if it does not fit the ensemble."""
+    def load(self, path: str | Path, weights_only: bool = False) -> None:
+        """Go on from a file that `save` wrote, or begin with its weights. Raises UserInputError if it does not fit."""
         weights: dict[str, Tensor] = {}
         moments: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
         try:
@@ -318,8 +318,11 @@ class RewardEnsemble:
                     else:
                         number, key = rest.split(".")
                         moments[int(number)][key] = file.get_tensor(name)
-                self._rng.bit_generator.state = json.loads(file.metadata()["rng"])
+                random_state = json.loads(file.metadata()["rng"])
             self.members.load_state_dict(weights)
+            if weights_only:
+                return
+            self._rng.bit_generator.state = random_state
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": dict(moments)})
         except (SafetensorError, OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             raise UserInputError(f"The reward model in {path} does not fit this configuration: {error}") from error

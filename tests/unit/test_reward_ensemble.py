@@ -213,6 +213,16 @@ def test_a_restart_changes_nothing(tmp_path: Path, architecture: str) -> None:
     assert (resumed.member_rewards(inputs) == straight.member_rewards(inputs)).all()
 
 
+def test_a_new_run_takes_the_weights_of_another_and_neither_its_random_numbers_nor_its_moments(tmp_path: Path) -> None:
+    examples = [examples_of(image_ensemble(), random_pairs(6))] * 2
+    other, begun, loaded = image_ensemble(), image_ensemble(), image_ensemble()
+    other.fit(examples[0])
+    other.save(tmp_path / "other.safetensors")
+    loaded.load(tmp_path / "other.safetensors", weights_only=True)
+    begun.members.load_state_dict(other.members.state_dict())
+    assert loaded.fit(examples[0]).losses == pytest.approx(begun.fit(examples[1]).losses, rel=1e-4)
+
+
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     image_ensemble().save(tmp_path / "a")
     with pytest.raises(UserInputError, match="does not fit"):
