@@ -214,13 +214,13 @@ def test_a_restart_changes_nothing(tmp_path: Path, architecture: str) -> None:
 
 
 def test_a_new_run_takes_the_weights_of_another_and_neither_its_random_numbers_nor_its_moments(tmp_path: Path) -> None:
-    examples = [examples_of(image_ensemble(), random_pairs(6))] * 2
+    examples = examples_of(image_ensemble(), random_pairs(6, size=48))
     other, begun, loaded = image_ensemble(), image_ensemble(), image_ensemble()
-    other.fit(examples[0])
+    other.fit(examples)
     other.save(tmp_path / "other.safetensors")
     loaded.load(tmp_path / "other.safetensors", weights_only=True)
     begun.members.load_state_dict(other.members.state_dict())
-    assert loaded.fit(examples[0]).losses == pytest.approx(begun.fit(examples[1]).losses, rel=1e-4)
+    assert loaded.fit(examples).losses == pytest.approx(begun.fit(examples).losses, rel=1e-4)
 
 
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
