@@ -58,11 +58,13 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
     VisionEnv subclass, or one environment of a foreign interface. Naming a file runs it: it is the user's own code.
     """
     factory = resolve(env_id)
+    signature = inspect.signature(factory)
     try:
-        inspect.signature(factory).bind(**kwargs)
+        signature.bind(**kwargs)
     except TypeError as error:
         raise UserInputError(
-            f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs, or --env-arg."
+            f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs, or --env-arg. It takes "
+            f"{', '.join(signature.parameters) or 'none'}."
         ) from error
     cls = getattr(factory, "func", factory)  # an adapter's class, whose first argument is what the id names
     if isinstance(cls, type) and cls.__module__.startswith("rl_vlm."):  # others' annotations may be loose
