@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.preference.collector import (
@@ -150,7 +150,9 @@ class ControlSampler:
                     results[number] = ray.get(reference, timeout=30)
                 except RayTaskError as error:
                     raise CollectionError(f"An environment failed: {error.cause}.") from error
-                except RayError as error:  # GetTimeoutError included: it is asked again
+                except GetTimeoutError:
+                    running[reference] = number  # the steps were made, and fetching them is slow
+                except RayError as error:
                     if isinstance(error, RayActorError) and number not in died:
                         died.add(number)
                         self.restarts += 1

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from rl_vlm.preference import env_runner as module
 from rl_vlm.preference.collector import CollectionError, EpisodeResult
@@ -15,6 +15,7 @@ from rl_vlm.preference.env_runner import ControlSampler
 
 DEAD = ActorUnavailableError("The actor is restarting.", None)
 HANGS = ValueError("no result ever comes")
+SLOW = ValueError("the result is fetched in more than one call's time")
 
 
 class Runner:
@@ -37,11 +38,17 @@ class Reference:
 
     def __init__(self, outcome: Any) -> None:
         self.outcome = outcome
+        self.slow_fetches = 2 if outcome is SLOW else 0
+        if outcome is SLOW:
+            self.outcome = [EpisodeResult(5, 1.0, 1, 1.0, 1.0)]
 
 
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Runner]:
     def get(reference: Reference, timeout: float) -> Any:
+        if reference.slow_fetches:
+            reference.slow_fetches -= 1
+            raise GetTimeoutError
         if isinstance(reference.outcome, Exception):
             raise reference.outcome
         return reference.outcome
@@ -75,6 +82,12 @@ def test_a_runner_that_dies_in_an_evaluation_plays_its_episodes_again(runners: d
     assert seeds_of(one.evaluate(None, [5, 6, 7], 2, timeout_s=30)) == [5, 6, 7]  # type: ignore[arg-type]
     assert runners[1].asked == [([5, 7], 1)] * 3 and runners[2].asked == [([6], 1)]
     assert one.restarts == 1  # one death, however many calls it cost
+
+
+def test_a_result_that_is_slow_to_fetch_is_not_made_again(runners: dict[int, Runner]) -> None:
+    runners[1].failures = [SLOW]
+    assert seeds_of(sampler(runners).evaluate(None, [5, 6], 0, timeout_s=30)) == [5, 6]  # type: ignore[arg-type]
+    assert [len(runner.asked) for runner in runners.values()] == [1, 1]
 
 
 @pytest.mark.parametrize(("film", "filmed"), [(0, [0, 0]), (1, [1, 0]), (2, [1, 1]), (4, [2, 2]), (9, [5, 4])])
