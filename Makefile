@@ -16,7 +16,7 @@ SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test unit security integration e2e lint acceptance drills requirements audit sbom dist clean
+.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit sbom dist clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
@@ -71,6 +71,16 @@ requirements: install ## Pin the requirement files anew
 	$(BIN)/uv pip compile requirements/gpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
 		--no-header -q -o requirements/gpu.txt
 	$(BIN)/uv pip compile requirements/cloud.in --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/cloud.txt
+
+LOWEST := $(VENV)-lowest
+lowest: install ## The unit tests and the exactness check with the oldest packages that pyproject.toml allows
+	$(BIN)/uv pip compile pyproject.toml --resolution lowest-direct --python-version 3.11 --extra dev --extra deepspeed --extra nf4 \
+		--extra bench --override requirements/overrides.txt --no-header -q -o $(VENV)/lowest.txt
+	$(BIN)/uv venv --quiet --clear --python 3.11 $(LOWEST)
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python -r $(VENV)/lowest.txt
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps .
+	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile tests/unit -m "not acceptance" --ignore tests/unit/test_cluster_manifests.py
+	$(LOWEST)/bin/python benchmarks/gpu/correctness.py --size tiny
 
 audit: install ## Look all pinned packages up in the advisories of OSV (ADVISORIES=pypi: of PyPI); needs the network
 	@mkdir -p build/audit
