@@ -79,7 +79,8 @@ lowest: install ## The unit tests and the exactness check with the oldest packag
 	$(BIN)/uv venv --quiet --clear --python 3.11 $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python -r $(VENV)/lowest.txt
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps .
-	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile tests/unit -m "not acceptance" --ignore tests/unit/test_cluster_manifests.py
+	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile tests/unit -m "not acceptance" \
+		--ignore tests/unit/test_cluster_manifests.py --ignore tests/unit/test_gpu_settings.py # want kustomize, vLLM
 	$(LOWEST)/bin/python benchmarks/gpu/correctness.py --size tiny
 
 audit: install ## Look all pinned packages up in the advisories of OSV (ADVISORIES=pypi: of PyPI); needs the network
