@@ -162,10 +162,10 @@ def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
     )  # fmt: skip
     page = evaluation_page(results)
     for words in (
-        "| default | 10 | 0.600 | 0.300 … 0.800 |", "1 items were lost", "| 2 | default | 0.700 |",
-        "| gain of the true over blank images | 0.350 (0.100 … 0.600) |", "| default | accuracy | 0.600 | 0.300 | 0.300 |",
-        "| a\\|b | 10 | 0.600 |", "| km | 10 | 1.500 |", "| 1 | 100.0 ± 2.0 | 12.0 | 110.0 | 80.0 | 1.25 |",
-        "Against the base model", "Beside these, 2 items were lost",
+        "| default | 10 | 0.600 (0.300 … 0.800) |", "1 items were lost", "| 2 | default | 0.700 |",
+        "| gain of the true over blank images | 0.350 (0.100 … 0.600) |", "| default | accuracy | 0.600 | 0.300 | 0.300 (",
+        "| a\\|b | 10 | 0.600 (", "| km | 10 | 1.500 |", "| 1 | 100.0 ± 2.0 | 12.0 | 110.0 | 80.0 | 1.25 |",
+        "Against the base model", "Beside these, 2 items of default were lost",
     ):  # fmt: skip
         assert words in page, page
     draw_evaluation(results, tmp_path / "figure.png")

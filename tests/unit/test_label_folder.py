@@ -54,7 +54,7 @@ def test_pairs_are_listed_with_their_returns(tmp_path: Path) -> None:
         ("a/x.png", "y.jpg", "0"),
         ("y.jpg", "a/x.png", "1"),
     ]
-    assert [entry.category for entry in read_labels(tmp_path)] == ["correct", "correct"]
+    assert read_labels(tmp_path).category.tolist() == ["correct", "correct"]
 
 
 def test_a_label_store_can_be_labelled_anew(tmp_path: Path) -> None:

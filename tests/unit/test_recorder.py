@@ -127,6 +127,7 @@ def test_tensorboard_shows_no_duplicates_after_resuming(tmp_path):
 
 
 def test_result_json_has_all_keys_and_the_extra_ones(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: short")
     recorder = RunRecorder(tmp_path, QUIET, draw=draw_curve)
     recorder.finish({"status": "done", "iterations": 3, "accuracy_after": np.float64(0.5), "startup_seconds": 1.5})
     result = json.loads((tmp_path / "result.json").read_text())
@@ -436,6 +437,7 @@ def free():
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     ballast.unlink(missing_ok=True)
 
+(folder / "config.yaml").write_text("name: full-disk")
 recorder = RunRecorder(folder, PolicyConfig(), draw=draw_curve)
 image = picture("red")
 recorder.log_iteration(1, {"reward/mean": 0.5})
