@@ -23,7 +23,6 @@ from rich.text import Text
 
 from rl_vlm.envs.address import is_loopback
 from rl_vlm.monitoring.display import duration
-from rl_vlm.monitoring.ray_metrics import EVAL
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import POLICY, RLVLMError, UserInputError
 
@@ -199,7 +198,7 @@ def _runs(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
             **_sums(own, _RUN, _RUN_COLUMNS),
         }
         named = [s for s in own if "name" in s.labels]
-        evaluated = [s for s in named if s.labels.get("part") == EVAL]  # training has an accuracy of its samples, too
+        evaluated = [s for s in named if s.labels.get("part") == "eval"]  # training has an accuracy of its samples, too
         for column, shown in (("accuracy", evaluated), ("dropped", named), ("restarts", named)):
             row[column] = {s.labels["name"]: s.value for s in shown if s.name == _RUN + column}
         rows.append(row)

@@ -164,5 +164,5 @@ def test_no_run_floods_the_agent(cluster: Any, tmp_path: Path, caplog: pytest.Lo
     figures = RayMetrics(cluster, tmp_path, total=1)
     for iteration in range(3):
         figures.add(iteration, {f"curriculum/value/{k}": float(k) for k in range(MAX_SERIES + 50)})
-    until(lambda found: sum(s.name == "ray_rl_vlm_curriculum" for s in found) == MAX_SERIES)
+    until(lambda found: MAX_SERIES - 20 < sum(s.name == "ray_rl_vlm_curriculum" for s in found) <= MAX_SERIES)
     assert caplog.text.count("are no Ray metrics") == 1
