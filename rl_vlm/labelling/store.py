@@ -3,7 +3,6 @@ without a VLM."""
 
 from __future__ import annotations
 
-import csv
 import filecmp
 import io
 import itertools
@@ -11,7 +10,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,7 +23,7 @@ from PIL import Image
 from rl_vlm.config.labels import names_no_cache
 from rl_vlm.envs.data import TooLargeError, read_parquet
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.files import append_whole, link_tree, whole_lines, write_atomic
+from rl_vlm.files import append_whole, csv_lines, cut_lines, link_tree, write_atomic
 from rl_vlm.safe_text import csv_cell, redact
 from rl_vlm.types import EncodedImage, UserInputError
 
@@ -415,27 +414,13 @@ class StepCsv:
 
     def rewind(self, step: int) -> None:
         """Remove the rows of later steps, which the run repeats; all of them at -1."""
-        lines = whole_lines(self._path)
-        if lines:
-            kept = [line + b"\n" for line in lines[1:] if self._step_of(line) <= step]
-            write_atomic(self._path, b"".join([_csv([self._columns]), *kept]))
+        # Not with csv, which refuses long cells.
+        cut_lines(self._path, lambda line: int(line.split(b",", self._step + 1)[self._step]), step, head=1)
 
     def add(self, *rows: Sequence[Any]) -> None:
         """Append rows, whole or not at all."""
         started = self._path.exists() and self._path.stat().st_size > 0
-        append_whole(self._path, _csv(rows if started else [self._columns, *rows]))
-
-    def _step_of(self, line: bytes) -> float:
-        try:
-            return int(line.split(b",", self._step + 1)[self._step])  # not csv, which refuses long cells
-        except (IndexError, ValueError):
-            return math.inf
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue().encode("utf-8", "replace")
+        append_whole(self._path, csv_lines(rows if started else [self._columns, *rows]))
 
 
 def query_log(path: Path, more_columns: Sequence[str] = ()) -> StepCsv:

@@ -10,7 +10,6 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from recorder_support import (
 from rl_vlm import files
 from rl_vlm.config import PolicyConfig
 from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
-from rl_vlm.monitoring import recorder
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
 from rl_vlm.types import Message, TrajectoryGroup
@@ -126,32 +124,26 @@ def test_tensorboard_shows_no_duplicates_after_resuming(tmp_path):
 # The end
 
 
-def test_result_json_has_all_keys_and_the_extra_ones(tmp_path):
+def test_the_end_writes_the_result_and_draws_the_curve(tmp_path):
     (tmp_path / "config.yaml").write_text("name: short")
     recorder = RunRecorder(tmp_path, QUIET, draw=draw_curve)
-    recorder.finish({"status": "done", "iterations": 3, "accuracy_after": np.float64(0.5), "startup_seconds": 1.5})
+    recorder.finish({"status": "done", "accuracy_before": float("nan"), "accuracy_after": np.float64(0.5)})
     result = json.loads((tmp_path / "result.json").read_text())
-    assert list(result) == [
-        "status", "iterations", "train_seconds", "accuracy_before", "accuracy_after", "reward_before", "reward_after",
-        "policy_version", "trajectories", "dropped", "restarts", "startup_seconds",
-    ]  # fmt: skip
-    assert (result["status"], result["accuracy_before"], result["accuracy_after"]) == ("done", None, 0.5)
+    assert result == {"status": "done", "accuracy_before": None, "accuracy_after": 0.5}
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert recorder.write_errors == 0
     recorder.close()
 
 
-def test_each_kind_of_failure_is_told_once_and_all_are_kept(tmp_path, monkeypatch):
+def test_each_kind_of_failure_is_told_once_and_all_are_kept(tmp_path):
     recorder = RunRecorder(tmp_path, QUIET)
     assert recorder.log_failures(1, {"a": "KeyError: 'x' (dots.py, line 3)", "b": "no result within 60 s"}) == [
         "KeyError: 'x' (dots.py, line 3)",
         "no result within 60 s",
     ]
     assert recorder.log_failures(2, {"c": "no result within 61 s", "d": "another"}) == ["another"]
-    monkeypatch.setattr("rl_vlm.monitoring.recorder.MAX_FAILURES", 5)
-    recorder.log_failures(3, {"e": "another", "f": "another"})
     kept = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
-    assert [entry["group"] for entry in kept] == ["a", "b", "c", "d", "e"]
+    assert [entry["group"] for entry in kept] == ["a", "b", "c", "d"]
     assert kept[2] == {"iteration": 2, "group": "c", "reason": "no result within 61 s"}
 
 
@@ -214,23 +206,6 @@ def test_json_values_are_plain_and_finite():
         "a": 0.5, "2": [0, 1], "c": [None, None], "d": "?", "e": [1, 3], "f": True, "g": 1.0, "h": "x", "i": 7,
     }  # fmt: skip
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
-
-
-def test_event_files_of_a_resumed_run_come_last_whatever_the_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TensorBoard reads them in the order of their names."""
-    for now in (
-        1_700_000_000.0,
-        1_699_990_000.0,
-        1_699_980_000.0,
-    ):  # each machine's clock is behind that of the one before
-        monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda now=now: now))
-        known = set(tmp_path.iterdir())
-        file = recorder.TensorBoardFile(tmp_path)
-        file.add(1, {"reward/mean": 0.5})
-        (new,) = set(tmp_path.iterdir()) - known
-        assert sorted(tmp_path.iterdir())[-1] == new
 
 
 # --- Dumps of sampled trajectories: they come back as they were, whole groups, images once
@@ -351,14 +326,8 @@ def test_metrics_go_to_wandb_when_its_key_is_set(tmp_path, monkeypatch):
     assert fake.inits[0]["id"] == fake.inits[1]["id"]
 
 
-def test_wandb_without_a_network_works_offline(tmp_path, monkeypatch):
-    fake = with_wandb(monkeypatch, failures=1)
-    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
-    assert fake.inits[1]["mode"] == "offline" and len(fake.logged) == 1
-
-
 def test_wandb_that_fails_altogether_is_warned_of_and_left_out(tmp_path, monkeypatch, caplog):
-    with_wandb(monkeypatch, failures=2)
+    with_wandb(monkeypatch, failures=1)
     RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
     assert "Weights & Biases is off" in caplog.text
 
@@ -382,9 +351,9 @@ def test_a_full_disk_is_counted_warned_of_once_and_made_up_for(tmp_path, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*arguments)
 
-    for module in ("trajectories", "recorder"):
+    for module in ("files", "monitoring.recorder", "monitoring.trajectories"):
         for name in ("write_atomic", "append_whole"):
-            target = f"rl_vlm.monitoring.{module}.{name}"
+            target = f"rl_vlm.{module}.{name}"
             real = getattr(files, name)
             monkeypatch.setattr(target, lambda *a, real=real: write(real, *a), raising=False)
     caplog.set_level(logging.WARNING)
