@@ -399,7 +399,9 @@ class Trajectory:
             raise TrajectoryError(f"trajectory {self.trajectory_id} is broken: its arrays are not equally long.")
         edges = [1, *(edge for turn in self.turns for edge in (turn.start, turn.stop)), len(self)]
         pieces = [(turn.stop - turn.start, sum(count for count, _ in turn.pieces)) for turn in self.turns]
-        sampled = self.versions >= 0
+        sampled = np.zeros(len(self), dtype=bool)
+        for turn in self.turns:
+            sampled[max(turn.start, 0) : turn.stop] = True
         for what, holds in (
             # No position predicts the first token.
             ("turns follow each other from token 1 on", edges == sorted(edges) and all(size > 0 for size, _ in pieces)),

@@ -44,8 +44,6 @@ def evaluation_page(results: Values) -> str:
         lines += [f"## {split} split", ""]
         for table in _tables(part):
             lines += _markdown(*table)
-        for variant, lost in part.get("categories_lost", {}).items():
-            lines += [f"Beside these, {lost} items of {variant} were lost, whose category is not known.", ""]
     if "throughput" in results:
         lines += ["## Throughput", "", *_markdown(*_throughput(results["throughput"]))]
     return "\n".join(lines).rstrip() + "\n"
