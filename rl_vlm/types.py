@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -269,7 +270,7 @@ class Completion:
     """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
 
     `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. `spans` are the
-    replica's of a request that is traced. It is pickled with one array for all samples (see `_PickledRecords`).
+    replica's of a request that is traced. It is pickled with one array for all samples (see `_reduced`).
     """
 
     request_id: str
@@ -283,12 +284,7 @@ class Completion:
     spans: tuple[Span, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = _PickledRecords.of(self.samples, ("token_ids", "logprobs"))
-        return _unpack_completion, (packed, self.prompt_ids, *_fields(self, skip=("samples", "prompt_ids")))
-
-
-def _unpack_completion(packed: _PickledRecords, prompt_ids: np.ndarray, request_id: str, *rest: Any) -> Completion:
-    return Completion(request_id, prompt_ids, tuple(packed.restore(Sample)), *rest)
+        return _reduced(self, "samples", Sample, ("token_ids", "logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,8 +427,7 @@ class TrajectoryGroup:
     stage: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = _PickledRecords.of(self.trajectories, ("token_ids", "loss_mask", "logprobs"))
-        return _unpack_group, (packed, *_fields(self, skip=("trajectories",)))
+        return _reduced(self, "trajectories", Trajectory, ("token_ids", "loss_mask", "logprobs"))
 
     def __len__(self) -> int:
         return len(self.trajectories)
@@ -453,45 +448,31 @@ class TrajectoryGroup:
         return max(trajectory.newest_version for trajectory in self.trajectories)
 
 
-def _unpack_group(packed: _PickledRecords, group_id: str, index: int, *rest: Any) -> TrajectoryGroup:
-    return TrajectoryGroup(group_id, index, packed.restore(Trajectory), *rest)
+def _fields(record: Any) -> tuple[Any, ...]:
+    return tuple(getattr(record, name) for name in record.__slots__)
 
 
-def _fields(record: Any, skip: Sequence[str] = ()) -> tuple[Any, ...]:
-    return tuple(getattr(record, name) for name in record.__slots__ if name not in skip)
-
-
-@dataclass(slots=True)
-class _PickledRecords:
-    """Records of one class for pickling: each array field of all records in one array.
+def _reduced(whole: Any, name: str, kind: type[Any], arrays: Sequence[str]) -> tuple[Any, ...]:
+    """How a record is pickled whose field `name` holds records of `kind`: each of their array fields in one array.
 
     Pickling an array costs about 10 µs whatever its size, and a rollout has thousands of short ones.
     """
+    records, fields = getattr(whole, name), dict(zip(whole.__slots__, _fields(whole), strict=True))
+    columns = dict(zip(kind.__slots__, zip(*map(_fields, records), strict=True), strict=False))
+    for column in arrays if records else ():
+        columns[column] = np.concatenate(columns[column]), list(accumulate(map(len, columns[column])))
+    return _restored, (type(whole), fields | {name: type(records)()}, name, kind, arrays, columns)
 
-    arrays: tuple[np.ndarray, ...]
-    places: tuple[int, ...]  # of the array fields among all fields
-    lengths: list[list[int]]  # per array field, per record
-    records: list[list[Any]]  # per record: its fields in order, None where an array goes
 
-    @classmethod
-    def of(cls, records: Sequence[Any], names: tuple[str, ...]) -> _PickledRecords:
-        columns = [[getattr(record, name) for record in records] for name in names]
-        fields = records[0].__slots__ if records else ()
-        return cls(
-            tuple(np.concatenate(column) for column in columns if column),
-            tuple(fields.index(name) for name in names if fields),
-            [list(map(len, column)) for column in columns],
-            [[None if name in names else getattr(record, name) for name in fields] for record in records],
-        )
-
-    def restore(self, record: type[Any]) -> list[Any]:
-        """The records; their arrays are views of the common ones."""
-        for place, array, lengths in zip(self.places, self.arrays, self.lengths, strict=False):
-            start = 0
-            for fields, length in zip(self.records, lengths, strict=True):
-                fields[place] = array[start : start + length]
-                start += length
-        return [record(*fields) for fields in self.records]
+def _restored(
+    whole: type[Any], fields: dict[str, Any], name: str, kind: type[Any], arrays: Sequence[str], columns: dict[str, Any]
+) -> Any:
+    """The record; the arrays of its records are views of the common ones."""
+    for column in arrays if columns else ():
+        array, ends = columns[column]
+        columns[column] = [array[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    records = (kind(*values) for values in zip(*columns.values(), strict=True))
+    return whole(**fields | {name: type(fields[name])(records)})
 
 
 def as_encoded(images: Sequence[Image.Image | EncodedImage]) -> tuple[EncodedImage, ...]:

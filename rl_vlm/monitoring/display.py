@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,48 +55,42 @@ PLAIN_EVERY = 10
 PLAIN_SECONDS = 5.0
 
 # The rows of the panel: a name, and what it shows of the metrics that an iteration has. Speed and policy need no name.
-Rows = Sequence[tuple[str, Sequence[tuple[str, str]]]]
-_REWARD_SMOOTHED, _SECONDS = "reward smoothed", "seconds per iteration"  # computed here
+Rows = Sequence[tuple[str, Sequence[str]]]
 _NAMELESS = ("speed", "policy")
-
+_JUDGE = (
+    "wins {judge/win_rate:.2f}", "order bias {judge/order_bias:.2f}", "first {judge/first_rate:.2f}",
+    "{judge/requests:.0f} questions", "{judge/tokens:,.0f} tokens", "{judge/seconds:.1f} s",
+)  # fmt: skip
 POLICY_ROWS: Rows = (
-    ("reward", [("{:.3f}", "reward/mean"), ("smoothed {:.3f}", _REWARD_SMOOTHED)]),
-    (
-        "judge",
-        [
-            ("wins {:.2f}", "judge/win_rate"),
-            ("order bias {:.2f}", "judge/order_bias"),
-            ("first {:.2f}", "judge/first_rate"),
-            ("{:.0f} questions", "judge/requests"),
-            ("{:,.0f} tokens", "judge/tokens"),
-            ("{:.1f} s", "judge/seconds"),
-        ],
-    ),
-    ("speed", [("{:,.0f} tokens/s", "rollout/tokens_per_s"), ("{:.2f} s/iteration", _SECONDS)]),
-    (
-        "policy",
-        [
-            ("version {:.0f}", "weights/version"),
-            ("{:.1f} turns", "rollout/turns"),
-            ("mismatch KL {:.1e}", "mismatch/kl"),
-        ],
-    ),
+    ("reward", ("{reward/mean:.3f}", "smoothed {reward smoothed:.3f}")),
+    ("judge", _JUDGE),
+    ("speed", ("{rollout/tokens_per_s:,.0f} tokens/s", "{seconds per iteration:.2f} s/iteration")),
+    ("policy", ("version {weights/version:.0f}", "{rollout/turns:.1f} turns", "mismatch KL {mismatch/kl:.1e}")),
 )
 PREFERENCE_ROWS: Rows = (
-    ("return", [("{:.4g} true", "reward/mean"), ("{:.4g} learned", "reward/learned")]),
-    ("training success", [("{:.2f}", "rollout/success")]),
-    ("labels", [("{:.0f}", "labels/total")]),
-    ("speed", [("{:.0f} steps/s", "rollout/steps_per_s")]),
-    ("policy", [("alpha {:.3g}", "policy/alpha"), ("q {:.3g}", "critic/q")]),
+    ("return", ("{reward/mean:.4g} true", "{reward/learned:.4g} learned")),
+    ("training success", ("{rollout/success:.2f}",)),
+    ("labels", ("{labels/total:.0f}",)),
+    ("speed", ("{rollout/steps_per_s:.0f} steps/s",)),
+    ("policy", ("alpha {policy/alpha:.3g}", "q {critic/q:.3g}")),
 )
 SFT_ROWS: Rows = (
-    ("loss", [("{:.4f}", "sft/loss")]),
-    ("epoch", [("{:.2f}", "sft/epoch")]),
-    ("speed", [("{:,.0f} tokens/s", "sft/tokens_per_s")]),
-    ("policy", [("lr {:.2e}", "sft/lr")]),
+    ("loss", ("{sft/loss:.4f}",)),
+    ("epoch", ("{sft/epoch:.2f}",)),
+    ("speed", ("{sft/tokens_per_s:,.0f} tokens/s",)),
+    ("policy", ("lr {sft/lr:.2e}",)),
 )
 # What an evaluation shows beside its accuracies.
 _HELD_OUT = {"eval/loss": "held-out loss", "reward/success": "held-out return"}
+
+
+def filled(forms: Sequence[str], values: Mapping[str, Any], between: str = ", ") -> str:
+    """The format strings whose values are all known (None is not), joined."""
+    parts = []
+    for form in forms:
+        with contextlib.suppress(KeyError, TypeError):
+            parts.append(form.format_map(values))
+    return between.join(parts)
 
 
 class ProgressDisplay:
@@ -213,11 +208,8 @@ class ProgressDisplay:
 
     def _facts(self) -> list[tuple[str, str]]:
         """Name and value of each row that has one, the most important first."""
-        known = {**self._metrics, _REWARD_SMOOTHED: self._reward.smoothed, _SECONDS: self._seconds.smoothed}
-        first, *rest = [
-            (name, ", ".join(form.format(known[metric]) for form, metric in parts if known.get(metric) is not None))
-            for name, parts in self._rows
-        ]
+        computed = {"reward smoothed": self._reward.smoothed, "seconds per iteration": self._seconds.smoothed}
+        first, *rest = [(name, filled(parts, {**self._metrics, **computed})) for name, parts in self._rows]
         lost = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
         dropped = ", ".join(f"{count:.0f} {reason}" for reason, count in lost)
         rows = [first, *self._held_out(), ("stage", self._stage()), *rest, ("dropped", dropped)]

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_vlm.envs.address import is_loopback
-from rl_vlm.monitoring.display import duration
+from rl_vlm.monitoring.display import duration, filled
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import POLICY, RLVLMError, UserInputError
 
@@ -31,7 +31,7 @@ _TIMEOUT_S = 5.0
 _READERS = 16  # nodes that are read at once
 _MIB, _GIB = 2**20, 2**30
 Row = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]
+Columns = Mapping[str, str | Callable[[Row], str]]
 
 
 def show(dashboard: str | None, console: Console, *, every_s: float, once: bool, as_json: bool) -> None:
@@ -192,8 +192,8 @@ def _runs(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "run": run,
             "state": "active" if state["active"] else "ended",
-            "algorithm": info.get("algorithm"),
-            "env": info.get("env"),
+            "algorithm": info.get("algorithm", ""),
+            "env": info.get("env", ""),
             "idle_seconds": None if state["progress"] is None else max(now - state["progress"], 0.0),
             **_sums(own, _RUN, _RUN_COLUMNS),
         }
@@ -212,7 +212,7 @@ def _replicas(samples: Sequence[Sample]) -> list[dict[str, Any]]:
             "run": run,
             "runs": _users(own) or [run],
             "replica": replica,
-            "node": own[0].labels.get("NodeAddress"),
+            "node": own[0].labels.get("NodeAddress", ""),
         }
         row |= _sums(own, _RUN, _REPLICA_COLUMNS)
         if replica and row["version"] is not None:  # its counters outlive it
@@ -251,80 +251,64 @@ def table(found: Mapping[str, Sequence[Any]]) -> RenderableType:
         for name in columns:
             made.add_column(name, no_wrap=True, overflow="ellipsis", justify="left" if name in _TEXT else "right")
         for row in found[rows]:
-            made.add_row(*(Text(printable(cell(row))) for cell in columns.values()))
+            cells = (filled((cell,), row) if isinstance(cell, str) else cell(row) for cell in columns.values())
+            made.add_row(*(Text(printable(cell)) for cell in cells))
         parts.append(made)
     if found.get("unreachable"):
         parts.append(Text(printable(f"No answer from {', '.join(found['unreachable'])}."), style="yellow"))
     return Group(*parts)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def _whole(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
-
-
-def _of(value: float | None, whole: float | None) -> str:
-    return "" if value is None else f"{value:.0f}" + ("" if whole is None else f"/{whole:.0f}")
-
-
-def _gib(value: float | None, whole: float | None) -> str:
-    return "" if value is None or whole is None else f"{value / _GIB:.1f}/{whole / _GIB:.0f} GiB"
-
-
-def _joined(*parts: tuple[float | None, str]) -> str:
-    return " ".join(form.format(value) for value, form in parts if value is not None)
+def _gib(used: float | None, whole: float | None) -> str:
+    return "" if used is None or whole is None else f"{used / _GIB:.1f}/{whole / _GIB:.0f} GiB"
 
 
 def _gpu_memory(gpu: Row) -> str:
-    used = gpu["memory_used"]
-    return "" if used is None else _gib(used, used + (gpu["memory_free"] or 0.0))
+    return _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0))
 
 
 # Each table: its columns, and what a row shows there. Columns of text stand left, numbers right.
 _TEXT = ("run", "last row", "algorithm", "environment", "replica", "node")
 _RUNS: Columns = {
-    "run": lambda row: row["run"],
+    "run": "{run}",
     "last row": lambda row: "ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago",
-    "done": lambda row: _of(row["iteration"], row["iterations"]),
-    "s/row": lambda row: _number(row["iteration_seconds"]),
-    "speed": lambda row: _joined((row["tokens_per_s"], "{:,.0f} tok/s"), (row["steps_per_s"], "{:,.0f} steps/s")),
-    "lag": lambda row: _of(row["lag_max"], row["max_policy_lag"]),
-    "queue": lambda row: "+".join(_whole(row[key]) for key in ("under_way", "waiting") if row[key] is not None),
-    "version": lambda row: _whole(row["version"]),
-    "lost": lambda row: _whole(sum(row["dropped"].values())),
-    "restarts": lambda row: _whole(sum(row["restarts"].values())),
+    "done": "{iteration:.0f}/{iterations:.0f}",
+    "s/row": "{iteration_seconds:.3g}",
+    "speed": lambda row: filled(("{tokens_per_s:,.0f} tok/s", "{steps_per_s:,.0f} steps/s"), row, " "),
+    "lag": "{lag_max:.0f}/{max_policy_lag:.0f}",
+    "queue": lambda row: filled(("{under_way:,.0f}", "{waiting:,.0f}"), row, "+"),
+    "version": "{version:,.0f}",
+    "lost": lambda row: f"{sum(row['dropped'].values()):,.0f}",
+    "restarts": lambda row: f"{sum(row['restarts'].values()):,.0f}",
 }
 _LEARNING: Columns = {
-    "run": lambda row: row["run"],
-    "algorithm": lambda row: row["algorithm"] or "",
-    "environment": lambda row: row["env"] or "",
-    "reward": lambda row: _number(row["reward"]),
-    "smoothed": lambda row: _number(row["reward_smoothed"]),
-    "best": lambda row: _number(row["reward_best"]),
-    "accuracy": lambda row: _number(next(iter(row["accuracy"].values()), None)),
-    "mismatch": lambda row: _joined((row["mismatch_kl"], "{:.1e}"), (row["mismatch_growth"], "×{:.1f}")),
+    "run": "{run}",
+    "algorithm": "{algorithm}",
+    "environment": "{env}",
+    "reward": "{reward:,.4g}",
+    "smoothed": "{reward_smoothed:,.4g}",
+    "best": "{reward_best:,.4g}",
+    "accuracy": lambda row: "".join(f"{value:.3g}" for value in list(row["accuracy"].values())[:1]),
+    "mismatch": lambda row: filled(("{mismatch_kl:.1e}", "×{mismatch_growth:.1f}"), row, " "),
 }
 _REPLICAS: Columns = {
     "run": lambda row: ", ".join(row["runs"]),
-    "replica": lambda row: row["replica"],
-    "node": lambda row: row["node"] or "",
-    "version": lambda row: _whole(row["version"]),
-    "running": lambda row: _whole(row["running"]),
-    "waiting": lambda row: _whole(row["waiting"]),
-    "batch": lambda row: _number(row["mean_batch"]),
-    "requests": lambda row: _whole(row["requests"]),
-    "errors": lambda row: _whole(row["errors"] or 0),
+    "replica": "{replica}",
+    "node": "{node}",
+    "version": "{version:,.0f}",
+    "running": "{running:,.0f}",
+    "waiting": "{waiting:,.0f}",
+    "batch": "{mean_batch:.3g}",
+    "requests": "{requests:,.0f}",
+    "errors": lambda row: f"{row['errors'] or 0:,.0f}",
 }
 _NODES: Columns = {
-    "node": lambda row: row["node"],
-    "CPU": lambda row: _joined((row["cpu_percent"], "{:.0f} %")),
+    "node": "{node}",
+    "CPU": "{cpu_percent:.0f} %",
     "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
-    "disk": lambda row: _joined((row["disk_percent"], "{:.0f} %")),
-    "GPU": lambda row: _joined(*((gpu["percent"], "{:.0f} %") for gpu in row["gpus"])),
-    "GPU memory": lambda row: " ".join(filter(None, map(_gpu_memory, row["gpus"]))),
+    "disk": "{disk_percent:.0f} %",
+    "GPU": lambda row: " ".join(filled(("{percent:.0f} %",), gpu) for gpu in row["gpus"]),
+    "GPU memory": lambda row: " ".join(map(_gpu_memory, row["gpus"])),
 }
 _TABLES = (
     ("runs", "runs", _RUNS),

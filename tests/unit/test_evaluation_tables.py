@@ -250,14 +250,6 @@ def test_numbers_are_equal_but_for_rounding(values: list[float], equal: bool) ->
     assert are_equal(np.array(values)) is equal
 
 
-@pytest.mark.parametrize(("successes", "total"), [(0, 1), (1, 1), (0, 20), (20, 20), (7, 20), (256, 512), (1, 10_000)])
-def test_the_wilson_interval_equals_that_of_scipy(successes: int, total: int) -> None:
-    theirs = stats.binomtest(successes, total).proportion_ci(confidence_level=0.95, method="wilson")
-    assert wilson_interval(successes, total) == pytest.approx((theirs.low, theirs.high), abs=1e-7)
-    low, high = wilson_interval(successes, total)
-    assert 0 <= low <= successes / total <= high <= 1
-
-
 @pytest.mark.parametrize("samples", [1, 4, 7])
 def test_pass_at_k_equals_counting_all_subsets(samples: int) -> None:
     correct = np.arange(samples + 1)
