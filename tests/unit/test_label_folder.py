@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from label_support import random_pairs, segment
+from label_support import segment
 from PIL import Image
 from test_cli import failure, output, run
 
 from rl_vlm.labelling.folder import find_pairs, label_folder
-from rl_vlm.labelling.store import Label, LabelStore
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.plots.label_accuracy import read_labels
 from rl_vlm.types import UserInputError
@@ -36,7 +36,7 @@ def test_pictures_are_paired_by_their_names(tmp_path: Path, first: str, second: 
     save(tmp_path / first, 3)
     (tmp_path / "notes.txt").write_text("x")
     (found,) = find_pairs(tmp_path)
-    assert (found.first, found.second) == (first, second)
+    assert found.names == (first, second)
     assert (found.load().first.frames == segment([3]).frames).all() and np.isnan(found.load().first.true_rewards).all()
 
 
@@ -55,12 +55,6 @@ def test_pairs_are_listed_with_their_returns(tmp_path: Path) -> None:
         ("y.jpg", "a/x.png", "1"),
     ]
     assert read_labels(tmp_path).category.tolist() == ["correct", "correct"]
-
-
-def test_a_label_store_can_be_labelled_anew(tmp_path: Path) -> None:
-    LabelStore(tmp_path).append(random_pairs(5), [Label(-1)] * 5, step=0, time=0)
-    summary = label_folder(tmp_path, ScriptedTeacher(), tmp_path / "new.csv")
-    assert summary["pairs"] == 5 and summary["accuracy"] == 1.0 and summary["out"].endswith("new.csv")
 
 
 def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
