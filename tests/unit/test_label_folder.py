@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import pickle
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from label_support import segment
 from PIL import Image
+from ports import local_server
 from test_cli import failure, output, run
 
 from rl_vlm.labelling.folder import find_pairs, label_folder
@@ -106,32 +105,18 @@ def test_a_labeller_that_is_down_is_told_after_the_first_pair(tmp_path: Path, ca
     assert row["vlm_predicted_label"] == "" and "127.0.0.1:9" in row["error"]
 
 
-class _WithoutLogprobs(BaseHTTPRequestHandler):
-    """An endpoint that refuses requests for log-probabilities, as some do."""
-
-    def do_POST(self) -> None:
-        asks = "logprobs" in json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        found = {"error": "logprobs are not supported"} if asks else {"choices": [{"message": {"content": "1"}}]}
-        data = json.dumps(found).encode()
-        self.send_response(400 if asks else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_an_endpoint_that_refuses_log_probabilities_is_asked_without(tmp_path: Path, capsys) -> None:
     save(tmp_path / "first_1.png", 3)
     save(tmp_path / "second_1.png", 20)
-    with ThreadingHTTPServer(("127.0.0.1", 0), _WithoutLogprobs) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        command = ["label", tmp_path, "--goal", "x", "--steps", 1, "--one-order", "--endpoint", url, "--overwrite"]
+
+    def reply(_path: str, _headers: object, body: bytes) -> tuple[int, object]:
+        refused = "logprobs" in json.loads(body)
+        return (400, "no logprobs") if refused else (200, {"choices": [{"message": {"content": "1"}}]})
+
+    with local_server(reply) as url:
+        command = ["label", tmp_path, "--goal", "x", "--steps", 1, "--one-order", "--endpoint", f"{url}/v1", "--overwrite"]  # fmt: skip
         assert run(*command) == 1 and "logprobs" in failure(capsys)
         assert run(*command, "--no-logprobs") == 0 and '"errors": 0' in output(capsys)
-        server.shutdown()
     (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
     assert row["vlm_predicted_label"] == "1"
 
