@@ -248,10 +248,20 @@ def _check_identity(path: Path, known: Mapping[str, Any], identity: Mapping[str,
 
 # The results of an evaluation from its outcomes: per variant, per category, numbers of the info, and two policies
 # compared.
-#
-# A lost item counts as wrong and unrewarded everywhere.
 
-_Samples = Mapping[str, list[Outcome]]  # of one side, by item
+_Items = Mapping[str, list[Outcome]]  # of one side, by id
+
+
+def _by_item(tasks: Sequence[RolloutTask], outcomes: Iterable[Outcome], side: Side) -> dict[str, list[Outcome]]:
+    """The outcomes of each task; one that is lost has a single outcome, which is wrong and unrewarded."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.side == side:
+            found.setdefault(outcome.id, []).append(outcome)
+    lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
+    return {
+        task.group_id: found.get(task.group_id) or [new_outcome(task, side, 0, env=task.env, **lost)] for task in tasks
+    }
 
 
 def summarize(
@@ -268,40 +278,31 @@ def summarize(
     for further variants `accuracy/<name>/<variant>`. `env/<metric>/<variant or name>` are the `metrics` that each
     environment declares, over greedy episodes that were not lost.
     """
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.side == "policy":
-            found.setdefault(outcome.id, []).append(outcome)
-    declared = metrics or {}
-    results: dict[str, Any] = {}
+    items, results = _by_item(tasks, outcomes, "policy"), dict[str, Any]()
     for variant in config.evaluation.variants:
-        of_variant = [task for task in tasks if task.variant == variant and task.view == "true"]
-        results |= _summary(variant, config, of_variant, found, declared.get("", {}))
-        for part in config.env.mixture:
-            own = [task for task in of_variant if task.env == part.name]
-            results |= _summary(label(part.name, variant), config, own, found, declared.get(part.name, {}))
-    return results | _without_sight(tasks, found, config.seed)
+        for env in ("", *(part.name for part in config.env.mixture)):
+            own = [t for t in tasks if t.variant == variant and t.view == "true" and env in ("", t.env)]
+            results |= _summary(label(env, variant), config, own, items, (metrics or {}).get(env, {}))
+    return results | _without_sight(tasks, items, config.seed)
 
 
 def _summary(
-    name: str, config: PolicyConfig, tasks: Sequence[RolloutTask], found: _Samples, metrics: Metrics
+    name: str, config: PolicyConfig, tasks: Sequence[RolloutTask], items: _Items, metrics: Metrics
 ) -> dict[str, Any]:
-    greedy, samples = [task for task in tasks if task.temperature == 0], config.evaluation.samples
-    answered = [found[task.group_id][0] for task in greedy if task.group_id in found]
-    rewards = [found[task.group_id][0].reward if task.group_id in found else 0.0 for task in greedy]
+    greedy = [items[task.group_id][0] for task in tasks if task.temperature == 0]
+    answered, samples = [outcome for outcome in greedy if outcome.status != LOST], config.evaluation.samples
     results = {
-        **_share("accuracy", sum(outcome.correct for outcome in answered), len(greedy)),
-        **_mean("reward", rewards, config.seed),
+        **_share("accuracy", sum(outcome.correct for outcome in greedy), len(greedy)),
+        **_mean("reward", (outcome.reward for outcome in greedy), config.seed),
         "turns": float(np.mean([outcome.turns for outcome in answered])) if answered else 0.0,
         "items": len(greedy),
         **declared_metrics(metrics, [one.info for one in answered]),
         **judge_metrics(one.info for one in answered),
     }
-    sampled = [task for task in tasks if task.temperature > 0]
-    if sampled:
-        counts = np.array([sum(outcome.correct for outcome in found.get(task.group_id, ())) for task in sampled])
+    counts = [sum(one.correct for one in items[task.group_id]) for task in tasks if task.temperature > 0]
+    if counts:
         for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
-            results[f"pass@{k}"] = pass_at_k(counts, samples, k)
+            results[f"pass@{k}"] = pass_at_k(np.array(counts), samples, k)
     return {f"{key}/{name}": value for key, value in results.items()}
 
 
@@ -316,34 +317,26 @@ def _mean(name: str, values: Iterable[float], seed: int) -> dict[str, float]:
     return {name: float(numbers.mean()) if len(numbers) else 0.0, f"{name}_low": low, f"{name}_high": high}
 
 
-def _without_sight(tasks: Sequence[RolloutTask], found: _Samples, seed: int) -> dict[str, float]:
+def _without_sight(tasks: Sequence[RolloutTask], items: _Items, seed: int) -> dict[str, float]:
     """Accuracy with other images, `sight/accuracy_<view>`, and what the true ones gain on the same items.
 
     `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its bootstrap interval.
     """
-
-    def right(names: Iterable[str]) -> np.ndarray:
-        return np.array([name in found and found[name][0].correct for name in names], dtype=float)
-
     results: dict[str, float] = {}
     for view in ("blank", "swapped"):
         names = [task.group_id for task in tasks if task.view == view]
-        if not names:
-            continue
-        unseen = right(names)
-        results[f"sight/accuracy_{view}"] = float(unseen.mean())
-        if view == "blank":
-            seen = right(name.removesuffix(f"/{view}") for name in names)
-            results |= _mean("sight/accuracy_gap", seen - unseen, seed)
+        if names:
+            unseen = np.array([items[name][0].correct for name in names], dtype=float)
+            results[f"sight/accuracy_{view}"] = float(unseen.mean())
+        if names and view == "blank":
+            seen = [items[name.removesuffix(f"/{view}")][0].correct for name in names]
+            results |= _mean("sight/accuracy_gap", np.array(seen, dtype=float) - unseen, seed)
     return results
 
 
 def _asked(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], side: Side) -> list[Outcome]:
     """Each item's outcome in the main results."""
-    found = {outcome.id: outcome for outcome in outcomes if outcome.side == side and outcome.is_plain}
-    lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
-    asked = [found.get(task.group_id) or new_outcome(task, side, 0, env=task.env, **lost) for task in tasks]
-    return [outcome for outcome in asked if outcome.is_plain]
+    return [items[0] for items in _by_item(tasks, outcomes, side).values() if items[0].is_plain]
 
 
 def by_category(
