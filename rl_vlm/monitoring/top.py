@@ -11,11 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -25,6 +22,9 @@ from rl_vlm.envs.address import is_loopback
 from rl_vlm.monitoring.display import duration, filled
 from rl_vlm.safe_text import printable, safe
 from rl_vlm.types import POLICY, RLVLMError, UserInputError
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample  # `doctor`, which reads `token_file`, must run where packages lack
 
 _RUN, _NODE = "ray_rl_vlm_", "ray_node_"  # what is looked at; a node's agent has thousands of other series
 _TIMEOUT_S = 5.0
@@ -78,6 +78,8 @@ def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
 
     Raises MetricsUnavailableError, also when none answered.
     """
+    import httpx
+
     url = f"{dashboard.rstrip('/')}/api/prometheus/sd"
     try:
         answer = httpx.get(url, headers=_token(), timeout=_TIMEOUT_S, trust_env=not is_loopback(url))
@@ -108,6 +110,8 @@ def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
 
 
 def _page(target: str) -> str | None:
+    import httpx
+
     # These ports know no token, so none is sent to them. A proxy does not reach the cluster's own network.
     with contextlib.suppress(httpx.HTTPError):
         page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
@@ -117,6 +121,8 @@ def _page(target: str) -> str | None:
 
 def parse(text: str) -> list[Sample]:
     """The wanted samples of a page in Prometheus' text format; nan is left out."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     lines = "".join(line + "\n" for line in text.splitlines() if line.startswith((_RUN, _NODE)))
     samples = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
     return [sample for sample in samples if not math.isnan(sample.value)]
