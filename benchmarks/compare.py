@@ -93,11 +93,9 @@ def _group_size(folder: Path) -> int:
 
 def draw(outcomes: dict[str, list[Outcome]], of: str, path: Path) -> None:
     """The score over episodes: a line for the mean of the seeds, a band from the least to the best of them."""
-    from rl_vlm.plots.curves import COLORS, MARKERS, new_figure, save_figure, style_panel
+    from rl_vlm.plots.curves import COLORS, MARKERS, add_legend, new_figure, save_figure
 
-    figure = new_figure(8.0, 4.6)
-    panel = figure.add_axes((0.1, 0.14, 0.87, 0.8))
-    style_panel(panel)
+    figure, (panel,) = new_figure(8.0, 4.6)
     for (name, runs), color, marker in zip(outcomes.items(), COLORS * 9, MARKERS * 9, strict=False):
         length = min(len(run.score) for run in runs)
         episodes = np.mean([run.episodes[:length] for run in runs], axis=0)
@@ -105,7 +103,7 @@ def draw(outcomes: dict[str, list[Outcome]], of: str, path: Path) -> None:
         panel.fill_between(episodes, score.min(0), score.max(0), color=color, alpha=0.15, linewidth=0)
         panel.plot(episodes, score.mean(0), color=color, marker=marker, markersize=4, label=f"{name} ({len(runs)})")
     panel.set(xlabel="episodes sampled", ylabel=f"held-out {of}", ylim=(0, 1.02))
-    panel.legend(frameon=False)
+    add_legend(panel)
     save_figure(figure, [path])
 
 

@@ -4,14 +4,16 @@ JSON types."""
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import fcntl
+import io
 import math
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -154,6 +156,47 @@ def whole_lines(path: str | Path) -> list[bytes]:
     except FileNotFoundError:
         return []
     return content.split(b"\n")[:-1]
+
+
+class AppendedFile:
+    """A file that is appended to. What a full disk refused is kept, and written with the next entry."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pending: list[bytes] = []
+
+    def add(self, data: bytes = b"") -> None:
+        """Append `data` after what is pending. Raises OSError."""
+        if data:
+            self.pending.append(data)
+        if self.pending:
+            append_whole(self.path, b"".join(self.pending))
+            self.pending.clear()
+
+    def lines(self) -> list[bytes]:
+        """All lines without their ends, the pending ones included."""
+        return whole_lines(self.path) + b"".join(self.pending).split(b"\n")[:-1]
+
+
+def cut_lines(path: Path, place: Callable[[bytes], int], last: int, head: int = 0) -> None:
+    """Keep the first `head` lines of a file, and those whose `place` is `last` at most; a file without any of these is
+    removed. Lines of which it raises an error were damaged by a crash of the machine, and go."""
+    lines, kept = whole_lines(path), []
+    for line in lines[head:]:
+        with contextlib.suppress(ValueError, TypeError, LookupError):
+            if place(line) <= last:
+                kept.append(line)
+    if not kept:
+        path.unlink(missing_ok=True)
+    elif path.stat().st_size > sum(len(line) + 1 for line in lines[:head] + kept):
+        write_atomic(path, b"\n".join([*lines[:head], *kept, b""]))
+
+
+def csv_lines(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Rows as lines of CSV; lone surrogates become question marks."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().encode("utf-8", "replace")
 
 
 def cache_place() -> Path:

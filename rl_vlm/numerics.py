@@ -56,15 +56,14 @@ def are_equal(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= _ROUNDING * max(1.0, float(np.abs(values).max())))
 
 
-def wilson_interval(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """The Wilson score interval of a proportion (Wilson, 1927), 95 % by default; (0, 1) without observations."""
+def wilson_interval(successes: int, total: int) -> tuple[float, float]:
+    """The 95 % Wilson score interval of a proportion (Wilson, 1927; SciPy's); (0, 1) without observations."""
+    from scipy.stats import binomtest
+
     if total == 0:
         return 0.0, 1.0
-    share = successes / total
-    centre = share + z**2 / (2 * total)
-    margin = z * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    scale = 1 + z**2 / total
-    return max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale)
+    found = binomtest(int(successes), int(total)).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> float:
@@ -72,8 +71,6 @@ def pass_at_k(correct: np.ndarray, samples: int, k: int) -> float:
 
     correct int [items]: how many of the `samples` of each item were right.
     """
-    if k > samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}.")
     total = math.comb(samples, k)
     return float(np.mean([1.0 - math.comb(samples - int(c), k) / total for c in correct]))
 

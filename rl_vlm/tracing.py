@@ -11,11 +11,11 @@ from __future__ import annotations
 import copyreg
 import os
 import secrets
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def collector_is_named() -> bool:
 
 
 def collector() -> BatchSpanProcessor:
-    """Sends spans to that collector in the background. Raises ImportError without the package of the exporter."""
+    """Sends spans to that collector in the background."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -171,36 +171,13 @@ def collector() -> BatchSpanProcessor:
 
 
 def document(spans: Sequence[Span]) -> dict[str, Any]:
-    """The spans in the JSON form of the OpenTelemetry protocol, one resource per process, as collectors read it from
-    files."""
-    ordered = sorted(spans, key=lambda one: (str(one.resource.attributes["service.name"]), one.start_time))
-    processes = [
-        {
-            "resource": {"attributes": _attributes(resource.attributes)},
-            "scopeSpans": [{"scope": {"name": "rl_vlm"}, "spans": [_otlp(one) for one in found]}],
-        }
-        for resource, found in groupby(ordered, key=lambda one: one.resource)
-    ]
-    return {"resourceSpans": processes}
+    """The spans in the JSON form of the OpenTelemetry protocol, as collectors read it from files."""
+    from google.protobuf.json_format import MessageToDict
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-
-def _otlp(one: Span) -> dict[str, Any]:
-    parent = {"parentSpanId": f"{one.parent.span_id:016x}"} if one.parent else {}
-    status = {"status": {"code": 2, "message": one.status.description}} if one.status.description else {}
-    return {
-        "traceId": f"{one.context.trace_id:032x}",
-        "spanId": f"{one.context.span_id:016x}",
-        "name": one.name,
-        "kind": 1,  # internal
-        "startTimeUnixNano": str(one.start_time),
-        "endTimeUnixNano": str(one.end_time),
-        "attributes": _attributes(one.attributes or {}),
-        **parent,
-        **status,
-    }
-
-
-def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    kinds = {bool: "boolValue", int: "intValue", float: "doubleValue", str: "stringValue"}
-    plain = {name: str(value) if type(value) is int else value for name, value in values.items()}  # as protobuf's JSON
-    return [{"key": name, "value": {kinds[type(values[name])]: value}} for name, value in plain.items()]
+    written: dict[str, Any] = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+    for process in written["resourceSpans"]:
+        for one in (span for scope in process["scopeSpans"] for span in scope["spans"]):
+            # The protocol's JSON has ids in hexadecimal, where protobuf's own has base64.
+            one |= {key: b64decode(one[key]).hex() for key in ("traceId", "spanId", "parentSpanId") if key in one}
+    return written

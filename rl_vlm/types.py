@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -203,42 +204,11 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.n < 1:
-            raise UserInputError(f"max_new_tokens ({self.max_new_tokens}) and n ({self.n}) must be at least 1.")
-        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise UserInputError(
-                f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}: "
-                "need a finite temperature >= 0, 0 < top_p <= 1, top_k >= 0."
-            )
-        if self.seeds is not None and len(self.seeds) != self.n:
-            raise UserInputError(f"{len(self.seeds)} seeds for n = {self.n} samples: give one per sample.")
-        if self.seeds is not None and not all(0 <= seed < 2**64 for seed in self.seeds):
-            raise UserInputError("Seeds are integers from 0 to 2**64 - 1.")
-        if "" in self.stop:
-            raise UserInputError("A stop string is empty: it would end every sample at its first token.")
-        if "" in self.choices or len(set(self.choices)) < len(self.choices):
-            raise UserInputError("Choices must be different texts, none of them empty.")
-        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise UserInputError(f"top_logprobs ({self.top_logprobs}) must be from 0 to {MAX_TOP_LOGPROBS}.")
-        if not 0 <= self.min_p <= 1:
-            raise UserInputError(f"min_p ({self.min_p}) must be from 0 to 1.")
+        # Configurations and requests bound each field; what two of them must fulfil together is found here.
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise UserInputError(
                 f"min_tokens ({self.min_tokens}) must be from 0 to {self.max_new_tokens}, the most new tokens of this "
                 "request."
-            )
-        if self.choices and (self.min_tokens or self.ignore_eos):
-            raise UserInputError("Choices end where their text does: leave min_tokens and ignore_eos out.")
-        if not (
-            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY
-            and abs(self.frequency_penalty) <= 2
-            and abs(self.presence_penalty) <= 2
-        ):
-            raise UserInputError(
-                f"Penalties: repetition ({self.repetition_penalty}) from {MIN_REPETITION_PENALTY} to "
-                f"{MAX_REPETITION_PENALTY}, frequency ({self.frequency_penalty}) and presence "
-                f"({self.presence_penalty}) "
-                "from -2 to 2."
             )
 
 
@@ -300,7 +270,7 @@ class Completion:
     """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
 
     `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. `spans` are the
-    replica's of a request that is traced. It is pickled with one array for all samples (see `_PickledRecords`).
+    replica's of a request that is traced. It is pickled with one array for all samples (see `_reduced`).
     """
 
     request_id: str
@@ -314,12 +284,7 @@ class Completion:
     spans: tuple[Span, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = _PickledRecords.of(self.samples, ("token_ids", "logprobs"))
-        return _unpack_completion, (packed, self.prompt_ids, *_fields(self, skip=("samples", "prompt_ids")))
-
-
-def _unpack_completion(packed: _PickledRecords, prompt_ids: np.ndarray, request_id: str, *rest: Any) -> Completion:
-    return Completion(request_id, prompt_ids, tuple(packed.restore(Sample)), *rest)
+        return _reduced(self, "samples", Sample, ("token_ids", "logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,36 +391,25 @@ class Trajectory:
 
     def check(self) -> Trajectory:
         """Return self if the arrays, spans and mask agree; raise TrajectoryError otherwise."""
-        total = len(self.token_ids)
-        if len(self.loss_mask) != total or len(self.logprobs) != total:
-            raise TrajectoryError(
-                f"trajectory {self.trajectory_id}: {total} tokens, {len(self.loss_mask)} mask entries and "
-                f"{len(self.logprobs)} log-probabilities must be equally many."
-            )
-        sampled = np.zeros(total, dtype=bool)
-        end = 1  # no position predicts the first token
-        for number, turn in enumerate(self.turns):
-            if not end <= turn.start < turn.stop <= total:
-                raise TrajectoryError(
-                    f"trajectory {self.trajectory_id}: turn {number} spans [{turn.start}, {turn.stop}) of {total} "
-                    f"tokens; it must begin at {end} or later."
-                )
-            if turn.pieces and sum(count for count, _ in turn.pieces) != turn.stop - turn.start:
-                raise TrajectoryError(
-                    f"trajectory {self.trajectory_id}: the pieces of turn {number} do not add up to its "
-                    f"{turn.stop - turn.start} tokens."
-                )
-            sampled[turn.start : turn.stop] = True
-            end = turn.stop
-            if not math.isfinite(turn.reward):
-                raise TrajectoryError(f"trajectory {self.trajectory_id}: turn {number} has reward {turn.reward}.")
-        if (sampled != self.loss_mask).any():
-            raise TrajectoryError(f"trajectory {self.trajectory_id}: the loss mask differs from the sampled spans.")
-        # NaN fails every comparison.
-        if total and not (self.logprobs.max() <= 1e-4 and self.logprobs.min() > -np.inf):
-            raise TrajectoryError(f"trajectory {self.trajectory_id}: log-probabilities must be finite and at most 0.")
-        if self.logprobs[~sampled].any():
-            raise TrajectoryError(f"trajectory {self.trajectory_id}: an unsampled token has a log-probability.")
+        if not len(self.loss_mask) == len(self.logprobs) == len(self):
+            raise TrajectoryError(f"trajectory {self.trajectory_id} is broken: its arrays are not equally long.")
+        edges = [1, *(edge for turn in self.turns for edge in (turn.start, turn.stop)), len(self)]
+        pieces = [(turn.stop - turn.start, sum(count for count, _ in turn.pieces)) for turn in self.turns]
+        sampled = np.zeros(len(self), dtype=bool)
+        for turn in self.turns:
+            sampled[max(turn.start, 0) : turn.stop] = True
+        for what, holds in (
+            # No position predicts the first token.
+            ("turns follow each other from token 1 on", edges == sorted(edges) and all(size > 0 for size, _ in pieces)),
+            ("pieces add up to their turn", all(total in (0, size) for size, total in pieces)),
+            ("the loss mask is that of the turns", np.array_equal(self.loss_mask, sampled)),
+            ("rewards are finite", all(math.isfinite(turn.reward) for turn in self.turns)),
+            # nan fails every comparison.
+            ("log-probabilities are finite and at most 0", ((self.logprobs <= 1e-4) & (self.logprobs > -np.inf)).all()),
+            ("only sampled tokens have a log-probability", not self.logprobs[~sampled].any()),
+        ):
+            if not holds:
+                raise TrajectoryError(f"trajectory {self.trajectory_id} is broken: it does not hold that {what}.")
         return self
 
 
@@ -473,8 +427,7 @@ class TrajectoryGroup:
     stage: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = _PickledRecords.of(self.trajectories, ("token_ids", "loss_mask", "logprobs"))
-        return _unpack_group, (packed, *_fields(self, skip=("trajectories",)))
+        return _reduced(self, "trajectories", Trajectory, ("token_ids", "loss_mask", "logprobs"))
 
     def __len__(self) -> int:
         return len(self.trajectories)
@@ -495,45 +448,31 @@ class TrajectoryGroup:
         return max(trajectory.newest_version for trajectory in self.trajectories)
 
 
-def _unpack_group(packed: _PickledRecords, group_id: str, index: int, *rest: Any) -> TrajectoryGroup:
-    return TrajectoryGroup(group_id, index, packed.restore(Trajectory), *rest)
+def _fields(record: Any) -> tuple[Any, ...]:
+    return tuple(getattr(record, name) for name in record.__slots__)
 
 
-def _fields(record: Any, skip: Sequence[str] = ()) -> tuple[Any, ...]:
-    return tuple(getattr(record, name) for name in record.__slots__ if name not in skip)
-
-
-@dataclass(slots=True)
-class _PickledRecords:
-    """Records of one class for pickling: each array field of all records in one array.
+def _reduced(whole: Any, name: str, kind: type[Any], arrays: Sequence[str]) -> tuple[Any, ...]:
+    """How a record is pickled whose field `name` holds records of `kind`: each of their array fields in one array.
 
     Pickling an array costs about 10 µs whatever its size, and a rollout has thousands of short ones.
     """
+    records, fields = getattr(whole, name), dict(zip(whole.__slots__, _fields(whole), strict=True))
+    columns = dict(zip(kind.__slots__, zip(*map(_fields, records), strict=True), strict=False))
+    for column in arrays if records else ():
+        columns[column] = np.concatenate(columns[column]), list(accumulate(map(len, columns[column])))
+    return _restored, (type(whole), fields | {name: type(records)()}, name, kind, arrays, columns)
 
-    arrays: tuple[np.ndarray, ...]
-    places: tuple[int, ...]  # of the array fields among all fields
-    lengths: list[list[int]]  # per array field, per record
-    records: list[list[Any]]  # per record: its fields in order, None where an array goes
 
-    @classmethod
-    def of(cls, records: Sequence[Any], names: tuple[str, ...]) -> _PickledRecords:
-        columns = [[getattr(record, name) for record in records] for name in names]
-        fields = records[0].__slots__ if records else ()
-        return cls(
-            tuple(np.concatenate(column) for column in columns if column),
-            tuple(fields.index(name) for name in names if fields),
-            [list(map(len, column)) for column in columns],
-            [[None if name in names else getattr(record, name) for name in fields] for record in records],
-        )
-
-    def restore(self, record: type[Any]) -> list[Any]:
-        """The records; their arrays are views of the common ones."""
-        for place, array, lengths in zip(self.places, self.arrays, self.lengths, strict=False):
-            start = 0
-            for fields, length in zip(self.records, lengths, strict=True):
-                fields[place] = array[start : start + length]
-                start += length
-        return [record(*fields) for fields in self.records]
+def _restored(
+    whole: type[Any], fields: dict[str, Any], name: str, kind: type[Any], arrays: Sequence[str], columns: dict[str, Any]
+) -> Any:
+    """The record; the arrays of its records are views of the common ones."""
+    for column in arrays if columns else ():
+        array, ends = columns[column]
+        columns[column] = [array[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    records = (kind(*values) for values in zip(*columns.values(), strict=True))
+    return whole(**fields | {name: type(fields[name])(records)})
 
 
 def as_encoded(images: Sequence[Image.Image | EncodedImage]) -> tuple[EncodedImage, ...]:

@@ -41,7 +41,7 @@ def read_document(found: dict[str, Any]) -> list[Written]:
         Written(
             one["name"], _values(resource["resource"]["attributes"])["service.name"], one["traceId"], one["spanId"],
             one.get("parentSpanId", ""), int(one["startTimeUnixNano"]), int(one["endTimeUnixNano"]),
-            _values(one["attributes"]), one.get("status", {}).get("message", ""),
+            _values(one.get("attributes", ())), one.get("status", {}).get("message", ""),
         )
         for resource in found["resourceSpans"] for scope in resource["scopeSpans"] for one in scope["spans"]
     ]  # fmt: skip

@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 from rl_vlm.config import TrainConfig
 from rl_vlm.files import cache_place
 from rl_vlm.machine import available_cores, available_memory
-from rl_vlm.monitoring.overview import token_file
+from rl_vlm.monitoring.top import token_file
 from rl_vlm.runs.surroundings import ClusterError, cluster_address, is_loopback, ray_folder
 from rl_vlm.types import UserInputError
 

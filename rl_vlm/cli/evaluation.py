@@ -156,7 +156,7 @@ def rollout(
     _check_out(out, overwrite=overwrite)
     from rl_vlm.models.weights import find_trained
     from rl_vlm.runs import play
-    from rl_vlm.types import SamplingParams
+    from rl_vlm.types import UserInputError
 
     options = {
         "batch_size": batch_size,
@@ -167,8 +167,8 @@ def rollout(
         "seed": seed,
     }
     sampling = {name: value for name, value in options.items() if value is not None}
-    # Refused before a model loads.
-    SamplingParams(1, 1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p, top_k or 0)
+    if top_p is not None and not 0 < top_p <= 1:  # before a model loads
+        raise UserInputError(f"--top-p is {top_p}: it must be above 0 and at most 1.")
     trained = find_trained(adapter, _source(config, adapter, run_dir))
     summary = play.rollout(run, adapter=trained, episodes=episodes, sampling=sampling, out=out)
     say(json.dumps({"summary": summary}))

@@ -10,8 +10,6 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box
 
-from rl_vlm.types import UserInputError
-
 StepResult = tuple[np.ndarray, float, bool, bool, dict[str, Any]]
 
 
@@ -46,13 +44,6 @@ class ControlEnv(gymnasium.Env[np.ndarray, np.ndarray]):
 def unit_box(size: int) -> Box:
     """Actions: float32 [size] from -1 to 1."""
     return Box(-1.0, 1.0, (size,), np.float32)
-
-
-def check_image_size(image_size: int) -> int:
-    """Return the size. Raises UserInputError unless it is 16 to 1024 pixels."""
-    if not 16 <= image_size <= 1024:
-        raise UserInputError(f"image_size is {image_size}: it must be between 16 and 1024 pixels.")
-    return image_size
 
 
 def from_unit_box(action: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:

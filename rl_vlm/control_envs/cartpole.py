@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium.spaces import Box
 from PIL import Image, ImageDraw
 
-from rl_vlm.control_envs.base import ControlEnv, StepResult, check_image_size, unit_box
+from rl_vlm.control_envs.base import ControlEnv, StepResult, unit_box
 
 # Draws the cart and its pole with PIL: no display, no OpenGL, equal bytes on every machine.
 
@@ -67,7 +67,7 @@ class ContinuousCartPole(ControlEnv):
 
     def __init__(self, horizon: int = 100, image_size: int = 200) -> None:
         self.horizon = horizon
-        self.image_size = check_image_size(image_size)
+        self.image_size = image_size
         high = np.array([_TRACK, np.inf, _MAX_ANGLE, np.inf], dtype=np.float32)
         self.observation_space = Box(-high, high, dtype=np.float32)
         self.action_space = unit_box(1)

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.spaces import Box
 from PIL import Image
 
-from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, check_image_size, from_unit_box, unit_box
+from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, from_unit_box, unit_box
 from rl_vlm.envs.images import one_line
 from rl_vlm.envs.loading import load_object
 from rl_vlm.types import UserInputError
@@ -41,7 +41,7 @@ class GymnasiumControlEnv(ControlEnv):
         success: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.image_size = check_image_size(image_size)
+        self.image_size = image_size
         self._render: Render | None = load_object(render) if isinstance(render, str) else render
         self._success_key = success
         if isinstance(env, str):

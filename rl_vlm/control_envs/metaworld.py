@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box
 
-from rl_vlm.control_envs.base import ControlEnv, StepResult, check_image_size, unit_box
+from rl_vlm.control_envs.base import ControlEnv, StepResult, unit_box
 from rl_vlm.control_envs.metaworld_cameras import SceneRenderer, choose_view, import_mujoco
 from rl_vlm.types import UserInputError
 
@@ -43,7 +43,7 @@ class MetaWorldEnv(ControlEnv):
     ) -> None:
         if not 1 <= horizon <= 500:
             raise UserInputError(f"env.kwargs.horizon is {horizon}: MetaWorld episodes have 1 to 500 steps.")
-        self.task, self.horizon, self.image_size = task, horizon, check_image_size(image_size)
+        self.task, self.horizon, self.image_size = task, horizon, image_size
         self._hide_arm, self._show_goal = hide_arm, show_goal
         self._view = choose_view(task, camera)
         inner = _make_task(task)

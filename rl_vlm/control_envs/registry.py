@@ -19,7 +19,7 @@ ENTRY_POINT_GROUP = "rl_vlm.control_envs"
 ControlEnvFactory = Callable[..., Any]
 
 # Arguments of GymnasiumControlEnv itself; the wrapped environment gets all others.
-_OF_THE_WRAPPER = ("horizon", "render", "success")
+_OF_THE_WRAPPER = ("horizon", "render", "success", "image_size")
 # Factories by id; a string names "module:attribute" and is imported on first use.
 _REGISTRY: dict[str, ControlEnvFactory | str] = {
     "ContinuousCartPole-v0": "rl_vlm.control_envs.cartpole:ContinuousCartPole",
@@ -39,30 +39,25 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
     "path/to/file.py:Class". Raises UserInputError with the nearest known id.
     """
     factory = _find(env_id)
-    size = {"image_size": image_size} if image_size is not None else {}
+    given = kwargs if image_size is None else {**kwargs, "image_size": image_size}
+
+    def refused(why: object) -> UserInputError:
+        return UserInputError(f"Environment {env_id} does not take these arguments ({why}): correct env.kwargs.")
+
     try:
-        signature = inspect.signature(factory)
-        takes_size = size and _takes(factory, "image_size")
         # An argument that the environment's class does not take goes to the wrapper around it.
-        wrapper = {name: kwargs[name] for name in _OF_THE_WRAPPER if name in kwargs and not _takes(factory, name)}
-        own = {name: value for name, value in kwargs.items() if name not in wrapper}
-        arguments = {**own, **size} if takes_size else own
-        signature.bind(**arguments)
+        wrapper = {name: given[name] for name in _OF_THE_WRAPPER if name in given and not _takes(factory, name)}
+        own = {name: value for name, value in given.items() if name not in wrapper}
+        inspect.signature(factory).bind(**own)
     except TypeError as error:
-        raise UserInputError(
-            f"Environment {env_id} does not take these arguments ({error}): correct env.kwargs."
-        ) from error
-    env = factory(**arguments)
+        raise refused(error) from error
+    env = factory(**own)
     if isinstance(env, gymnasium.Env) and not isinstance(env, ControlEnv):
         from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
 
-        if image_size is not None and not takes_size:
-            wrapper["image_size"] = image_size
         env = GymnasiumControlEnv(env, **wrapper)
-    elif wrapper:
-        raise UserInputError(
-            f"Environment {env_id} does not take these arguments ({', '.join(wrapper)}): correct env.kwargs."
-        )
+    elif wrapper.keys() - {"image_size"}:
+        raise refused(", ".join(wrapper.keys() - {"image_size"}))
     if not isinstance(env, ControlEnv):
         raise UserInputError(
             f"{env_id} made a {type(env).__name__}, which is neither a ControlEnv nor a gymnasium.Env."

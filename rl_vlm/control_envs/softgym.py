@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box
 
-from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, check_image_size, from_unit_box, unit_box
+from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, from_unit_box, unit_box
 from rl_vlm.control_envs.gymnasium_env import picture_of, resize_frame
 from rl_vlm.types import UserInputError
 
@@ -45,7 +45,7 @@ class SoftGymControlEnv(ControlEnv):
         self.horizon = int(horizon or getattr(env, "horizon", None) or 0)
         if not self.horizon:
             raise UserInputError(f"{type(env).__name__} has no horizon of its own: set env.kwargs.horizon.")
-        self.simulator, self.image_size = env, check_image_size(image_size)
+        self.simulator, self.image_size = env, image_size
         self._success_key, self._success_above, self._render_kwargs = success_key, success_above, render_kwargs or {}
         self._low, self._high = (np.asarray(bound) for bound in (env.action_space.low, env.action_space.high))
         self.action_space = unit_box(self._low.size)

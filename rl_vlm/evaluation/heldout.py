@@ -125,6 +125,13 @@ class ItemPrompts:
 
 # What decides the outcomes of an evaluation: names and values by which a resumed one is told from another.
 
+_BUDGET = {"max_turns", "max_new_tokens", "max_new_tokens_per_turn", "require_end_of_turn", "temperature"}
+_OF_THE_RUN = {"env": True, "rollout": _BUDGET, "evaluation": {"samples", "variants", "category"}}
+_OF_THE_MODEL = {
+    "model": {"dtype", "head_dtype", "min_pixels", "max_pixels"},
+    "serving": {"quantization", "max_context"},
+}
+
 
 def identity_of(
     config: PolicyConfig,
@@ -136,32 +143,16 @@ def identity_of(
 
     `adapters` by side, `sizes` by split and environment; numbers of items asked and repetitions do not count.
     """
-    known: dict[str, Any] = {"seed": config.seed, "size of the split": sizes}
+    known: dict[str, Any] = {"format": 2, "seed": config.seed, "size of the split": sizes}
+    included: dict[str, Any] = dict(_OF_THE_RUN)
     if options.endpoint is None:
         known |= {"model": hash_model(resolve_model(config.model.path)), "engine": config.serving.expected_engine}
         known |= {f"adapter ({side})": _hash_trained(folder) for side, folder in adapters.items()}
-        known |= {
-            "model.dtype": config.model.dtype,
-            "model.head_dtype": config.model.head_dtype,
-            "model.min_pixels": config.model.min_pixels,
-            "model.max_pixels": config.model.max_pixels,
-            "serving.quantization": config.serving.quantization,
-            "serving.max_context": config.serving.max_context,
-        }
+        included |= _OF_THE_MODEL
     else:
         known |= {"endpoint": options.endpoint, "endpoint model": options.endpoint_model}
-    rollout, evaluation = config.rollout, config.evaluation
-    known |= {
-        "rollout.temperature": rollout.temperature if evaluation.samples > 1 else None,
-        "rollout.max_turns": rollout.max_turns,
-        "rollout.max_new_tokens": rollout.max_new_tokens,
-        "rollout.max_new_tokens_per_turn": rollout.max_new_tokens_per_turn,
-        "rollout.require_end_of_turn": rollout.require_end_of_turn,
-        "evaluation.samples": evaluation.samples,
-        "evaluation.variants": evaluation.variants,
-        "evaluation.category": evaluation.category,
-    }
-    return known | {f"env.{key}": value for key, value in config.env.model_dump(mode="json").items()}
+    sections = config.model_dump(mode="json", include=included)
+    return known | {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def _hash_trained(folder: Path | None) -> str:

@@ -5,24 +5,24 @@ All results of evaluations are computed from these rows.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Literal, Protocol, Self, get_args
+from typing import Any, BinaryIO, Literal, Self, get_args
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.files import append_whole, open_own, to_jsonable, whole_lines
 from rl_vlm.numerics import bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
+from rl_vlm.rollout.episodes import Conversation
 from rl_vlm.rollout.metrics import Metrics, declared_metrics, judge_metrics
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import TrajectoryGroup, TrajectoryStatus, UserInputError
+from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError, judged_correct
 
 Side = Literal["policy", "against"]
 Kind = Literal["greedy", "sampled"]
@@ -62,21 +62,16 @@ class Outcome:
         return self.kind == "greedy" and self.view == "true"
 
 
-class Finished(Protocol):
-    """A finished episode: a Trajectory, or what an endpoint's player has of one."""
+@dataclass(slots=True)
+class EndpointEpisode(Conversation):
+    """An episode that an endpoint played: no tokens, so no trajectory."""
+
+    reward: float = 0.0
 
     @property
-    def correct(self) -> bool: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def num_turns(self) -> int: ...
-    @property
-    def num_sampled(self) -> int: ...
-    @property
-    def status(self) -> TrajectoryStatus: ...
-    @property
-    def info(self) -> dict[str, Any]: ...
+    def correct(self) -> bool:
+        """Whether the environment judged it right."""
+        return judged_correct(self.info, self.reward)
 
 
 def label(env: str, variant: str) -> str:
@@ -102,7 +97,7 @@ def new_outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> 
 
 
 def outcomes_of(
-    config: PolicyConfig, task: RolloutTask, episodes: Iterable[Finished], side: Side = "policy"
+    config: PolicyConfig, task: RolloutTask, episodes: Iterable[Trajectory | EndpointEpisode], side: Side = "policy"
 ) -> list[Outcome]:
     """What is kept of the episodes of a task, samples in order."""
     return [
@@ -147,9 +142,6 @@ def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
 _OUTCOME = TypeAdapter(Outcome)
 
 
-_FORMAT = "rl-vlm evaluation items, 1"
-
-
 def items_path(out: Path) -> Path:
     """`results.items.jsonl` beside `results.json`."""
     return out.with_name(f"{out.stem}.items.jsonl")
@@ -173,29 +165,22 @@ class OutcomeLog:
         self, path: Path | None, identity: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False
     ) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
         self._found: dict[tuple[Side, str, int], Outcome] = {}
-        if path is None:
-            return
-        self._file = _locked(path)
-        try:
-            self._open(path, self._file, dict(to_jsonable(identity)), resume, overwrite)
-        except BaseException:
-            self._file.close()
-            raise
+        with contextlib.ExitStack() as opened:
+            if path is not None:
+                self._open(path, opened.enter_context(_locked(path)), dict(to_jsonable(identity)), resume, overwrite)
+            self._opened = opened.pop_all()
 
     def _open(self, path: Path, file: BinaryIO, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
         lines = whole_lines(path)
         if resume and lines:
-            _check_identity(path, lines[0], identity)
-            for number, line in enumerate(lines[1:], 2):
-                try:
-                    self._remember([_OUTCOME.validate_json(line)])
-                except ValidationError as error:
-                    reason = error.errors()[0]["msg"]
-                    raise UserInputError(
-                        f"{path}, line {number}, is no outcome ({reason}): remove the file to begin again."
-                    ) from error
+            try:
+                _check_identity(path, json.loads(lines[0]), identity)
+                self._remember([_OUTCOME.validate_json(line) for line in lines[1:]])
+            except (ValueError, TypeError, AttributeError) as error:
+                raise UserInputError(
+                    f"{path} is no items file of an evaluation by this version: remove it, or choose another --out."
+                ) from error
             file.truncate(sum(len(line) + 1 for line in lines))  # what a kill left of a line
             return
         if len(lines) > 1 and not overwrite:
@@ -204,7 +189,7 @@ class OutcomeLog:
                 "--overwrite to begin again."
             )
         file.truncate(0)
-        append_whole(path, json.dumps({"format": _FORMAT, "identity": identity}).encode() + b"\n")
+        append_whole(path, json.dumps(identity).encode() + b"\n")
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -217,11 +202,8 @@ class OutcomeLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the outcomes of one finished item: in the file when this returns."""
@@ -241,51 +223,45 @@ class OutcomeLog:
         return left
 
 
-def _locked(path: Path) -> BinaryIO:
-    """The file, locked until it is closed or this process ends.
-
-    Raises UserInputError where another process holds it.
-    """
-    file = open_own(path)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise UserInputError(
-            f"Another evaluation is writing {path}: wait for its end, or choose another --out."
-        ) from error
-    return file
-
-
-def _check_identity(path: Path, first: bytes, identity: dict[str, Any]) -> None:
-    try:
-        head = json.loads(first)
-        known = dict(head["identity"])
-        right = head["format"] == _FORMAT
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserInputError(f"{path} is no items file of an evaluation: choose another --out.") from error
-    if not right:
-        raise UserInputError(f"{path} was written by another version: choose another --out.")
-    for key in sorted(known.keys() | identity.keys()):
-        if known.get(key) != identity.get(key):
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """The file, which no other process can have. Raises UserInputError where one has it."""
+    with open_own(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             raise UserInputError(
-                f"{path} was measured with {key} {_short(known.get(key))}, and this evaluation has "
-                f"{_short(identity.get(key))}: "
-                "repeat the former command with --resume, or choose another --out."
+                f"Another evaluation is writing {path}: wait for its end, or choose another --out."
+            ) from error
+        yield file
+
+
+def _check_identity(path: Path, known: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    for key in sorted(known.keys() | identity.keys()):
+        before, now = (json.dumps(values.get(key)) for values in (known, identity))
+        if before != now:
+            raise UserInputError(
+                f"{path} was measured with {key} {before[:80]}, and this evaluation has {now[:80]}: repeat the former "
+                "command with --resume, or choose another --out."
             )
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # The results of an evaluation from its outcomes: per variant, per category, numbers of the info, and two policies
 # compared.
-#
-# A lost item counts as wrong and unrewarded everywhere.
 
-_Samples = Mapping[str, list[Outcome]]  # of one side, by item
+_Items = Mapping[str, list[Outcome]]  # of one side, by id
+
+
+def _by_item(tasks: Sequence[RolloutTask], outcomes: Iterable[Outcome], side: Side) -> dict[str, list[Outcome]]:
+    """The outcomes of each task; one that is lost has a single outcome, which is wrong and unrewarded."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.side == side:
+            found.setdefault(outcome.id, []).append(outcome)
+    lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
+    return {
+        task.group_id: found.get(task.group_id) or [new_outcome(task, side, 0, env=task.env, **lost)] for task in tasks
+    }
 
 
 def summarize(
@@ -302,40 +278,31 @@ def summarize(
     for further variants `accuracy/<name>/<variant>`. `env/<metric>/<variant or name>` are the `metrics` that each
     environment declares, over greedy episodes that were not lost.
     """
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.side == "policy":
-            found.setdefault(outcome.id, []).append(outcome)
-    declared = metrics or {}
-    results: dict[str, Any] = {}
+    items, results = _by_item(tasks, outcomes, "policy"), dict[str, Any]()
     for variant in config.evaluation.variants:
-        of_variant = [task for task in tasks if task.variant == variant and task.view == "true"]
-        results |= _summary(variant, config, of_variant, found, declared.get("", {}))
-        for part in config.env.mixture:
-            own = [task for task in of_variant if task.env == part.name]
-            results |= _summary(label(part.name, variant), config, own, found, declared.get(part.name, {}))
-    return results | _without_sight(tasks, found, config.seed)
+        for env in ("", *(part.name for part in config.env.mixture)):
+            own = [t for t in tasks if t.variant == variant and t.view == "true" and env in ("", t.env)]
+            results |= _summary(label(env, variant), config, own, items, (metrics or {}).get(env, {}))
+    return results | _without_sight(tasks, items, config.seed)
 
 
 def _summary(
-    name: str, config: PolicyConfig, tasks: Sequence[RolloutTask], found: _Samples, metrics: Metrics
+    name: str, config: PolicyConfig, tasks: Sequence[RolloutTask], items: _Items, metrics: Metrics
 ) -> dict[str, Any]:
-    greedy, samples = [task for task in tasks if task.temperature == 0], config.evaluation.samples
-    answered = [found[task.group_id][0] for task in greedy if task.group_id in found]
-    rewards = [found[task.group_id][0].reward if task.group_id in found else 0.0 for task in greedy]
+    greedy = [items[task.group_id][0] for task in tasks if task.temperature == 0]
+    answered, samples = [outcome for outcome in greedy if outcome.status != LOST], config.evaluation.samples
     results = {
-        **_share("accuracy", sum(outcome.correct for outcome in answered), len(greedy)),
-        **_mean("reward", rewards, config.seed),
+        **_share("accuracy", sum(outcome.correct for outcome in greedy), len(greedy)),
+        **_mean("reward", (outcome.reward for outcome in greedy), config.seed),
         "turns": float(np.mean([outcome.turns for outcome in answered])) if answered else 0.0,
         "items": len(greedy),
         **declared_metrics(metrics, [one.info for one in answered]),
         **judge_metrics(one.info for one in answered),
     }
-    sampled = [task for task in tasks if task.temperature > 0]
-    if sampled:
-        counts = np.array([sum(outcome.correct for outcome in found.get(task.group_id, ())) for task in sampled])
+    counts = [sum(one.correct for one in items[task.group_id]) for task in tasks if task.temperature > 0]
+    if counts:
         for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
-            results[f"pass@{k}"] = pass_at_k(counts, samples, k)
+            results[f"pass@{k}"] = pass_at_k(np.array(counts), samples, k)
     return {f"{key}/{name}": value for key, value in results.items()}
 
 
@@ -350,59 +317,45 @@ def _mean(name: str, values: Iterable[float], seed: int) -> dict[str, float]:
     return {name: float(numbers.mean()) if len(numbers) else 0.0, f"{name}_low": low, f"{name}_high": high}
 
 
-def _without_sight(tasks: Sequence[RolloutTask], found: _Samples, seed: int) -> dict[str, float]:
+def _without_sight(tasks: Sequence[RolloutTask], items: _Items, seed: int) -> dict[str, float]:
     """Accuracy with other images, `sight/accuracy_<view>`, and what the true ones gain on the same items.
 
     `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its bootstrap interval.
     """
-
-    def right(names: Iterable[str]) -> np.ndarray:
-        return np.array([name in found and found[name][0].correct for name in names], dtype=float)
-
     results: dict[str, float] = {}
     for view in ("blank", "swapped"):
         names = [task.group_id for task in tasks if task.view == view]
-        if not names:
-            continue
-        unseen = right(names)
-        results[f"sight/accuracy_{view}"] = float(unseen.mean())
-        if view == "blank":
-            seen = right(name.removesuffix(f"/{view}") for name in names)
-            results |= _mean("sight/accuracy_gap", seen - unseen, seed)
+        if names:
+            unseen = np.array([items[name][0].correct for name in names], dtype=float)
+            results[f"sight/accuracy_{view}"] = float(unseen.mean())
+        if names and view == "blank":
+            seen = [items[name.removesuffix(f"/{view}")][0].correct for name in names]
+            results |= _mean("sight/accuracy_gap", np.array(seen, dtype=float) - unseen, seed)
     return results
 
 
 def _asked(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], side: Side) -> list[Outcome]:
     """Each item's outcome in the main results."""
-    found = {outcome.id: outcome for outcome in outcomes if outcome.side == side and outcome.is_plain}
-    lost = {"correct": False, "reward": 0.0, "turns": 0, "tokens": 0, "status": LOST}
-    asked = [found.get(task.group_id) or new_outcome(task, side, 0, env=task.env, **lost) for task in tasks]
-    return [outcome for outcome in asked if outcome.is_plain]
+    return [items[0] for items in _by_item(tasks, outcomes, side).values() if items[0].is_plain]
 
 
 def by_category(
     tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], key: str
-) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    """The policy's tables, and how many of its lost items are in none of them.
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The policy's table per variant: per category items, accuracy with its Wilson interval, and mean reward.
 
-    Per variant and category: items, accuracy with its Wilson interval, mean reward. The environment names an item's
-    category when it is played, so the category of a lost item is known only if the other policy, a sample or another
-    view has finished it.
+    The environment names an item's category when it is played: lost items are a category of their own.
     """
-    known = {(outcome.variant, outcome.index): outcome.info[key] for outcome in outcomes if key in outcome.info}
     members: dict[str, dict[str, list[Outcome]]] = {}
-    lost: Counter[str] = Counter()
     for outcome in _asked(tasks, outcomes, "policy"):
-        category = outcome.info.get(key) if outcome.status != LOST else known.get((outcome.variant, outcome.index))
-        if category is not None:
-            members.setdefault(outcome.variant, {}).setdefault(str(category), []).append(outcome)
-        elif outcome.status == LOST:
-            lost[outcome.variant] += 1
-    tables = {
+        category = str(outcome.info.get(key, outcome.status))
+        if key in outcome.info or outcome.status == LOST:
+            members.setdefault(outcome.variant, {}).setdefault(category, []).append(outcome)
+    return {
         variant: {name: _row(found) for name, found in sorted(categories.items())}
         for variant, categories in members.items()
+        if set(categories) != {LOST}
     }
-    return tables, {variant: count for variant, count in lost.items() if variant in tables}
 
 
 def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rl_vlm.asking.endpoints import Answer, Ask, Question, ask_again
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.evaluation.outcomes import Outcome, outcomes_of
+from rl_vlm.evaluation.outcomes import EndpointEpisode, Outcome, outcomes_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
-from rl_vlm.rollout.episodes import Conversation, viewed, viewed_opening
+from rl_vlm.rollout.episodes import viewed, viewed_opening
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import EncodedImage, Message, RLVLMError, as_encoded, judged_correct
+from rl_vlm.types import EncodedImage, Message, RLVLMError, as_encoded
 
 # Plays one task: its outcomes, or why it is lost.
 Play = Callable[[RolloutTask], Awaitable[list[Outcome] | str]]
@@ -71,20 +70,6 @@ def losses(lost: Mapping[str, str]) -> dict[str, Any]:
     return {"lost": len(lost), "lost_because": dict(Counter(lost.values()).most_common(5))}
 
 
-# Longer replies are cut off: a token is rarely more than a word.
-_CHARACTERS_PER_TOKEN = 64
-
-
-@dataclass(slots=True)
-class _Episode(Conversation):
-    reward: float = 0.0
-
-    @property
-    def correct(self) -> bool:
-        """Whether the environment judged it right."""
-        return judged_correct(self.info, self.reward)
-
-
 class EndpointPlayer:
     """Plays a run's environments with the answers of `ask`.
 
@@ -108,7 +93,7 @@ class EndpointPlayer:
                 first = openings[0][0].messages
                 shown = _with_images(first, await viewed_opening(_images(first), task, pool))
                 episodes = [
-                    _Episode(env, list(shown), dict(info)) for env, (_, info) in zip(envs, openings, strict=True)
+                    EndpointEpisode(env, list(shown), dict(info)) for env, (_, info) in zip(envs, openings, strict=True)
                 ]
                 playing = [self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)]
                 # All episodes end before an error is raised, so that no environment is stepped after it was discarded.
@@ -120,7 +105,7 @@ class EndpointPlayer:
         pool.give_back(envs)
         return outcomes_of(self._config, task, episodes)
 
-    async def _play_out(self, task: RolloutTask, sample: int, episode: _Episode, pool: EnvPool) -> None:
+    async def _play_out(self, task: RolloutTask, sample: int, episode: EndpointEpisode, pool: EnvPool) -> None:
         rollout = self._config.rollout
         while budget := episode.next_budget(rollout):
             answer = await self._answer(task, sample, episode, budget)
@@ -136,7 +121,7 @@ class EndpointPlayer:
                 return
             episode.messages += _with_images(observation.messages, viewed(_images(observation.messages), task))
 
-    async def _answer(self, task: RolloutTask, sample: int, episode: _Episode, budget: int) -> Answer:
+    async def _answer(self, task: RolloutTask, sample: int, episode: EndpointEpisode, budget: int) -> Answer:
         messages, turn = tuple(episode.messages), episode.num_turns
 
         def question(attempt: int) -> Question:
@@ -144,11 +129,7 @@ class EndpointPlayer:
             return Question(messages, budget, task.temperature, seed=seed)
 
         attempts, deadline_s = 1 + self._config.rollout.group_retries, self._config.serving.request_timeout_s
-        answer = await ask_again(self._ask, question, attempts=attempts, deadline_s=deadline_s, who="endpoint")
-        longest = _CHARACTERS_PER_TOKEN * budget
-        if len(answer.text) <= longest:
-            return answer
-        return Answer(answer.text[:longest], answer.prompt_tokens, answer.sampled_tokens, cut_off=True)
+        return await ask_again(self._ask, question, attempts=attempts, deadline_s=deadline_s, who="endpoint")
 
     def close(self) -> None:
         """Close all environments."""

@@ -120,15 +120,13 @@ def raise_or_tell(faults: Sequence[Fault], mode: str) -> list[str]:
 def _difference(first: Trajectory, other: Trajectory) -> float:
     """How far the first turns of two samples are apart: infinite where their tokens differ, else nats."""
     (ids, logprobs), (other_ids, other_logprobs) = _first_turn(first), _first_turn(other)
-    if not np.array_equal(ids, other_ids):
-        return float("inf")
-    return float(np.abs(logprobs - other_logprobs).max())
+    return float(np.abs(logprobs - other_logprobs).max()) if np.array_equal(ids, other_ids) else float("inf")
 
 
 def _can_tell(first: Trajectory, other: Trajectory) -> bool:
     """Whether the first turns of two samples differ in their tokens or hold one that is not sure in both."""
-    (ids, logprobs), (other_ids, other_logprobs) = _first_turn(first), _first_turn(other)
-    return not np.array_equal(ids, other_ids) or not _is_sure(np.minimum(logprobs, other_logprobs)).all()
+    least = [_first_turn(one)[1] for one in (first, other)]
+    return _difference(first, other) == float("inf") or not _is_sure(np.minimum(*least)).all()
 
 
 def _first_turn(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:

@@ -1,18 +1,19 @@
 """`rl-vlm label FOLDER`: labels pairs of pictures in a folder.
 
-The pairs are, from the first of these that exists: the rows of `pairs.csv` (columns first, second, and the true returns
-if they are known); the sessions of a label store; files called first_NAME and second_NAME, or NAME_1 and NAME_2.
+The pairs are the rows of `pairs.csv` (columns first, second, and the true returns if they are known); without that file
+those that are called first_NAME and second_NAME, or NAME_1 and NAME_2.
 """
 
 from __future__ import annotations
 
 import asyncio
 import csv
+import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +25,11 @@ from rl_vlm.labelling.store import (
     FILE_NAME,
     Label,
     Labeller,
-    LabelStore,
     Segment,
     SegmentPair,
     agreement,
     log_row,
     query_log,
-    true_return,
 )
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -45,13 +44,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NamedPair:
-    """A pair, which is read when it is needed, the names of its sides and their true returns (nan: not known)."""
+    """The names of a pair's pictures, the true returns (nan: not known), and the pixels of both pictures together."""
 
-    load: Callable[[], SegmentPair]
-    first: str
-    second: str
+    folder: Path
+    names: tuple[str, str]
     returns: tuple[float, float]
-    pixels: int  # of both pictures together
+    pixels: int
+
+    @classmethod
+    def of(cls, folder: Path, names: tuple[str, str], returns: tuple[float, float] = (np.nan, np.nan)) -> NamedPair:
+        """The pair, whose pictures' headers are read. Raises UserInputError."""
+        return cls(folder, names, returns, sum(math.prod(_read(folder, name, check_header)) for name in names))
+
+    def load(self) -> SegmentPair:
+        """Read both pictures. Raises UserInputError."""
+        empty = np.zeros((1, 0), np.float32)
+        sides = (
+            Segment(empty, empty, np.array([value], np.float32), _read(self.folder, name, pixels)[None])
+            for name, value in zip(self.names, self.returns, strict=True)
+        )
+        return SegmentPair(*sides)
 
 
 def find_pairs(folder: str | Path) -> list[NamedPair]:
@@ -60,12 +72,8 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserInputError(f"There is no folder {folder}.")
-    if (folder / "pairs.csv").is_file():
-        pairs = _listed(folder)
-    elif list(folder.glob("session-*.parquet")):
-        pairs = _stored(folder)
-    else:
-        pairs = [_named(folder, names) for names in _by_name(folder)]
+    listed = (folder / "pairs.csv").is_file()
+    pairs = _listed(folder) if listed else [NamedPair.of(folder, names) for names in _by_name(folder)]
     if not pairs:
         raise UserInputError(
             f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv "
@@ -91,15 +99,19 @@ def label_folder(
     except OSError as error:
         raise UserInputError(f"Cannot write {out}: {error.strerror or error}.") from error
 
+    per_call = max(min(_PAIRS_PER_CALL, _PIXELS_PER_CALL // max(named.pixels for named in pairs)), 1)
+
     async def label_all() -> None:
         try:
-            for batch in (pairs[:1], *_batches(pairs[1:])):
+            # The first alone: where it fails, the others would fail as it did, after many attempts each.
+            for start, stop in pairwise((0, *range(1, len(pairs), per_call), len(pairs))):
+                batch = pairs[start:stop]
                 loaded = [named.load() for named in batch]
                 new = await labeller.label(loaded)
                 rows = zip(loaded, new, batch, strict=True)
-                log.add(*(log_row(pair, label, 0, started, named.first, named.second) for pair, label, named in rows))
+                log.add(*(log_row(pair, label, 0, started, *named.names) for pair, label, named in rows))
                 labels.extend(new)
-                if labels[0].error:  # the others would fail as it did, after many attempts each
+                if labels[0].error:
                     raise RLVLMError(f"The first pair could not be labelled: {labels[0].error}")
         finally:
             if close is not None:
@@ -107,17 +119,6 @@ def label_folder(
 
     asyncio.run(label_all())
     return {"out": str(out), **summary(pairs, labels), **_statistics(labeller)}
-
-
-def _batches(pairs: Sequence[NamedPair]) -> Iterator[list[NamedPair]]:
-    batch: list[NamedPair] = []
-    for named in pairs:
-        if batch and (len(batch) == _PAIRS_PER_CALL or sum(pair.pixels for pair in (*batch, named)) > _PIXELS_PER_CALL):
-            yield batch
-            batch = []
-        batch.append(named)
-    if batch:
-        yield batch
 
 
 def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
@@ -162,21 +163,7 @@ def _listed(folder: Path) -> list[NamedPair]:
     pairs = []
     for row in rows:
         returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
-        pairs.append(_named(folder, (row["first"], row["second"]), (returns[0], returns[1])))
-    return pairs
-
-
-def _stored(folder: Path) -> list[NamedPair]:
-    store = LabelStore(folder)
-    read = lru_cache(maxsize=1)(store.read)
-    pairs = []
-    for session in range(1, len(store) + 1):
-        for number, pair in enumerate(store.read(session)[0]):
-            name = f"session {session} pair {number}"
-            returns = true_return(pair.first), true_return(pair.second)
-            pixels = sum(part.frames.size // 3 for part in (pair.first, pair.second) if part.frames is not None)
-            load = partial(lambda session, number: read(session)[0][number], session, number)
-            pairs.append(NamedPair(load, f"{name} first", f"{name} second", returns, pixels))
+        pairs.append(NamedPair.of(folder, (row["first"], row["second"]), (returns[0], returns[1])))
     return pairs
 
 
@@ -201,26 +188,11 @@ def _by_name(folder: Path) -> list[tuple[str, str]]:
     return [(both["first"], both["second"]) for both in sides.values()]
 
 
-def _named(folder: Path, names: tuple[str, str], returns: tuple[float, float] = (np.nan, np.nan)) -> NamedPair:
-    sizes = [_read(folder, name, check_header) for name in names]
-
-    def load() -> SegmentPair:
-        return SegmentPair(*(_single_frame(folder, name, value) for name, value in zip(names, returns, strict=True)))
-
-    return NamedPair(load, *names, returns, sum(width * height for width, height in sizes))
-
-
 def _read(folder: Path, name: str, use: Callable[[bytes], T]) -> T:
     try:
         return use(image_bytes(name, folder))
     except ImageError as error:
         raise UserInputError(f"Cannot read the picture {folder / (name or '')}: it {error}.") from error
-
-
-def _single_frame(folder: Path, name: str, true_return: float) -> Segment:
-    picture = _read(folder, name, pixels)
-    empty = np.zeros((1, 0), np.float32)
-    return Segment(empty, empty, np.array([true_return], np.float32), picture[None])
 
 
 def _number(text: str | None) -> float:

@@ -11,16 +11,17 @@ import pickle
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import numpy as np
 from PIL import Image
 
+from rl_vlm.child import Answer, Child, ChildStartError
+from rl_vlm.frames import Frame, FrameError, PeerGoneError
 from rl_vlm.labelling.store import Label, LabelStore, LabelValue, Segment, SegmentPair
-from rl_vlm.limits import call_limited
-from rl_vlm.types import UserInputError
+from rl_vlm.types import RLVLMError, UserInputError
 
 _KINDS = "biuf"  # booleans, integers, floats
 # images, scripted labels, labels, state-actions of both segments, rewards of both segments
@@ -50,31 +51,44 @@ def import_labels(
         raise UserInputError(f"{target} exists and is no empty folder: choose another folder for the label store.")
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}.tmp")
     sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+    seconds, memory = _SECONDS + sum(sizes) / _BYTES_PER_SECOND, _FREE_MEMORY + _MEMORY_PER_BYTE * max(sizes)
+    child = Child(f"{__name__}:converter", [str(draft.absolute()), observation_size, image_size], memory=memory)
     try:
-        sessions, pairs = call_limited(
-            f"{__name__}:convert_caches",
-            ([str(file.absolute()) for file in files], str(draft.absolute()), observation_size, image_size),
-            what=f"{source}, a folder of label caches or one of them,",
-            seconds=_SECONDS + sum(sizes) / _BYTES_PER_SECOND,
-            memory=_FREE_MEMORY + _MEMORY_PER_BYTE * max(sizes),
-        )
-        if not pairs:
+        reply, _ = child.ask({"files": [str(file.absolute()) for file in files]}, timeout_s=seconds)
+        if "error" in reply:
+            raise UserInputError(reply["error"])
+        if not reply["pairs"]:
             raise UserInputError(f"No session in {source} holds a pair: there is nothing to convert.")
         os.replace(draft, target)
+    except ChildStartError as error:
+        raise RLVLMError(f"{source} cannot be read: {error}") from error
+    except (TimeoutError, PeerGoneError, FrameError) as error:
+        raise UserInputError(
+            f"A label cache in {source} takes more than {seconds:.0f} s or {memory >> 20} MiB to read, or ended the "
+            "process that read it: it may be made to do so."
+        ) from error
     finally:
+        child.kill()
         shutil.rmtree(draft, ignore_errors=True)
-    return sessions, pairs
+    return reply["sessions"], reply["pairs"]
 
 
-def convert_caches(files: Sequence[str], store: str, observation_size: int, image_size: int | None) -> tuple[int, int]:
-    """Add cached sessions to a label store; returns (sessions, pairs). A session without a pair is left out."""
-    sessions = total = 0
-    for file in files:
-        pairs, labels = read_cache(file, observation_size, image_size)
-        if pairs:
-            LabelStore(store).append(pairs, labels, step=0, time=time.time())
-            sessions, total = sessions + 1, total + len(pairs)
-    return sessions, total
+def converter(store: str, observation_size: int, image_size: int | None) -> Answer:
+    """In the child: what adds the sessions of files to a label store."""
+
+    def answer(request: dict[str, Any], _: list[bytes]) -> Frame:
+        sessions = total = 0
+        try:
+            for file in request["files"]:
+                pairs, labels = read_cache(file, observation_size, image_size)
+                if pairs:
+                    LabelStore(store).append(pairs, labels, step=0, time=time.time())
+                    sessions, total = sessions + 1, total + len(pairs)
+        except UserInputError as error:
+            return {"error": str(error)}, []
+        return {"sessions": sessions, "pairs": total}, []
+
+    return answer
 
 
 def read_cache(

@@ -3,16 +3,14 @@ without a VLM."""
 
 from __future__ import annotations
 
-import csv
 import filecmp
 import io
 import itertools
 import math
 import os
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,7 +22,7 @@ from PIL import Image
 from rl_vlm.config.labels import names_no_cache
 from rl_vlm.envs.data import TooLargeError, read_parquet
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
-from rl_vlm.files import append_whole, link_tree, whole_lines, write_atomic
+from rl_vlm.files import append_whole, csv_lines, cut_lines, link_tree, write_atomic
 from rl_vlm.safe_text import csv_cell, redact
 from rl_vlm.types import EncodedImage, UserInputError
 
@@ -174,22 +172,16 @@ SEGMENT = pa.struct(
         ("frames", pa.list_(pa.string())),  # SHA-256 of images/<sha256>.png, one per step; empty without pictures
     ]
 )
-Row = Mapping[str, Any]
+_TEXT = (("text", pa.string()), ("seconds", pa.float64()), ("error", pa.string()))  # of every answer
 
 
-class SessionFiles(ABC):
-    """The sessions in `folder`, numbered from 1. The columns `segments` of their rows hold segments (see SEGMENT)."""
+class SessionFiles:
+    """The sessions in `folder`, numbered from 1: rows with the segments that were asked about, and the fields of the
+    answers."""
 
-    schema: pa.Schema
-    segments: tuple[str, ...]
-
-    @abstractmethod
-    def _to_row(self, example: Any, answer: Any) -> dict[str, Any]:
-        """The columns of what was asked about and of the answer."""
-
-    @abstractmethod
-    def _from_row(self, row: Row) -> tuple[Any, Any]:
-        """What was asked about, and the answer."""
+    segments: tuple[str, ...]  # columns, each as SEGMENT says
+    answer: type[Any]
+    answers: tuple[tuple[str, pa.DataType], ...]  # the columns of the answers
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -208,12 +200,15 @@ class SessionFiles(ABC):
         number = len(self) + 1
         rows = []
         for example, answer in zip(examples, answers, strict=True):
-            row = {"session": number, "step": step, "time": time, **self._to_row(example, answer)}
-            row["text"] = redact(answer.text).encode("utf-8", "replace").decode()
-            row["seconds"], row["error"] = answer.seconds, answer.error.encode("utf-8", "replace").decode()
-            rows.append({**row, **{name: self._pack(row[name]) for name in self.segments}})
+            row = {"session": number, "step": step, "time": time, **asdict(answer), "text": redact(answer.text)}
+            for name in ("text", "error"):
+                row[name] = row[name].encode("utf-8", "replace").decode()
+            parts = (example,) if isinstance(example, Segment) else (example.first, example.second)
+            rows.append(row | {name: self._pack(part) for name, part in zip(self.segments, parts, strict=True)})
         buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows, schema=self.schema), buffer, compression="zstd")
+        columns = [("session", pa.int64()), ("step", pa.int64()), ("time", pa.float64())]  # seconds since 1970
+        schema = pa.schema([*columns, *((name, SEGMENT) for name in self.segments), *self.answers])
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer, compression="zstd")
         write_atomic(self.path(number), buffer.getvalue())
         return number
 
@@ -224,15 +219,15 @@ class SessionFiles(ABC):
         try:
             rows = read_parquet(pq.ParquetFile(path), free_bytes=_FREE_BYTES).slice(0, most).to_pylist()
             self._check_pictures(rows)
-            unpacked = ({**row, **{name: self._unpack(row[name]) for name in self.segments}} for row in rows)
-            read = [self._from_row(row) for row in unpacked]
+            read = [([self._unpack(row[name]) for name in self.segments], self._answer_of(row)) for row in rows]
         except ImageError as error:
             raise UserInputError(f"Cannot read the labels in {path}: a picture {error}.") from error
         except TooLargeError as error:
             raise UserInputError(f"Cannot read the labels in {path}: the file {error}.") from error
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
-        return [example for example, _ in read], [answer for _, answer in read]
+        examples = [SegmentPair(*parts) if len(parts) == 2 else parts[0] for parts, _ in read]
+        return examples, [answer for _, answer in read]
 
     def sessions(self) -> Iterator[tuple[list[Any], list[Any]]]:
         """All sessions, in order."""
@@ -271,6 +266,10 @@ class SessionFiles(ABC):
         if files and files[-1] != self.path(len(files)):
             raise UserInputError(f"The label store {self.folder} lacks sessions: it ends with {files[-1].name}.")
         return files
+
+    def _answer_of(self, row: Mapping[str, Any]) -> Any:
+        values = {name: row[name] for name, _ in self.answers}
+        return self.answer(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     def _pack(self, segment: Segment) -> dict[str, Any]:
         frames = [] if segment.frames is None else [self._write_picture(frame) for frame in segment.frames]
@@ -314,59 +313,19 @@ class SessionFiles(ABC):
         )
 
 
-_SESSION = [("session", pa.int64()), ("step", pa.int64()), ("time", pa.float64())]  # seconds since 1970
-_ANSWER = [("text", pa.string()), ("seconds", pa.float64()), ("error", pa.string())]
-
-
 class LabelStore(SessionFiles):
     """The labelled pairs of a run."""
 
-    segments = ("first", "second")
-    schema = pa.schema(
-        [
-            *_SESSION,
-            *((name, SEGMENT) for name in segments),
-            ("label", pa.int8()),  # null: an error
-            ("probabilities", pa.list_(pa.float64())),
-            ("answers", pa.list_(pa.int8())),
-            *_ANSWER,
-        ]
-    )
-
-    def _to_row(self, example: SegmentPair, answer: Label) -> dict[str, Any]:
-        return {
-            "first": example.first,
-            "second": example.second,
-            "label": None if answer.error else answer.value,
-            "probabilities": answer.probabilities,
-            "answers": list(answer.answers),
-        }
-
-    def _from_row(self, row: Row) -> tuple[SegmentPair, Label]:
-        known = row["probabilities"]
-        label = Label(
-            cast(LabelValue, -1 if row["label"] is None else row["label"]),
-            (known[0], known[1], known[2]) if known else None,
-            row["text"],
-            row["seconds"],
-            row["error"],
-            tuple(cast(LabelValue, answer) for answer in row["answers"]),
-        )
-        return SegmentPair(row["first"], row["second"]), label
+    segments, answer = ("first", "second"), Label
+    answers = (
+        ("value", pa.int8()), ("probabilities", pa.list_(pa.float64())), ("answers", pa.list_(pa.int8())), *_TEXT
+    )  # fmt: skip
 
 
 class ScoreStore(SessionFiles):
     """The scored segments of a run; the picture of a segment's last step is what was scored."""
 
-    segments = ("segment",)
-    # score null: unsure, or an error
-    schema = pa.schema([*_SESSION, ("segment", SEGMENT), ("score", pa.float64()), *_ANSWER])
-
-    def _to_row(self, example: Segment, answer: Score) -> dict[str, Any]:
-        return {"segment": example, "score": answer.value}
-
-    def _from_row(self, row: Row) -> tuple[Segment, Score]:
-        return row["segment"], Score(row["score"], row["text"], row["seconds"], row["error"])
+    segments, answer, answers = ("segment",), Score, (("value", pa.float64()), *_TEXT)
 
 
 def label_cache(value: str | Path | None) -> Path | None:
@@ -415,27 +374,13 @@ class StepCsv:
 
     def rewind(self, step: int) -> None:
         """Remove the rows of later steps, which the run repeats; all of them at -1."""
-        lines = whole_lines(self._path)
-        if lines:
-            kept = [line + b"\n" for line in lines[1:] if self._step_of(line) <= step]
-            write_atomic(self._path, b"".join([_csv([self._columns]), *kept]))
+        # Not with csv, which refuses long cells.
+        cut_lines(self._path, lambda line: int(line.split(b",", self._step + 1)[self._step]), step, head=1)
 
     def add(self, *rows: Sequence[Any]) -> None:
         """Append rows, whole or not at all."""
         started = self._path.exists() and self._path.stat().st_size > 0
-        append_whole(self._path, _csv(rows if started else [self._columns, *rows]))
-
-    def _step_of(self, line: bytes) -> float:
-        try:
-            return int(line.split(b",", self._step + 1)[self._step])  # not csv, which refuses long cells
-        except (IndexError, ValueError):
-            return math.inf
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue().encode("utf-8", "replace")
+        append_whole(self._path, csv_lines(rows if started else [self._columns, *rows]))
 
 
 def query_log(path: Path, more_columns: Sequence[str] = ()) -> StepCsv:

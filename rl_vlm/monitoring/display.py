@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,82 +16,38 @@ from rich.text import Text
 
 from rl_vlm.safe_text import printable, safe
 
-_SMOOTHING = 0.9
-_FIRST = 5  # iterations that make the start
 _NEGLIGIBLE_KL = 1e-4  # nats per token: in float32 engine and learner agree to 1e-9
 _ALARM_GROWTH = 10.0
 
 
-class MovingAverage:
-    """An exponential moving average without a bias to zero in its first values."""
+class Trend:
+    """A metric's `start` (the mean of its first five values), `smoothed` (a moving average) and `best` (the best moving
+    average after the start), each None before there is one. nan and infinity are ignored."""
 
-    def __init__(self, decay: float = _SMOOTHING) -> None:
-        self._decay = decay
-        self._sum = self._weight = 0.0
+    def __init__(self) -> None:
+        self.start: float | None = None
+        self.smoothed: float | None = None
+        self.best: float | None = None
+        self._count = 0
 
     def add(self, value: float) -> None:
-        """Add a value; nan and infinity are ignored."""
-        if math.isfinite(value):
-            self._sum = self._decay * self._sum + (1 - self._decay) * value
-            self._weight = self._decay * self._weight + (1 - self._decay)
+        """Take in a value. The moving average is the mean of up to ten values, and exponential from there on."""
+        if not math.isfinite(value):
+            return
+        self._count += 1
+        before = self.smoothed or 0.0
+        self.smoothed = before + max(1 / self._count, 0.1) * (value - before)
+        if self._count <= 5:
+            self.start = self.smoothed
+        else:  # a lucky first iteration is no peak to fall from
+            self.best = self.smoothed if self.best is None else max(self.best, self.smoothed)
 
-    @property
-    def value(self) -> float | None:
-        """The average, or None before the first value."""
-        return self._sum / self._weight if self._weight else None
-
-
-class StartMean:
-    """The mean of the first five values of a metric, None before the first."""
-
-    def __init__(self) -> None:
-        self._first: list[float] = []
-
-    def add(self, value: float) -> bool:
-        """Take a value; False if the start is complete and the value comes after it. nan is ignored."""
-        if len(self._first) >= _FIRST:
-            return False
-        if math.isfinite(value):
-            self._first.append(value)
-        return True
-
-    @property
-    def value(self) -> float | None:
-        """The mean so far."""
-        return sum(self._first) / len(self._first) if self._first else None
-
-
-class MismatchGrowth:
-    """How many times larger mismatch/kl is than at the start, or than 1e-4 where the start is less."""
-
-    def __init__(self) -> None:
-        self.start = StartMean()
-
-    def add(self, kl: float) -> float | None:
-        """The factor, or None while the start is being measured and for nan."""
-        if self.start.add(kl) or not math.isfinite(kl):
-            return None
-        return kl / max(self.start.value or 0.0, _NEGLIGIBLE_KL)
-
-
-class RewardTrend:
-    """The reward's start, its moving average, and the best moving average since the start."""
-
-    def __init__(self) -> None:
-        self._start, self._average = StartMean(), MovingAverage()
-        self._best = -math.inf
-
-    def add(self, reward: float) -> dict[str, float]:
-        """`reward_start`, `reward_smoothed` and `reward_best`, those that are known."""
-        early = self._start.add(reward)
-        self._average.add(reward)
-        start, smoothed = self._start.value, self._average.value
-        if start is None or smoothed is None:
-            return {}
-        if not early:  # a lucky first iteration is no peak to fall from
-            self._best = max(self._best, smoothed)
-        known = {"reward_start": start, "reward_smoothed": smoothed}
-        return known if self._best == -math.inf else known | {"reward_best": self._best}
+    def growth(self, kl: float) -> float | None:
+        """Take in mismatch/kl: how many times larger it is than at the start, or than 1e-4 where the start is less;
+        None while the start is measured, and for nan."""
+        self.add(kl)
+        known = self.start is not None and self._count > 5 and math.isfinite(kl)
+        return kl / max(self.start or 0.0, _NEGLIGIBLE_KL) if known else None
 
 
 # Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
@@ -98,48 +55,42 @@ PLAIN_EVERY = 10
 PLAIN_SECONDS = 5.0
 
 # The rows of the panel: a name, and what it shows of the metrics that an iteration has. Speed and policy need no name.
-Rows = Sequence[tuple[str, Sequence[tuple[str, str]]]]
-_REWARD_SMOOTHED, _SECONDS = "reward smoothed", "seconds per iteration"  # computed here
+Rows = Sequence[tuple[str, Sequence[str]]]
 _NAMELESS = ("speed", "policy")
-
+_JUDGE = (
+    "wins {judge/win_rate:.2f}", "order bias {judge/order_bias:.2f}", "first {judge/first_rate:.2f}",
+    "{judge/requests:.0f} questions", "{judge/tokens:,.0f} tokens", "{judge/seconds:.1f} s",
+)  # fmt: skip
 POLICY_ROWS: Rows = (
-    ("reward", [("{:.3f}", "reward/mean"), ("smoothed {:.3f}", _REWARD_SMOOTHED)]),
-    (
-        "judge",
-        [
-            ("wins {:.2f}", "judge/win_rate"),
-            ("order bias {:.2f}", "judge/order_bias"),
-            ("first {:.2f}", "judge/first_rate"),
-            ("{:.0f} questions", "judge/requests"),
-            ("{:,.0f} tokens", "judge/tokens"),
-            ("{:.1f} s", "judge/seconds"),
-        ],
-    ),
-    ("speed", [("{:,.0f} tokens/s", "rollout/tokens_per_s"), ("{:.2f} s/iteration", _SECONDS)]),
-    (
-        "policy",
-        [
-            ("version {:.0f}", "weights/version"),
-            ("{:.1f} turns", "rollout/turns"),
-            ("mismatch KL {:.1e}", "mismatch/kl"),
-        ],
-    ),
+    ("reward", ("{reward/mean:.3f}", "smoothed {reward smoothed:.3f}")),
+    ("judge", _JUDGE),
+    ("speed", ("{rollout/tokens_per_s:,.0f} tokens/s", "{seconds per iteration:.2f} s/iteration")),
+    ("policy", ("version {weights/version:.0f}", "{rollout/turns:.1f} turns", "mismatch KL {mismatch/kl:.1e}")),
 )
 PREFERENCE_ROWS: Rows = (
-    ("return", [("{:.4g} true", "reward/mean"), ("{:.4g} learned", "reward/learned")]),
-    ("training success", [("{:.2f}", "rollout/success")]),
-    ("labels", [("{:.0f}", "labels/total")]),
-    ("speed", [("{:.0f} steps/s", "rollout/steps_per_s")]),
-    ("policy", [("alpha {:.3g}", "policy/alpha"), ("q {:.3g}", "critic/q")]),
+    ("return", ("{reward/mean:.4g} true", "{reward/learned:.4g} learned")),
+    ("training success", ("{rollout/success:.2f}",)),
+    ("labels", ("{labels/total:.0f}",)),
+    ("speed", ("{rollout/steps_per_s:.0f} steps/s",)),
+    ("policy", ("alpha {policy/alpha:.3g}", "q {critic/q:.3g}")),
 )
 SFT_ROWS: Rows = (
-    ("loss", [("{:.4f}", "sft/loss")]),
-    ("epoch", [("{:.2f}", "sft/epoch")]),
-    ("speed", [("{:,.0f} tokens/s", "sft/tokens_per_s")]),
-    ("policy", [("lr {:.2e}", "sft/lr")]),
+    ("loss", ("{sft/loss:.4f}",)),
+    ("epoch", ("{sft/epoch:.2f}",)),
+    ("speed", ("{sft/tokens_per_s:,.0f} tokens/s",)),
+    ("policy", ("lr {sft/lr:.2e}",)),
 )
 # What an evaluation shows beside its accuracies.
 _HELD_OUT = {"eval/loss": "held-out loss", "reward/success": "held-out return"}
+
+
+def filled(forms: Sequence[str], values: Mapping[str, Any], between: str = ", ") -> str:
+    """The format strings whose values are all known (None is not), joined."""
+    parts = []
+    for form in forms:
+        with contextlib.suppress(KeyError, TypeError):
+            parts.append(form.format_map(values))
+    return between.join(parts)
 
 
 class ProgressDisplay:
@@ -162,7 +113,7 @@ class ProgressDisplay:
         self.total, self._done = total, start
         self._rows, self._unit = rows, unit
         self._metrics: Mapping[str, float] = {}
-        self._reward, self._seconds, self._mismatch = MovingAverage(), MovingAverage(), MismatchGrowth()
+        self._reward, self._seconds, self._mismatch = Trend(), Trend(), Trend()
         self._warned_of_mismatch = False
         self._before: dict[str, float] = {}  # by the name of the evaluation's metric
         self._latest: dict[str, float] = {}
@@ -203,13 +154,13 @@ class ProgressDisplay:
             )
 
     def _check_mismatch(self, kl: float) -> None:
-        growth = self._mismatch.add(kl)
+        growth = self._mismatch.growth(kl)
         if self._warned_of_mismatch or growth is None or growth < _ALARM_GROWTH:
             return
         self._warned_of_mismatch = True
         self.message(
             f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was "
-            f"{self._mismatch.start.value or 0.0:.1e} at first. Watch the reward; a lower learner.lr, "
+            f"{self._mismatch.start or 0.0:.1e} at first. Watch the reward; a lower learner.lr, "
             "algorithm.mismatch=mask or an engine in the learner's precision helps."
         )
 
@@ -252,16 +203,13 @@ class ProgressDisplay:
         self._console.print(Text(safe(line)), soft_wrap=True)
 
     def _remaining(self) -> str:
-        seconds, rest = self._seconds.value, self.total - self._done
+        seconds, rest = self._seconds.smoothed, self.total - self._done
         return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
 
     def _facts(self) -> list[tuple[str, str]]:
         """Name and value of each row that has one, the most important first."""
-        known = {**self._metrics, _REWARD_SMOOTHED: self._reward.value, _SECONDS: self._seconds.value}
-        first, *rest = [
-            (name, ", ".join(form.format(known[metric]) for form, metric in parts if known.get(metric) is not None))
-            for name, parts in self._rows
-        ]
+        computed = {"reward smoothed": self._reward.smoothed, "seconds per iteration": self._seconds.smoothed}
+        first, *rest = [(name, filled(parts, {**self._metrics, **computed})) for name, parts in self._rows]
         lost = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
         dropped = ", ".join(f"{count:.0f} {reason}" for reason, count in lost)
         rows = [first, *self._held_out(), ("stage", self._stage()), *rest, ("dropped", dropped)]
@@ -283,14 +231,10 @@ class ProgressDisplay:
 
     def _render(self) -> RenderableType:
         width = self._console.width
-        head = f"{self._done}/{self.total}"
-        if width < 24:
-            return Text(head, no_wrap=True, overflow="crop")
-        left = self._remaining()
-        room = min(width - len(head) - len(left) - 4, 50)
-        bar = ProgressBar(total=max(self.total, 1), completed=self._done, width=room) if room >= 4 else Text("")
         top = Table.grid(padding=(0, 1))
-        top.add_row(Text(head, style="bold", no_wrap=True), bar, Text(left, no_wrap=True, overflow="ellipsis"))
+        bar = ProgressBar(total=max(self.total, 1), completed=self._done, width=min(width // 2, 50))
+        done, left = f"{self._done}/{self.total}", self._remaining()
+        top.add_row(Text(done, style="bold", no_wrap=True), bar, Text(left, no_wrap=True, overflow="ellipsis"))
         table = Table.grid(padding=(0, 1))
         table.add_column(no_wrap=True, overflow="ellipsis", style="dim", min_width=8, max_width=max(width // 3, 8))
         table.add_column(no_wrap=True, overflow="ellipsis")

@@ -14,8 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import numpy as np
 
 from rl_vlm import tracing
 from rl_vlm.config import CommonConfig, LoggingSection, PolicyConfig, SFTConfig
-from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
+from rl_vlm.files import AppendedFile, append_whole, csv_lines, cut_lines, to_jsonable, whole_lines, write_atomic
 from rl_vlm.monitoring.trajectories import choose_groups, write_trajectories
 from rl_vlm.types import TrajectoryGroup
 
@@ -34,91 +33,54 @@ if TYPE_CHECKING:
     from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
-# Sinks of metrics: progress.csv, files of JSON lines, TensorBoard event files, Weights & Biases.
-#
-# A sink keeps entries that it could not write (a full disk) and tries again with the next entry. It raises the OSError
-# each time.
-
-Metrics = Mapping[str, float]
-
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 10_000  # entries that are kept while the disk is full: hours of iterations, a few megabytes
+Metrics = Mapping[str, float]
+_LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
 
 
 class ProgressCsv:
-    """One row of metrics per iteration. A metric that appears later widens the file; earlier rows are empty there."""
+    """One row of metrics per iteration. A metric that appears later widens the file; earlier rows are empty there. Rows
+    that a full disk refused are kept, and written with the next one."""
 
-    def __init__(self, path: Path, keep_until: int = -1) -> None:
-        """Continue the file after iteration `keep_until`; later rows are removed (all of them at -1)."""
+    def __init__(self, path: Path, keep_until: int) -> None:
+        """Continue the file after iteration `keep_until`."""
         self._path = path
-        self._pending: deque[tuple[int, Metrics]] = deque(maxlen=MAX_PENDING)
-        lines = whole_lines(path)
-        kept = [line for line in lines[1:] if _iteration_of_row(line) <= keep_until]
-        _keep_lines(path, lines[:1] + kept if kept else [])
-        self._columns: list[str] = next(csv.reader([lines[0].decode(errors="replace")])) if kept else []
+        self._pending: list[tuple[int, Metrics]] = []
+        cut_lines(path, lambda line: int(line.split(b",", 1)[0]), keep_until, head=1)
+        head = whole_lines(path)[:1] or [b"iteration"]
+        self._columns: list[str] = next(csv.reader([head[0].decode()]))
 
     def add(self, iteration: int, metrics: Metrics) -> None:
-        """Append a row."""
+        """Append a row. Raises OSError."""
         self._pending.append((iteration, {name: float(value) for name, value in metrics.items()}))
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending entries."""
-        if not self._pending:
-            return
-        columns = self._columns or ["iteration"]
-        known = set(columns)
-        new = list(dict.fromkeys(name for _, metrics in self._pending for name in metrics if name not in known))
-        wider = columns + new
-        rows = _csv([iteration, *(metrics.get(name, "") for name in wider[1:])] for iteration, metrics in self._pending)
-        if new or not self._columns:
+        """Write the pending rows. Raises OSError."""
+        new = list(dict.fromkeys(name for _, metrics in self._pending for name in metrics))
+        new = [name for name in new if name not in self._columns]
+        wider = self._columns + new
+        rows = [[iteration, *(metrics.get(name, "") for name in wider[1:])] for iteration, metrics in self._pending]
+        if new:
             # Cells hold no line ends, so a row is widened by adding empty cells to its line.
             old = [line + b"," * len(new) + b"\n" for line in whole_lines(self._path)[1:]]
-            write_atomic(self._path, b"".join([_csv([wider]), *old, rows]))
-        else:
-            append_whole(self._path, rows)
+            write_atomic(self._path, b"".join([csv_lines([wider]), *old, csv_lines(rows)]))
+        elif rows:
+            append_whole(self._path, csv_lines(rows))
         self._columns = wider
         self._pending.clear()
 
     def column(self, name: str) -> list[float]:
         """All values of a metric, in order, those included that could not be written yet."""
-        written: list[float] = []
-        try:
-            for row in csv.DictReader(line.decode(errors="replace") for line in whole_lines(self._path)):
-                with contextlib.suppress(ValueError):  # an empty cell, or one that a crash of the machine has damaged
-                    written.append(float(row.get(name) or ""))
-        except csv.Error as error:
-            logger.warning("%s is damaged: %s", self._path, error)
+        written = []
+        for row in csv.DictReader(line.decode(errors="replace") for line in whole_lines(self._path)):
+            with contextlib.suppress(ValueError):  # an empty cell, or one that a crash of the machine has damaged
+                written.append(float(row.get(name) or ""))
         return written + [metrics[name] for _, metrics in self._pending if name in metrics]
 
 
-class JsonLines:
-    """One JSON object per line; every object has an `iteration`."""
-
-    def __init__(self, path: Path, keep_until: int = -1) -> None:
-        """Continue the file after iteration `keep_until`; later lines are removed (all of them at -1)."""
-        self._path = path
-        self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
-        _keep_lines(path, [line for line in whole_lines(path) if _iteration_of_object(line) <= keep_until])
-
-    def add(self, entry: Mapping[str, Any]) -> None:
-        """Append a line."""
-        self._pending.append(json.dumps(to_jsonable(entry), ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        self.flush()
-
-    def flush(self) -> None:
-        """Write the pending entries."""
-        if self._pending:
-            append_whole(self._path, b"".join(self._pending))
-            self._pending.clear()
-
-    def entries(self) -> list[dict[str, Any]]:
-        """All objects, those included that could not be written yet."""
-        return [json.loads(line) for line in [*whole_lines(self._path), *self._pending]]
-
-
-class TensorBoardFile:
+class TensorBoardFile(AppendedFile):
     """A TensorBoard event file, in the format of torch's SummaryWriter.
 
     SummaryWriter writes from a thread: after a full disk it never writes again and its file ends in half a record.
@@ -127,143 +89,63 @@ class TensorBoardFile:
 
     def __init__(self, folder: Path, purge_from: int | None = None) -> None:
         """Start a file in `folder`. Entries of older files from iteration `purge_from` on are hidden."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
         # TensorBoard reads the files of a folder in the order of their names.
-        # A run may be resumed on a machine whose clock is behind.
-        began = max(time.time(), max(map(_stamp, folder.glob("events.out.tfevents.*")), default=0.0) + 1e-3)
-        unique = f"{began:.6f}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(2)}"
-        self._path = folder / f"events.out.tfevents.{unique}"
-        self._pending: deque[bytes] = deque(maxlen=MAX_PENDING)
-        self._header = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        unique = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(2)}"
+        super().__init__(folder / f"events.out.tfevents.{unique}")
+        self._keep(file_version="brain.Event:2")
         if purge_from is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._header += _record(Event(wall_time=time.time(), step=purge_from, session_log=start))
+            self._keep(step=purge_from, session_log={"status": "START"})
 
-    def add(self, iteration: int, metrics: Metrics) -> None:
-        """Append one value per metric."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+    def add_metrics(self, iteration: int, metrics: Metrics) -> None:
+        """Append one value per metric. Raises OSError."""
+        values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
+        self._keep(step=iteration, summary={"value": values})
+        self.add()
 
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        self._pending.append(_record(Event(wall_time=time.time(), step=iteration, summary=Summary(value=values))))
-        self.flush()
+    def _keep(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # half a second, which a dry run does not need
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def flush(self) -> None:
-        """Write the pending entries."""
-        if self._pending:
-            append_whole(self._path, b"".join([self._header, *self._pending]))
-            self._header = b""
-            self._pending.clear()
+        buffer = io.BytesIO()
+        RecordWriter(buffer).write(Event(wall_time=time.time(), **event).SerializeToString())
+        self.pending.append(buffer.getvalue())
 
 
-def _stamp(path: Path) -> float:
-    """When an event file says that it began; 0 for other names."""
-    found = re.match(r"events\.out\.tfevents\.(\d+\.\d+)\.", path.name)
-    return float(found[1]) if found else 0.0
-
-
-class WandbRun:
-    """A run on Weights & Biases. Without a network it is kept on disk, for `wandb sync`."""
-
-    def __init__(self, folder: Path, run: CommonConfig | SFTConfig, resume: bool) -> None:
-        """Raises ImportError without the package, and whatever `wandb.init` raises."""
+def _start_wandb(folder: Path, run: CommonConfig | SFTConfig, resume: bool) -> Any:
+    """A run on Weights & Biases where WANDB_API_KEY is set and it can be had."""
+    if not os.environ.get("WANDB_API_KEY"):
+        return None
+    try:
         wandb = import_module("wandb")
         identity = folder / "wandb_id.txt"
         if not (resume and identity.is_file()):
             write_atomic(identity, secrets.token_hex(8))
-        options: dict[str, Any] = {
-            "project": run.logging.wandb_project,
-            "name": run.name,
-            "id": identity.read_text().strip(),
-            "resume": "allow",
-            "dir": str(folder),
-            "config": run.model_dump(mode="json"),
-        }
-        try:
-            self._run = wandb.init(**options, settings=wandb.Settings(init_timeout=30))
-        except (wandb.errors.Error, OSError):
-            self._run = wandb.init(**{**options, "resume": None}, mode="offline")
-        self._run.define_metric("*", step_metric="iteration")
-
-    def add(self, iteration: int, metrics: Metrics) -> None:
-        """Log one value per metric."""
-        self._run.log({"iteration": iteration, **metrics})
-
-    def close(self) -> None:
-        """Finish the run on the server."""
-        self._run.finish()
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue().encode()
-
-
-def _record(event: Any) -> bytes:
-    """An event with length and checksums, in the format of event files."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(event.SerializeToString())
-    return buffer.getvalue()
-
-
-def _keep_lines(path: Path, lines: list[bytes]) -> None:
-    """Keep only these lines of the file; without lines it is removed. A file that holds nothing else is not written."""
-    if not lines:
-        path.unlink(missing_ok=True)
-    elif path.stat().st_size > sum(len(line) + 1 for line in lines):
-        write_atomic(path, b"".join(line + b"\n" for line in lines))
-
-
-def _iteration_of_row(line: bytes) -> float:
-    """The iteration of a row; infinity, so that it is removed, for a line that a crash of the machine has damaged."""
-    try:
-        return int(line.split(b",", 1)[0])
-    except ValueError:
-        return float("inf")
-
-
-def _iteration_of_object(line: bytes) -> float:
-    """As `_iteration_of_row`, of a JSON object."""
-    try:
-        return int(json.loads(line)["iteration"])
-    except (ValueError, TypeError, KeyError):
-        return float("inf")
-
-
-_LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
-STATUSES = ("done", "interrupted", "failed")
-
-# result.json holds at least these keys; a run that ended before a value was known keeps the one here.
-_RESULT: dict[str, Any] = {
-    "status": None,
-    "iterations": 0,
-    "train_seconds": 0.0,
-    "accuracy_before": None,
-    "accuracy_after": None,
-    "reward_before": None,
-    "reward_after": None,
-    "policy_version": 0,
-    "trajectories": 0,
-    "dropped": {},
-    "restarts": {},
-}
-
-
-def _trace_name(iteration: int) -> str:
-    return f"iteration-{iteration:06d}.jsonl"
+        started = wandb.init(
+            project=run.logging.wandb_project,
+            name=run.name,
+            id=identity.read_text().strip(),
+            resume="allow",
+            dir=str(folder),
+            config=run.model_dump(mode="json"),
+            settings=wandb.Settings(init_timeout=30),
+        )
+        started.define_metric("*", step_metric="iteration")
+        return started
+    except ImportError:
+        logger.warning("WANDB_API_KEY is set and wandb is not installed: run `pip install 'rl-vlm[wandb]'`.")
+    except Exception as error:  # of many kinds, which must not end the run
+        logger.warning(
+            "Weights & Biases is off for this run (%s: %s). Without a network set WANDB_MODE=offline.",
+            type(error).__name__,
+            error,
+        )
+    return None
 
 
 def _iteration(file: Path) -> int:
     """The number in `iteration-000123.x`. Names of seven digits do not sort as their numbers do."""
     number = file.stem.removeprefix("iteration-")
     return int(number) if number.isdecimal() else -1
-
-
-MAX_FAILURES = 10_000
 
 
 class RunRecorder:
@@ -289,19 +171,17 @@ class RunRecorder:
         self.write_errors = 0
         self._run = run
         self._warned: set[tuple[str, object]] = set()
-        self._failures: Counter[str] = Counter()
+        self._kinds_of_failure: set[str] = set()
         keep_until = -1 if resumed_iteration is None else resumed_iteration
         self._progress = ProgressCsv(folder / "progress.csv", keep_until)
-        self._evaluations = JsonLines(folder / "eval.jsonl", keep_until)
-        for dump in (folder / "trajectories").glob("iteration-*.parquet"):
-            if _iteration(dump) > keep_until:
-                dump.unlink()
-        purge_from = None if resumed_iteration is None else resumed_iteration + 1
-        self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
-        self._wandb = self._start_wandb(resume=resumed_iteration is not None)
-        for written in (folder / "traces").glob("iteration-*.jsonl"):
+        self._evaluations = AppendedFile(folder / "eval.jsonl")
+        cut_lines(self._evaluations.path, lambda line: int(json.loads(line)["iteration"]), keep_until)
+        for written in (*folder.glob("trajectories/iteration-*.parquet"), *folder.glob("traces/iteration-*.jsonl")):
             if _iteration(written) > keep_until:
                 written.unlink()
+        purge_from = None if resumed_iteration is None else resumed_iteration + 1
+        self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
+        self._wandb = _start_wandb(folder, run, resume=resumed_iteration is not None)
         self._collector: BatchSpanProcessor | None = None
         self.ray: RayMetrics | None = None  # set once Ray is there, where metrics are Ray metrics too
 
@@ -319,7 +199,8 @@ class RunRecorder:
         under `evaluation/`.
         """
         with self._guard("eval.jsonl"):
-            self._evaluations.add({"iteration": iteration, "time": time.time(), **results})
+            entry = to_jsonable({"iteration": iteration, "time": time.time(), **results})
+            self._evaluations.add(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         numbers = {
             self._evaluation_tag(name): float(value)
             for name, value in results.items()
@@ -332,15 +213,14 @@ class RunRecorder:
 
     def log_failures(self, iteration: int, failures: Mapping[str, str]) -> list[str]:
         """Keep why groups were lost in `failures.jsonl`, and return the reasons of new kinds, which differ in more than
-        numbers. Of one process at most MAX_FAILURES are kept."""
+        numbers."""
         lines, fresh = [], []
         for group, reason in failures.items():
             kind = re.sub(r"\d+", "#", reason)
-            if kind not in self._failures:
+            if kind not in self._kinds_of_failure:
                 fresh.append(reason)
-            self._failures[kind] += 1
-            if self._failures.total() <= MAX_FAILURES:
-                lines.append(json.dumps({"iteration": iteration, "group": group, "reason": reason}) + "\n")
+            self._kinds_of_failure.add(kind)
+            lines.append(json.dumps({"iteration": iteration, "group": group, "reason": reason}) + "\n")
         if lines:
             with self._guard("failures.jsonl"):
                 append_whole(self.folder / "failures.jsonl", "".join(lines).encode())
@@ -355,7 +235,7 @@ class RunRecorder:
         with self._guard("traces"):
             (self.folder / "traces").mkdir(exist_ok=True)
             line = json.dumps(tracing.document(spans), separators=(",", ":")).encode() + b"\n"
-            append_whole(self.folder / "traces" / _trace_name(iteration), line)
+            append_whole(self.folder / "traces" / f"iteration-{iteration:06d}.jsonl", line)
         with self._guard("the trace to the collector", Exception):
             if self._collector is None and tracing.collector_is_named():
                 self._collector = tracing.collector()
@@ -394,16 +274,14 @@ class RunRecorder:
 
         `result` holds a `status`; its extra keys are kept.
         """
-        if result.get("status") not in STATUSES:
-            raise ValueError(f"status is {result.get('status')!r}; it must be one of {', '.join(STATUSES)}.")
-        for name, sink in (("progress.csv", self._progress), ("eval.jsonl", self._evaluations)):
+        for name, flush in (("progress.csv", self._progress.flush), ("eval.jsonl", self._evaluations.add)):
             with self._guard(name):
-                sink.flush()
+                flush()
         if self._tensorboard is not None:
             with self._guard("TensorBoard"):
-                self._tensorboard.flush()
+                self._tensorboard.add()
         with self._guard("result.json"):
-            text = json.dumps(to_jsonable({**_RESULT, **result}), indent=2, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(to_jsonable(result), indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.folder / "result.json", text + "\n")
         if self._draw is not None:
             # An error in drawing must not make a successful run fail.
@@ -419,7 +297,7 @@ class RunRecorder:
         wandb, self._wandb = self._wandb, None
         if wandb is not None:
             with self._guard("Weights & Biases", Exception):
-                wandb.close()
+                wandb.finish()
         collector, self._collector = self._collector, None
         if collector is not None:
             sending = threading.Thread(target=collector.shutdown, daemon=True)  # waits for 30 s where nothing answers
@@ -428,7 +306,7 @@ class RunRecorder:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Every evaluation of the run, resumed parts included, in order."""
-        return self._evaluations.entries()
+        return [json.loads(line) for line in self._evaluations.lines()]
 
     def has_evaluation(self, iteration: int) -> bool:
         """Whether an evaluation at this iteration is recorded."""
@@ -441,22 +319,11 @@ class RunRecorder:
     def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
         if self._tensorboard is not None:
             with self._guard("TensorBoard"):
-                self._tensorboard.add(iteration, metrics)
+                self._tensorboard.add_metrics(iteration, metrics)
         if self._wandb is not None:
             # Its client raises errors of many kinds, which must not end the run.
             with self._guard("Weights & Biases", Exception):
-                self._wandb.add(iteration, metrics)
-
-    def _start_wandb(self, resume: bool) -> WandbRun | None:
-        if not os.environ.get("WANDB_API_KEY"):
-            return None
-        try:
-            return WandbRun(self.folder, self._run, resume)
-        except ImportError:
-            logger.warning("WANDB_API_KEY is set and wandb is not installed: run `pip install 'rl-vlm[wandb]'`.")
-        except Exception as error:
-            logger.warning("Weights & Biases is off for this run: %s: %s", type(error).__name__, error)
-        return None
+                self._wandb.log({"iteration": iteration, **metrics})
 
     @contextlib.contextmanager
     def _guard(self, what: str, kind: type[Exception] = OSError) -> Iterator[None]:

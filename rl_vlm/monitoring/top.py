@@ -1,161 +1,324 @@
-"""`rl-vlm top`: a live table of runs, replicas and nodes."""
+"""`rl-vlm top`: runs, replicas and nodes of a cluster, read from the metrics pages of its nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rl_vlm.monitoring.display import duration
-from rl_vlm.monitoring.overview import Overview, Sample, overview
+from rl_vlm.envs.address import is_loopback
+from rl_vlm.monitoring.display import duration, filled
 from rl_vlm.safe_text import printable, safe
-from rl_vlm.types import RLVLMError
+from rl_vlm.types import POLICY, RLVLMError, UserInputError
 
-Read = Callable[[], tuple[list[Sample], list[str]]]  # samples, and endpoints that did not answer
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample  # `doctor`, which reads `token_file`, must run where packages lack
+
+_RUN, _NODE = "ray_rl_vlm_", "ray_node_"  # what is looked at; a node's agent has thousands of other series
+_TIMEOUT_S = 5.0
+_READERS = 16  # nodes that are read at once
+_MIB, _GIB = 2**20, 2**30
 Row = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]
-_GIB = 2**30
+Columns = Mapping[str, str | Callable[[Row], str]]
 
 
-def as_json(found: Overview, missing: Sequence[str]) -> str:
-    """One line: runs, replicas, nodes, and the metrics endpoints that did not answer."""
-    return json.dumps({**found._asdict(), "unreachable": list(missing)}, allow_nan=False)
+def show(dashboard: str | None, console: Console, *, every_s: float, once: bool, as_json: bool) -> None:
+    """Read and show a cluster every `every_s` seconds until Ctrl-C, or once; as a table, or as a line of JSON.
 
-
-def show(read: Read, console: Console, *, every_s: float, once: bool, as_lines: bool) -> None:
-    """Read and show every `every_s` seconds until Ctrl-C, or `once`; as a live table, or as lines of JSON.
-
-    Raises what `read` raises at the first reading; the table reports the errors of later ones.
+    Raises MetricsUnavailableError at the first reading; the table reports the errors of later ones.
     """
-    samples, missing = read()
-    read_at = time.monotonic()
-    found = overview(samples, time.time())
-    if once and not as_lines:
-        console.print(table(found, missing), highlight=False, markup=False)
-        return
-    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        live = None
-        if not as_lines:
-            live = stack.enter_context(Live(table(found, missing), console=console, screen=console.is_terminal))
-        while True:
-            if live is not None:
-                live.update(table(found, missing), refresh=True)
-            else:
-                console.print(as_json(found, missing), soft_wrap=True, highlight=False, markup=False)
-            if once:
-                return
-            time.sleep(every_s)
-            before, before_at = samples, read_at
+
+    def read() -> dict[str, list[Any]]:
+        samples, missing = read_cluster(dashboard or default_dashboard())
+        return {**overview(samples, time.time()), "unreachable": missing}
+
+    found = read()
+    if as_json:
+        console.print(json.dumps(found, allow_nan=False), soft_wrap=True, highlight=False, markup=False)
+    elif once:
+        console.print(table(found), highlight=False, markup=False)
+    else:
+        with contextlib.suppress(KeyboardInterrupt), Live(table(found), console=console, screen=True) as live:
             while True:
+                time.sleep(every_s)
                 try:
-                    samples, missing = read()
-                    break
+                    found = read()
+                    live.update(table(found), refresh=True)
                 except (RLVLMError, ValueError, KeyError) as error:  # the head may come back
-                    if live is not None:
-                        live.update(Group(table(found, missing), Text(safe(str(error)), style="red")), refresh=True)
-                    time.sleep(every_s)
-            read_at = time.monotonic()
-            found = overview(samples, time.time(), before, read_at - before_at)
+                    live.update(Group(table(found), Text(safe(str(error)), style="red")), refresh=True)
 
 
-def table(found: Overview, missing: Sequence[str] = ()) -> RenderableType:
-    """The tables, one below the other. `queue` is groups being sampled and, after the plus, complete ones that wait."""
-    parts: list[RenderableType] = [] if found.runs else [Text("No run reports metrics here.")]
-    shown = (
-        ("runs", _RUN, found.runs),
-        ("learning", _LEARNING, found.runs),
-        ("replicas", _REPLICA, found.replicas),
-        ("nodes", _NODE, found.nodes),
-    )
-    for title, columns, rows in shown:
-        if rows:
-            made = Table(
-                title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False
-            )
-            for name in columns:
-                text = name in _TEXT
-                made.add_column(name, no_wrap=True, overflow="ellipsis", justify="left" if text else "right")
-            for row in rows:
-                made.add_row(*(Text(printable(cell(row))) for cell in columns.values()))
-            parts.append(made)
-    if missing:
-        parts.append(Text(printable(f"No answer from {', '.join(missing)}."), style="yellow"))
+# Reading: the dashboard names the metrics endpoints of all nodes.
+
+
+class MetricsUnavailableError(UserInputError):
+    """There are no metrics where the user said, or the user may not read them."""
+
+
+def default_dashboard() -> str:
+    """The dashboard that Ray's environment variables name, else the one of this machine."""
+    named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
+    return next((url for url in named if url.startswith("http")), "http://127.0.0.1:8265")
+
+
+def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
+    """The samples of all nodes, and the endpoints that did not answer.
+
+    Raises MetricsUnavailableError, also when none answered.
+    """
+    import httpx
+
+    url = f"{dashboard.rstrip('/')}/api/prometheus/sd"
+    try:
+        answer = httpx.get(url, headers=_token(), timeout=_TIMEOUT_S, trust_env=not is_loopback(url))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise MetricsUnavailableError(
+            f"Nothing answers at {dashboard} ({error}): give the head's dashboard with --address. A private cluster "
+            "has metrics with resources.dashboard=true and logging.ray_metrics=true."
+        ) from error
+    if answer.status_code in (401, 403):
+        raise MetricsUnavailableError(
+            f"{dashboard} asks for the cluster's token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that "
+            "holds it."
+        )
+    if answer.status_code != 200 or "json" not in answer.headers.get("content-type", ""):
+        raise MetricsUnavailableError(
+            f"{dashboard} answers {answer.status_code} and no metrics: is this the right address?"
+        )
+    targets = [target for group in answer.json() for target in group["targets"]]
+    with ThreadPoolExecutor(_READERS) as threads:
+        pages = dict(zip(targets, threads.map(_page, targets), strict=True))
+    missing = [target for target, page in pages.items() if page is None]
+    if targets and len(missing) == len(targets):
+        raise MetricsUnavailableError(
+            f"The dashboard {dashboard} names {len(targets)} metrics endpoints ({targets[0]}, ...) and none answers "
+            "here: run `rl-vlm top` on a machine of the cluster."
+        )
+    return [sample for page in pages.values() if page is not None for sample in parse(page)], missing
+
+
+def _page(target: str) -> str | None:
+    import httpx
+
+    # These ports know no token, so none is sent to them. A proxy does not reach the cluster's own network.
+    with contextlib.suppress(httpx.HTTPError):
+        page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
+        return page.raise_for_status().text
+    return None
+
+
+def parse(text: str) -> list[Sample]:
+    """The wanted samples of a page in Prometheus' text format; nan is left out."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    lines = "".join(line + "\n" for line in text.splitlines() if line.startswith((_RUN, _NODE)))
+    samples = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
+    return [sample for sample in samples if not math.isnan(sample.value)]
+
+
+def token_file() -> Path:
+    """Where Ray looks for the token if no variable holds it."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+
+
+def _token() -> dict[str, str]:
+    """The header of Ray's token authentication, from the environment, a named file or Ray's own; else empty."""
+    token, path = os.environ.get("RAY_AUTH_TOKEN", "").strip(), token_file()
+    if not token and path.is_file():
+        try:
+            token = path.read_text().strip()
+        except OSError as error:
+            raise RLVLMError(f"Cannot read the token in {path}: {error.strerror}.") from error
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+# From samples to rows. Column -> its metric, without the prefix.
+
+_RUN_COLUMNS = {
+    "iteration": "iteration", "iterations": "iterations", "iteration_seconds": "iteration_seconds",
+    "reward": "reward_mean", "reward_smoothed": "reward_smoothed", "reward_best": "reward_best",
+    "tokens_per_s": "rollout_tokens_per_s", "steps_per_s": "rollout_steps_per_s",
+    "lag_max": "rollout_lag_max", "max_policy_lag": "max_policy_lag",
+    "under_way": "rollout_under_way", "waiting": "rollout_waiting",
+    "version": "weights_version", "mismatch_kl": "mismatch_kl", "mismatch_growth": "mismatch_growth",
+}  # fmt: skip
+_REPLICA_COLUMNS = {
+    "version": "adapter_version", "running": "running_samples", "waiting": "waiting_samples",
+    "mean_batch": "mean_batch", "requests": "requests_total", "errors": "errors_total",
+}  # fmt: skip
+_NODE_COLUMNS = {
+    "cpu_percent": "cpu_utilization", "memory_used": "mem_used", "memory_total": "mem_total",
+    "disk_percent": "disk_utilization_percentage",
+}  # fmt: skip
+_GPU_COLUMNS = {"percent": "gpus_utilization", "memory_used": "gram_used", "memory_free": "gram_available"}
+
+
+def overview(samples: Sequence[Sample], now: float) -> dict[str, list[Any]]:
+    """One row per run, replica and node; None is what no metric says. `now` is Unix time."""
+    return {"runs": _runs(samples, now), "replicas": _replicas(samples), "nodes": _nodes(samples)}
+
+
+def _grouped(samples: Iterable[Sample], prefix: str, *keys: str) -> dict[tuple[str, ...], list[Sample]]:
+    """Samples with the prefix by the values of these labels, where the first is not empty."""
+    groups: defaultdict[tuple[str, ...], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.name.startswith(prefix) and sample.labels.get(keys[0]):
+            groups[tuple(sample.labels.get(key, "") for key in keys)].append(sample)
+    return dict(sorted(groups.items()))
+
+
+def _sums(samples: Iterable[Sample], prefix: str, columns: Mapping[str, str]) -> dict[str, float | None]:
+    """The value of each column, summed over its series."""
+    found: dict[str, float] = {}
+    for sample in samples:
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return {column: found.get(prefix + metric) for column, metric in columns.items()}
+
+
+def _runs(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
+    rows = []
+    # By process: after a restart the one before is seen for some seconds, and two runs may have one name.
+    for (run, _), own in _grouped(samples, _RUN, "run", "WorkerId").items():
+        state = _sums(own, _RUN, {"active": "run_active", "progress": "last_progress_timestamp_seconds"})
+        if state["active"] is None:  # a replica's process
+            continue
+        info = next((s.labels for s in own if s.name == f"{_RUN}run_info"), {})
+        row: dict[str, Any] = {
+            "run": run,
+            "state": "active" if state["active"] else "ended",
+            "algorithm": info.get("algorithm", ""),
+            "env": info.get("env", ""),
+            "idle_seconds": None if state["progress"] is None else max(now - state["progress"], 0.0),
+            **_sums(own, _RUN, _RUN_COLUMNS),
+        }
+        named = [s for s in own if "name" in s.labels]
+        evaluated = [s for s in named if s.labels.get("part") == "eval"]  # training has an accuracy of its samples, too
+        for column, shown in (("accuracy", evaluated), ("dropped", named), ("restarts", named)):
+            row[column] = {s.labels["name"]: s.value for s in shown if s.name == _RUN + column}
+        rows.append(row)
+    return rows
+
+
+def _replicas(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    rows = []
+    for (run, replica), own in _grouped(samples, _RUN, "run", "replica").items():
+        row: dict[str, Any] = {
+            "run": run,
+            "runs": _users(own) or [run],
+            "replica": replica,
+            "node": own[0].labels.get("NodeAddress", ""),
+        }
+        row |= _sums(own, _RUN, _REPLICA_COLUMNS)
+        if replica and row["version"] is not None:  # its counters outlive it
+            rows.append(row)
+    return rows
+
+
+def _users(samples: Iterable[Sample]) -> list[str]:
+    """The runs that use a shared replica, by the names of their policies (run-12345678)."""
+    policies = {sample.labels.get("policy", POLICY) for sample in samples if sample.name == f"{_RUN}policy_version"}
+    return sorted({policy.rpartition("-")[0] for policy in policies - {POLICY}})
+
+
+def _nodes(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    rows = []
+    for (node,), own in _grouped(samples, _NODE, "ip").items():
+        gpus = []
+        for (gpu,), of_gpu in _grouped(own, _NODE, "GpuIndex").items():
+            used = _sums(of_gpu, _NODE, _GPU_COLUMNS)
+            in_bytes = {key: value and value * _MIB for key, value in used.items() if key != "percent"}
+            gpus.append({"gpu": gpu, "name": of_gpu[0].labels.get("GpuDeviceName", ""), **used, **in_bytes})
+        rows.append({"node": node, **_sums(own, _NODE, _NODE_COLUMNS), "gpus": gpus})
+    return rows
+
+
+# The tables. `queue` is groups being sampled and, after the plus, complete ones that wait.
+
+
+def table(found: Mapping[str, Sequence[Any]]) -> RenderableType:
+    """The tables, one below the other."""
+    parts: list[RenderableType] = [] if found["runs"] else [Text("No run reports metrics here.")]
+    for title, rows, columns in _TABLES:
+        if not found[rows]:
+            continue
+        made = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False)
+        for name in columns:
+            made.add_column(name, no_wrap=True, overflow="ellipsis", justify="left" if name in _TEXT else "right")
+        for row in found[rows]:
+            cells = (filled((cell,), row) if isinstance(cell, str) else cell(row) for cell in columns.values())
+            made.add_row(*(Text(printable(cell)) for cell in cells))
+        parts.append(made)
+    if found.get("unreachable"):
+        parts.append(Text(printable(f"No answer from {', '.join(found['unreachable'])}."), style="yellow"))
     return Group(*parts)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def _whole(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
-
-
-def _of(value: float | None, whole: float | None) -> str:
-    return "" if value is None else f"{value:.0f}" + ("" if whole is None else f"/{whole:.0f}")
-
-
-def _gib(value: float | None, whole: float | None) -> str:
-    return "" if value is None or whole is None else f"{value / _GIB:.1f}/{whole / _GIB:.0f} GiB"
-
-
-def _joined(*parts: tuple[float | None, str]) -> str:
-    return " ".join(form.format(value) for value, form in parts if value is not None)
+def _gib(used: float | None, whole: float | None) -> str:
+    return "" if used is None or whole is None else f"{used / _GIB:.1f}/{whole / _GIB:.0f} GiB"
 
 
 def _gpu_memory(gpu: Row) -> str:
-    used = gpu["memory_used"]
-    return "" if used is None else _gib(used, used + (gpu["memory_free"] or 0.0))
+    return _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0))
 
 
 # Each table: its columns, and what a row shows there. Columns of text stand left, numbers right.
 _TEXT = ("run", "last row", "algorithm", "environment", "replica", "node")
-_RUN: Columns = {
-    "run": lambda row: row["run"],
+_RUNS: Columns = {
+    "run": "{run}",
     "last row": lambda row: "ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago",
-    "done": lambda row: _of(row["iteration"], row["iterations"]),
-    "s/row": lambda row: _number(row["iteration_seconds"]),
-    "speed": lambda row: _joined((row["tokens_per_s"], "{:,.0f} tok/s"), (row["steps_per_s"], "{:,.0f} steps/s")),
-    "lag": lambda row: _of(row["lag_max"], row["max_policy_lag"]),
-    "queue": lambda row: "+".join(_whole(row[key]) for key in ("under_way", "waiting") if row[key] is not None),
-    "version": lambda row: _whole(row["version"]),
-    "lost": lambda row: _whole(sum(row["dropped"].values())),
-    "restarts": lambda row: _whole(sum(row["restarts"].values())),
+    "done": "{iteration:.0f}/{iterations:.0f}",
+    "s/row": "{iteration_seconds:.3g}",
+    "speed": lambda row: filled(("{tokens_per_s:,.0f} tok/s", "{steps_per_s:,.0f} steps/s"), row, " "),
+    "lag": "{lag_max:.0f}/{max_policy_lag:.0f}",
+    "queue": lambda row: filled(("{under_way:,.0f}", "{waiting:,.0f}"), row, "+"),
+    "version": "{version:,.0f}",
+    "lost": lambda row: f"{sum(row['dropped'].values()):,.0f}",
+    "restarts": lambda row: f"{sum(row['restarts'].values()):,.0f}",
 }
 _LEARNING: Columns = {
-    "run": lambda row: row["run"],
-    "algorithm": lambda row: row["algorithm"] or "",
-    "environment": lambda row: row["env"] or "",
-    "reward": lambda row: _number(row["reward"]),
-    "smoothed": lambda row: _number(row["reward_smoothed"]),
-    "best": lambda row: _number(row["reward_best"]),
-    "accuracy": lambda row: _number(next(iter(row["accuracy"].values()), None)),
-    "mismatch": lambda row: _joined((row["mismatch_kl"], "{:.1e}"), (row["mismatch_growth"], "×{:.1f}")),
+    "run": "{run}",
+    "algorithm": "{algorithm}",
+    "environment": "{env}",
+    "reward": "{reward:,.4g}",
+    "smoothed": "{reward_smoothed:,.4g}",
+    "best": "{reward_best:,.4g}",
+    "accuracy": lambda row: "".join(f"{value:.3g}" for value in list(row["accuracy"].values())[:1]),
+    "mismatch": lambda row: filled(("{mismatch_kl:.1e}", "×{mismatch_growth:.1f}"), row, " "),
 }
-_REPLICA: Columns = {
+_REPLICAS: Columns = {
     "run": lambda row: ", ".join(row["runs"]),
-    "replica": lambda row: row["replica"],
-    "node": lambda row: row["node"],
-    "version": lambda row: _whole(row["version"]),
-    "running": lambda row: _whole(row["running"]),
-    "waiting": lambda row: _whole(row["waiting"]),
-    "batch": lambda row: _number(row["mean_batch"]),
-    "tok/s": lambda row: _whole(row["tokens_per_s"]),
-    "requests": lambda row: _whole(row["requests"]),
-    "errors": lambda row: _whole(row["errors"] or 0),
+    "replica": "{replica}",
+    "node": "{node}",
+    "version": "{version:,.0f}",
+    "running": "{running:,.0f}",
+    "waiting": "{waiting:,.0f}",
+    "batch": "{mean_batch:.3g}",
+    "requests": "{requests:,.0f}",
+    "errors": lambda row: f"{row['errors'] or 0:,.0f}",
 }
-_NODE: Columns = {
-    "node": lambda row: row["node"],
-    "CPU": lambda row: _joined((row["cpu_percent"], "{:.0f} %")),
+_NODES: Columns = {
+    "node": "{node}",
+    "CPU": "{cpu_percent:.0f} %",
     "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
-    "disk": lambda row: _joined((row["disk_percent"], "{:.0f} %")),
-    "GPU": lambda row: _joined(*((gpu["percent"], "{:.0f} %") for gpu in row["gpus"])),
-    "GPU memory": lambda row: " ".join(filter(None, map(_gpu_memory, row["gpus"]))),
+    "disk": "{disk_percent:.0f} %",
+    "GPU": lambda row: " ".join(filled(("{percent:.0f} %",), gpu) for gpu in row["gpus"]),
+    "GPU memory": lambda row: " ".join(map(_gpu_memory, row["gpus"])),
 }
+_TABLES = (
+    ("runs", "runs", _RUNS),
+    ("learning", "runs", _LEARNING),
+    ("replicas", "replicas", _REPLICAS),
+    ("nodes", "nodes", _NODES),
+)

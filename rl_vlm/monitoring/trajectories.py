@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.types import EncodedImage, Message, Trajectory, TrajectoryGroup, Turn
+from rl_vlm.types import Message, Trajectory, TrajectoryGroup, Turn, as_encoded
 
 _TURN = pa.struct(
     [
@@ -82,10 +82,10 @@ def write_trajectories(
     rows = []
     for group, per_group in zip(groups, advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, per_group, strict=True):
-            images = [image for message in trajectory.messages for image in message.images]
-            encoded = {id(image): _encoded(image) for image in images}
-            _write_images(folder / "images", [*trajectory.images, *encoded.values()])
-            messages = [_message(message, encoded) for message in trajectory.messages]
+            shown = as_encoded([image for message in trajectory.messages for image in message.images])
+            _write_images(folder / "images", {image.sha256: image.png for image in (*trajectory.images, *shown)})
+            hashes = (image.sha256 for image in shown)
+            messages = [_message(message, hashes) for message in trajectory.messages]
             rows.append(_row(iteration, group, trajectory, float(advantage), messages, decode(trajectory.token_ids)))
     buffer = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
@@ -123,18 +123,14 @@ def _turn(turn: Turn) -> dict[str, Any]:
     return {**asdict(turn), "stop_reason": str(turn.stop_reason), "parts": parts}
 
 
-def _message(message: Message, encoded: dict[int, EncodedImage]) -> dict[str, Any]:
-    parts = [part if isinstance(part, str) else {"image": encoded[id(part)].sha256} for part in message.parts]
+def _message(message: Message, hashes: Iterator[str]) -> dict[str, Any]:
+    parts = [part if isinstance(part, str) else {"image": next(hashes)} for part in message.parts]
     return {"role": message.role, "parts": parts}
 
 
-def _encoded(image: Any) -> EncodedImage:
-    return image if isinstance(image, EncodedImage) else EncodedImage.from_pil(image)
-
-
-def _write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
-    for image in images:
-        path = folder / f"{image.sha256}.png"
+def _write_images(folder: Path, images: Mapping[str, bytes]) -> None:
+    for sha256, png in images.items():
+        path = folder / f"{sha256}.png"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, image.png)
+            write_atomic(path, png)

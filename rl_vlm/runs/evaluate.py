@@ -528,8 +528,7 @@ def _split_results(
     ours = [outcome for outcome in outcomes if outcome.side == "policy"]
     key = config.evaluation.category
     results = summarize(config, own, outcomes, envs.metrics)
-    tables, unnamed = by_category(own, outcomes, key)
-    more: dict[str, Any] = {"categories": tables, "categories_lost": unnamed, "info": info_numbers(ours, key)}
+    more: dict[str, Any] = {"categories": by_category(own, outcomes, key), "info": info_numbers(ours, key)}
     if "against" in adapters:
         more["against"] = {
             "adapter": adapters["against"] and str(adapters["against"]),

@@ -13,7 +13,6 @@ from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.runs.preference import PreferenceRun
 from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder
 from rl_vlm.runs.surroundings import check_resources, joins_cluster
-from rl_vlm.tracing import collector_is_named
 from rl_vlm.types import UserInputError
 
 
@@ -29,8 +28,6 @@ def inspect_run(config: TrainConfig) -> dict[str, Any]:
     """
     load_plugins(config.plugins)
     check_quantization(config.serving.quantization)
-    if config.logging.traces and collector_is_named():
-        _check_exporter()
     return kind_of(config).inspect(config)
 
 
@@ -48,15 +45,6 @@ def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: 
         except UserInputError as error:
             found.append(str(error))
     return found
-
-
-def _check_exporter() -> None:
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
-    except ImportError as error:
-        raise UserInputError(
-            "OTEL_EXPORTER_OTLP_ENDPOINT asks for traces to be sent, which needs a package: pip install 'rl-vlm[otlp]'."
-        ) from error
 
 
 def default_run_dir(config: TrainConfig) -> Path:

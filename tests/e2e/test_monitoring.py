@@ -48,18 +48,17 @@ def prometheus(head: RayHead, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield started
 
 
-def top(head: RayHead, *source: str) -> dict[str, Any]:
-    done = rl_vlm("top", "--once", "--json", *(source or ("--address", head.dashboard)), **head.joining)
+def top(head: RayHead) -> dict[str, Any]:
+    done = rl_vlm("top", "--json", "--address", head.dashboard, **head.joining)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 @dataclass
 class Seen:
-    """What was seen while a run went on: `rl-vlm top` from the nodes, from Prometheus and for people, and Ray's list of actors."""
+    """What was seen while a run went on: `rl-vlm top` for programs and for people, and Ray's list of actors."""
 
-    nodes: dict[str, Any]
-    prometheus: dict[str, Any]
+    top: dict[str, Any]
     text: str
     actors: str
 
@@ -87,9 +86,9 @@ def runs(
     folder = tmp_path_factory.mktemp("runs")
     settings = ("algorithm.iterations=160", "evaluation.num_items=64", "evaluation.every=0", "algorithm.max_refill=1")
 
-    def whole(*source: str) -> dict[str, Any] | None:
+    def whole() -> dict[str, Any] | None:
         """The table once every process has reported figures of a later iteration."""
-        found = top(head, *source)
+        found = top(head)
         rows = {one["run"]: one for one in found["runs"]}
         started = wrong_run in rows and (rows.get(ASYNC.stem, {}).get("version") or 0) >= 1
         return found if started and [one for one in found["replicas"] if one["version"] >= 1][1:] else None
@@ -98,8 +97,7 @@ def runs(
     with TrainingProcess(folder / "async", *settings, config=ASYNC, **head.joining) as run:
         run.wait_for_iteration(3)
         seen = Seen(
-            nodes=wait_until(whole, "run in the table", 120),
-            prometheus=wait_until(lambda: whole("--prometheus", prometheus.url), "run in Prometheus", 120),
+            top=wait_until(whole, "run in the table", 120),
             text=rl_vlm("top", "--once", "--address", head.dashboard, **head.joining).stdout,
             actors=httpx.get(f"{head.dashboard}/api/v0/actors?detail=1", headers=head.headers, timeout=30).text,
         )
@@ -121,15 +119,14 @@ def history(prometheus: Prometheus, runs: Seen) -> Prometheus:
 
 
 def test_top_shows_runs_replicas_and_nodes(runs: Seen) -> None:
-    for found in (runs.nodes, runs.prometheus):
-        rows = {one["run"]: one for one in found["runs"]}
-        assert set(rows) == {ASYNC.stem, "goes-wrong"}
-        run = rows[ASYNC.stem]
-        assert (run["algorithm"], run["state"], run["iterations"], run["max_policy_lag"]) == ("grpo", "active", 160, 2)
-        assert run["iteration"] >= 1 and 0 <= run["reward"] <= 1 and "default" in run["accuracy"]
-        assert len(found["replicas"]) == 2 and all(one["run"] == ASYNC.stem for one in found["replicas"])
-        (node,) = found["nodes"]
-        assert node["memory_total"] > 2**30
+    rows = {one["run"]: one for one in runs.top["runs"]}
+    assert set(rows) == {ASYNC.stem, "goes-wrong"}
+    run = rows[ASYNC.stem]
+    assert (run["algorithm"], run["state"], run["iterations"], run["max_policy_lag"]) == ("grpo", "active", 160, 2)
+    assert run["iteration"] >= 1 and 0 <= run["reward"] <= 1 and "default" in run["accuracy"]
+    assert len(runs.top["replicas"]) == 2 and all(one["run"] == ASYNC.stem for one in runs.top["replicas"])
+    (node,) = runs.top["nodes"]
+    assert node["memory_total"] > 2**30
     print(runs.text)
     assert ASYNC.stem in runs.text and "replicas" in runs.text and "nodes" in runs.text
 

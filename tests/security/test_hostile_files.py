@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import pickle
 import resource
 import subprocess
 import sys
@@ -26,11 +27,10 @@ from rl_vlm.envs.images import ImageError, check_parts
 from rl_vlm.http.reader import ImageReader
 from rl_vlm.labelling.import_labels import import_labels
 from rl_vlm.labelling.store import Label, LabelStore, Segment, SegmentPair
-from rl_vlm.limits import LimitExceededError, call_limited
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.loading import from_folder
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.types import EncodedImage, RLVLMError, UserInputError
+from rl_vlm.types import EncodedImage, UserInputError
 
 GOOD = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
@@ -267,16 +267,11 @@ def test_a_session_of_pictures_that_are_larger_than_their_files_is_refused(tmp_p
     assert peak_mib() - before < 300
 
 
-def test_a_function_that_does_not_end_is_stopped():
-    with pytest.raises(LimitExceededError, match="^This takes more than 1.5 s to read"):
-        call_limited("time:sleep", [60], what="This", seconds=1.5, memory=2**30)
-
-
-def test_results_and_errors_of_a_limited_function_come_back():
-    assert call_limited("operator:add", [1, 2], what="This", seconds=60, memory=2**28) == 3
-    with pytest.raises(RLVLMError, match="ZeroDivisionError"):
-        call_limited("operator:truediv", [1, 0], what="This", seconds=60, memory=2**28)
-    with pytest.raises(LimitExceededError, match="more than 256 MiB"):
-        call_limited("operator:mul", [[0], 2**29], what="This", seconds=60, memory=2**28)
-    with pytest.raises(LimitExceededError, match="exit code 7"):
-        call_limited("os:_exit", [7], what="This", seconds=60, memory=2**28)
+@pytest.mark.parametrize("limit", ["_SECONDS", "_FREE_MEMORY"])
+def test_a_cache_that_exceeds_its_limits_is_refused(tmp_path, monkeypatch, limit):
+    for name, value in ((limit, 0), ("_MEMORY_PER_BYTE", 0), ("_BYTES_PER_SECOND", 2**60)):
+        monkeypatch.setattr(f"rl_vlm.labelling.import_labels.{name}", value)
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps([0] * 2**20))
+    with pytest.raises(UserInputError, match="takes more"):
+        import_labels(tmp_path, tmp_path / "store", observation_size=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pkl"]

@@ -196,7 +196,6 @@ def test_a_users_gymnasium_class_gets_its_own_arguments_and_the_wrapper_the_othe
         ("CartPole-v1", {}, "bounded Box of real-valued actions"),
         ("softgym/RopeFlattenEasy", {}, "entry-point group rl_vlm.control_envs"),
         (CARTPOLE, {"horizont": 3}, "correct env.kwargs"),
-        (CARTPOLE, {"image_size": 3}, "between 16 and 1024"),
         ("Pendulum-v1", {"gravity": 9.8, "colour": 1}, "correct env.kwargs"),
         ("no_such_package.module:Env", {}, "cannot be imported"),
         ("collections:UserDict", {}, "neither a ControlEnv nor a gymnasium.Env"),

@@ -6,16 +6,14 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.plots import curves as plots
-from rl_vlm.plots.curves import Curves, draw_curve, read_curves, smooth
-from rl_vlm.types import UserInputError
+from rl_vlm.plots.curves import curve_figure, draw_curve, smooth
 
 METRICS = {
     "reward/mean": 0.5,
@@ -168,90 +166,62 @@ def test_a_dumb_terminal_gets_plain_lines():
     assert len(lines(out)) == 1 and "\x1b" not in out.getvalue()
 
 
-# Figures
+# --- curve.png: what is read from a run folder, and what the figure shows of it
 
 
-# --- curve.png: what is read from a run folder, and that nothing of the figure is cut off
-
-
-def run_folder(path: Path, name: str = "my-run", rewards=(0.2, 0.4, 0.9), evaluations=()) -> Path:
-    path.mkdir(exist_ok=True)
-    (path / "config.yaml").write_text(f"name: {name}\n")
-    lines = [f"{number},{value}" for number, value in enumerate(rewards, 1)]
-    (path / "progress.csv").write_text("\n".join(["iteration,reward/mean", *lines]) + "\n")
-    (path / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in evaluations))
-    return path
-
-
-def evaluation(iteration: int, value: float, variant: str = "default", **more) -> dict:
+def evaluation(iteration: int, value: float | None, variant: str = "default", **more) -> dict:
+    if value is None:
+        return {"iteration": iteration, f"accuracy/{variant}": None, **more}
     margins = {f"accuracy_low/{variant}": value - 0.1, f"accuracy_high/{variant}": value + 0.1}
     return {"iteration": iteration, f"accuracy/{variant}": value, **margins, **more}
 
 
-def drawn(curves: Curves) -> tuple[Figure, list[Text]]:
-    """The figure, rendered, and its visible texts."""
-    figure = Figure(figsize=(9, 5), dpi=100)
-    canvas = FigureCanvasAgg(figure)
-    plots._draw(figure, curves)
-    canvas.draw()
-    return figure, [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+def drawn(rewards: list[float], *evaluations: dict) -> Figure:
+    progress = pd.DataFrame({"reward/mean": rewards}, index=range(1, len(rewards) + 1))
+    return curve_figure(progress, pd.DataFrame(evaluations), "my-run: $5")
 
 
-def test_reward_accuracy_intervals_and_chance_are_read(tmp_path):
-    curves = read_curves(
-        run_folder(
-            tmp_path / "run",
-            rewards=("0.2", "", "nan", "0.8"),
-            evaluations=[
-                evaluation(4, 0.75),
-                evaluation(0, 0.25, chance=0.25),
-                evaluation(4, 0.875),
-                {"iteration": 2, "accuracy/blind": 0.5, "accuracy/default": None},
-            ],
-        )
+def points(figure: Figure, label: str) -> list[tuple[float, float]]:
+    (line,) = [line for panel in figure.axes for line in panel.lines if label in str(line.get_label())]
+    return list(zip(*line.get_data(), strict=True))
+
+
+def test_the_figure_shows_rewards_accuracies_their_intervals_and_chance() -> None:
+    figure = drawn(
+        [0.2, np.nan, np.inf, 0.8],
+        evaluation(4, 0.75),
+        evaluation(0, 0.25, chance=0.25),
+        evaluation(4, 0.875),  # measured twice: the later one counts
+        {"iteration": 2, "accuracy/blind": 0.5, "accuracy/default": None},
     )
-    assert curves.name == "my-run"
-    assert curves.reward == [(1, 0.2), (4, 0.8)]
-    assert curves.accuracy == {"default": [(0, 0.25), (4, 0.875)], "blind": [(2, 0.5)]}
-    assert curves.interval["default"] == [(0, 0.15, 0.35), (4, 0.775, 0.975)] and curves.interval["blind"] == []
-    assert curves.chance == 0.25
-
-
-def test_the_figure_says_what_it_shows():
-    curves = Curves(
-        "my-run", [(1, 0.2), (2, 0.4)], {"default": [(0, 0.25), (2, 0.9)]}, {"default": [(0, 0.2, 0.3)]}, 0.25
-    )
-    _, texts = drawn(curves)
-    said = " ".join(text.get_text() for text in texts)
-    for words in ("my-run", "iteration", "reward", "accuracy", "0.25 → 0.90", "95 % interval", "chance 0.25"):
-        assert words in said
+    said = " ".join(text.get_text() for text in figure.findobj(Text) if text.get_visible())
+    for words in ("my-run: $5", "iteration", "reward", "accuracy: 0.25 → 0.88", "95 % interval", "chance 0.25", "blind: 0.50"):  # fmt: skip
+        assert words in said, said
+    assert [step for step, _ in points(figure, "reward")] == [1, 4]
+    assert points(figure, "accuracy") == [(0, 0.25), (4, 0.875)] and points(figure, "blind") == [(2, 0.5)]
+    bars, _ = figure.axes[0].collections
+    assert [[tuple(end) for end in bar] for bar in bars.get_segments()] == [[(0, 0.15), (0, 0.35)], [(4, 0.775), (4, 0.975)]]  # fmt: skip
 
 
 def test_rewards_on_another_scale_get_a_panel_of_their_own():
-    accuracy = {"default": [(0, 0.25)]}
-    together, _ = drawn(Curves("a", [(1, 0.0), (2, 1.0)], accuracy, {"default": []}))
-    apart, _ = drawn(Curves("a", [(1, -0.5), (2, 3.0)], accuracy, {"default": []}))
-    assert len(together.axes) == 1 and len(apart.axes) == 2
+    assert len(drawn([0.0, 1.0], evaluation(0, 0.25)).axes) == 1
+    assert len(drawn([-0.5, 3.0], evaluation(0, 0.25)).axes) == 2
 
 
 @pytest.mark.parametrize("rewards", [(), (0.5,), (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)])
-def test_short_runs_are_drawn(tmp_path, rewards):
-    assert draw_curve(run_folder(tmp_path / "run", rewards=rewards)).stat().st_size > 10_000
-
-
-def test_a_missing_folder_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(UserInputError, match="no run folder"):
-        draw_curve(tmp_path / "missing")
-    folder = run_folder(tmp_path / "run", rewards=("zero",))
-    with pytest.raises(UserInputError, match="damaged"):
-        draw_curve(folder)
-    assert not (folder / "curve.png").exists()
+def test_short_runs_are_drawn(tmp_path: Path, rewards: tuple[float, ...]) -> None:
+    (tmp_path / "config.yaml").write_text("name: my-run\n")
+    lines = [f"{number},{value}" for number, value in enumerate(rewards, 1)]
+    (tmp_path / "progress.csv").write_text("\n".join(["iteration,reward/mean", *lines]) + "\n3,0.")  # cut short
+    for evaluations in ([], [evaluation(0, None), evaluation(1, 0.5)]):
+        (tmp_path / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in evaluations))
+        assert draw_curve(tmp_path).stat().st_size > 10_000
 
 
 def test_smoothing_is_a_gaussian_average():
     values = np.zeros(21)
     values[10] = 1.0
     weights = np.exp(-0.5 * np.arange(-3, 4) ** 2.0)  # width 1 below 40 values
-    np.testing.assert_allclose(smooth(values)[7:14], weights / weights.sum())
-    noise = np.random.default_rng(0).normal(size=400)
+    np.testing.assert_allclose(smooth(pd.Series(values))[7:14], weights / weights.sum())
+    noise = pd.Series(np.random.default_rng(0).normal(size=400))
     assert smooth(noise).std() < 0.3 * noise.std()

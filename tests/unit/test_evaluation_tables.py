@@ -96,17 +96,14 @@ def test_policies_are_compared_on_the_same_items_and_lost_ones_are_wrong() -> No
     assert compared(tasks, ours[:6], seed=0)["default"]["accuracy_against"] == 0.0
 
 
-def test_a_lost_item_is_in_its_category_where_that_is_known() -> None:
-    finished = [outcome(k, True, info={"category": "easy"}) for k in (0, 1)]
-    theirs = [outcome(2, True, "against", info={"category": "hard"})]
-    tasks = [task(k) for k in range(4)]
-    tables, lost = by_category(tasks, [*finished, *theirs], "category")
-    assert {name: (row["items"], row["accuracy"]) for name, row in tables["default"].items()} == {
-        "easy": (2, 1.0),
-        "hard": (1, 0.0),
+def test_lost_items_are_a_category_of_their_own() -> None:
+    found = [outcome(k, k == 0, info={"category": "easy"}) for k in (0, 1)]
+    table = by_category([task(k) for k in range(4)], found, "category")["default"]
+    assert {name: (row["items"], row["accuracy"]) for name, row in table.items()} == {
+        "easy": (2, 0.5),
+        "lost": (2, 0.0),
     }
-    assert lost == {"default": 1}
-    assert by_category(tasks, [outcome(0, True)], "category") == ({}, {})  # an environment without categories
+    assert by_category([task(0), task(1)], [outcome(0, True)], "category") == {}  # an environment without categories
 
 
 def test_the_gain_over_blank_images_has_a_bootstrap_interval() -> None:
@@ -132,7 +129,7 @@ def test_categories_and_numbers_are_of_greedy_answers_with_true_images() -> None
         outcome(7, True, view="blank", info={"category": "easy", "km": 1e9}),
         outcome(8, True, kind="sampled", info={"category": "easy", "km": 1e9}),
     ]
-    table = by_category([task(k) for k in range(5)], found, "category")[0]["default"]
+    table = by_category([task(k) for k in range(5)], found, "category")["default"]
     assert {name: (row["items"], row["accuracy"]) for name, row in table.items()} == {
         "easy": (3, 1 / 3),
         "hard": (2, 0),
@@ -151,7 +148,7 @@ def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
         "accuracy/default": 0.6, "accuracy_low/default": 0.3, "accuracy_high/default": 0.8, "reward/default": 0.6,
         "turns/default": 1.0, "items/default": 10, "pass@2/default": 0.7, "sight/accuracy_blank": 0.25,
         "sight/accuracy_gap": 0.35, "sight/accuracy_gap_low": 0.1, "sight/accuracy_gap_high": 0.6,
-        "categories": by_category(tasks, found[:10], "category")[0], "categories_lost": {"default": 2}, "info": info_numbers(found[:10], "category"),
+        "categories": by_category(tasks, found[:10], "category"), "info": info_numbers(found[:10], "category"),
         "against": {"adapter": None, "variants": compared(tasks, found, 0)},
     }  # fmt: skip
     row = {"tokens_per_s_mean": 100.0, "tokens_per_s_std": 2.0, "first_token_s": 0.012, "steady_tokens_per_s": 110.0}
@@ -162,10 +159,10 @@ def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
     )  # fmt: skip
     page = evaluation_page(results)
     for words in (
-        "| default | 10 | 0.600 | 0.300 … 0.800 |", "1 items were lost", "| 2 | default | 0.700 |",
-        "| gain of the true over blank images | 0.350 (0.100 … 0.600) |", "| default | accuracy | 0.600 | 0.300 | 0.300 |",
-        "| a\\|b | 10 | 0.600 |", "| km | 10 | 1.500 |", "| 1 | 100.0 ± 2.0 | 12.0 | 110.0 | 80.0 | 1.25 |",
-        "Against the base model", "Beside these, 2 items were lost",
+        "| default | 10 | 0.600 (0.300 … 0.800) |", "1 items were lost", "| 2 | default | 0.700 |",
+        "| gain of the true over blank images | 0.350 (0.100 … 0.600) |", "| default | accuracy | 0.600 | 0.300 | 0.300 (",
+        "| a\\|b | 10 | 0.600 (", "| km | 10 | 1.500 |", "| 1 | 100.0 ± 2.0 | 12.0 | 110.0 | 80.0 | 1.25 |",
+        "Against the base model",
     ):  # fmt: skip
         assert words in page, page
     draw_evaluation(results, tmp_path / "figure.png")
@@ -183,7 +180,7 @@ def test_outcomes_are_in_the_file_at_once_and_read_as_they_were(tmp_path: Path) 
     with OutcomeLog(path, {"seed": 0}) as log:
         log.add([one])
         head, line = path.read_text().splitlines()
-        assert TypeAdapter(Outcome).validate_json(line) == one and json.loads(head)["identity"] == {"seed": 0}
+        assert TypeAdapter(Outcome).validate_json(line) == one and json.loads(head) == {"seed": 0}
         with pytest.raises(UserInputError, match="Another evaluation"):
             OutcomeLog(path, {"seed": 0}, resume=True)
     with OutcomeLog(path, {"seed": 0}, resume=True) as log:
@@ -219,9 +216,9 @@ def test_an_item_without_all_its_samples_is_asked_again(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("not ours\n", "is no items file"),
-        ('{"format": "rl-vlm evaluation items, 0", "identity": {"a": 1}}\n', "another version"),
-        ('{"format": "rl-vlm evaluation items, 1", "identity": {"a": 2}}\n', "measured with a 2, and this evaluation has 1"),
-        ('{"format": "rl-vlm evaluation items, 1", "identity": {"a": 1}}\n{"id": 3}\n', "line 2, is no outcome"),
+        ("[1]\n", "is no items file"),
+        ('{"a": 2}\n', "measured with a 2, and this evaluation has 1"),
+        ('{"a": 1}\n{"id": 3}\n', "is no items file"),
     ],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_is_one_sentence(content: str, words: str, tmp_path: Path) -> None:
@@ -251,14 +248,6 @@ def test_a_file_that_does_not_fit_is_one_sentence(content: str, words: str, tmp_
 )
 def test_numbers_are_equal_but_for_rounding(values: list[float], equal: bool) -> None:
     assert are_equal(np.array(values)) is equal
-
-
-@pytest.mark.parametrize(("successes", "total"), [(0, 1), (1, 1), (0, 20), (20, 20), (7, 20), (256, 512), (1, 10_000)])
-def test_the_wilson_interval_equals_that_of_scipy(successes: int, total: int) -> None:
-    theirs = stats.binomtest(successes, total).proportion_ci(confidence_level=0.95, method="wilson")
-    assert wilson_interval(successes, total) == pytest.approx((theirs.low, theirs.high), abs=1e-7)
-    low, high = wilson_interval(successes, total)
-    assert 0 <= low <= successes / total <= high <= 1
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])

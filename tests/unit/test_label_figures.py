@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 from scipy.stats import t as student_t
 from test_cli import output, run
 
 from rl_vlm.labelling.store import StepCsv
-from rl_vlm.plots.curves import Curve, combine, read_curve, trailing_mean
-from rl_vlm.plots.label_accuracy import Labelled, draw_label_accuracy, histogram, read_labels, summarise
+from rl_vlm.plots.curves import combine, read_curve, trailing_mean
+from rl_vlm.plots.label_accuracy import draw_label_accuracy, histogram, read_labels, summarise
 from rl_vlm.preference.collector import EpisodeResult, evaluation_metrics
 from rl_vlm.runs.preference import EVAL_COLUMNS, evaluation_row
 from rl_vlm.types import UserInputError
@@ -30,8 +31,8 @@ def eval_csv(
 def test_the_originals_file_is_in_percent(tmp_path: Path) -> None:
     file = eval_csv(tmp_path / "eval.csv", "1,-3.5,10000,0.0,80\n2,-2,20000,5.0,90\n3,-1,30000,100.0,95\n")
     curve = read_curve(file)
-    assert curve.steps.tolist() == [10000, 20000, 30000] and curve.values.tolist() == [0, 0.05, 1]
-    assert read_curve(tmp_path).column == "success_rate"
+    assert curve.to_dict() == {10000: 0, 20000: 0.05, 30000: 1}
+    assert read_curve(tmp_path).name == "success_rate"
     assert read_curve(file, column="true_episode_reward").values.tolist() == [80, 90, 95]
 
 
@@ -49,7 +50,7 @@ def test_rates_of_our_own_files_are_percent_even_where_all_are_small(tmp_path: P
 
 def test_without_success_the_return_is_drawn(tmp_path: Path) -> None:
     file = eval_csv(tmp_path / "eval.csv", "1000,-50,-900\n2000,-10,-100\n", "step,episode_reward,true_episode_reward")
-    assert read_curve(file).column == "true_episode_reward" and read_curve(file).values.tolist() == [-900, -100]
+    assert read_curve(file).name == "true_episode_reward" and read_curve(file).tolist() == [-900, -100]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_without_success_the_return_is_drawn(tmp_path: Path) -> None:
     [
         ("a,b", "1,2\n", "needs the columns step"),
         ("step,success_rate", "x,y\n", "no line with a number"),
-        ("", "", "none"),
+        ("", "", "Cannot read"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, header: str, rows: str, message: str) -> None:
@@ -68,7 +69,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, header: str, rows: st
 
 
 def test_the_trailing_mean_looks_back_only() -> None:
-    values = np.array([1.0, 2, 3, 4, 5, 6, 7])
+    values = pd.Series([1.0, 2, 3, 4, 5, 6, 7])
     expected = [np.mean(values[max(k - 4, 0) : k + 1]) for k in range(7)]
     np.testing.assert_allclose(trailing_mean(values, 5), expected)
     assert trailing_mean(values, 1).tolist() == values.tolist()
@@ -76,13 +77,19 @@ def test_the_trailing_mean_looks_back_only() -> None:
 
 
 def test_runs_are_combined_with_students_interval() -> None:
-    steps = np.array([0.0, 10, 20])
-    curves = [Curve(steps, np.array([0.0, v, 1]), "success_rate") for v in (0.2, 0.4, 0.9)]
+    curves = [pd.Series({0: 0.0, 10: v, 20: 1}) for v in (0.2, 0.4, 0.9)]
     band = combine(curves)
-    low, high = student_t.interval(0.95, 2, np.mean([0.2, 0.4, 0.9]), np.std([0.2, 0.4, 0.9], ddof=1) / np.sqrt(3))
-    assert band.low is not None and band.high is not None
-    assert (band.mean[1], band.low[1], band.high[1]) == pytest.approx((0.5, low, high))
-    assert combine(curves[:1]).low is None
+    _, high = student_t.interval(0.95, 2, np.mean([0.2, 0.4, 0.9]), np.std([0.2, 0.4, 0.9], ddof=1) / np.sqrt(3))
+    assert band.half is not None
+    assert (band.mean[1], band.half[1]) == pytest.approx((0.5, high - 0.5))
+    assert combine(curves[:1]).half is None
+
+
+def test_runs_are_drawn_as_far_as_all_reach_and_interpolated_between() -> None:
+    band = combine([pd.Series({0: 0.0, 10: 1.0, 30: 3.0}), pd.Series({5: 1.0, 15: 3.0})])
+    assert band.steps.tolist() == [5, 10, 15] and band.mean.tolist() == [0.75, 1.5, 2.25]
+    with pytest.raises(UserInputError):
+        combine([pd.Series({0: 0.0}), pd.Series({5: 1.0})])
 
 
 LOG = "ground_truth_score_1,ground_truth_score_2,vlm_predicted_label,timestamp,train_iter\n"
@@ -100,7 +107,7 @@ def test_labels_are_right_wrong_or_undecided_and_true_ties_are_ties(tmp_path: Pa
     )  # fmt: skip
     labels = read_labels(tmp_path)
     expected = ["correct", "correct", "incorrect", "no preference", "correct", "incorrect"]
-    assert [entry.category for entry in labels] == expected
+    assert labels.category.tolist() == expected
     found = summarise(labels)
     assert (found["labels"], found["true_ties"], found["no_preference"], found["decided"]) == (6, 2, 2, 3)
     assert found["accuracy"] == pytest.approx(2 / 3) and found["accuracy_low"] < 2 / 3 < found["accuracy_high"]
@@ -113,19 +120,18 @@ def test_labels_are_right_wrong_or_undecided_and_true_ties_are_ties(tmp_path: Pa
 
 
 def test_bins_are_linear_and_the_last_holds_the_largest_difference() -> None:
-    differences = np.array([0, 0.1, 0.99, 1.0, 5.5, 9.99, 10.0])
-    labels = [Labelled(0, d, 1) for d in differences]
-    found = histogram(labels)
-    np.testing.assert_array_equal(found.counts.sum(1), np.histogram(differences, bins=10, range=(0, 10))[0])
-    assert found.counts[0].tolist() == [2, 1, 0]  # the true tie was given a preference
-    assert histogram([Labelled(1, 1, -1)]).counts[0].tolist() == [1, 0, 0]
+    differences = [0, 0.1, 0.99, 1.0, 5.5, 9.99, 10.0]
+    labels = pd.DataFrame({"difference": differences, "category": ["incorrect"] + ["correct"] * 6})
+    _, counts = histogram(labels, 10)
+    np.testing.assert_array_equal(counts.sum(1), np.histogram(differences, bins=10, range=(0, 10))[0])
+    assert counts[0].tolist() == [2, 1, 0]
 
 
 def test_label_accuracy_is_drawn(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [(a, b, int(a < b) if rng.random() < 0.8 else -1) for a, b in rng.normal(size=(60, 2))]
     files = [log_csv(tmp_path / f"{k}.csv", *rows[k::2]) for k in range(2)]
-    found = draw_label_accuracy(files, [tmp_path / "a.png", tmp_path / "a.svg"])
+    found = draw_label_accuracy(files, [tmp_path / "a.png", tmp_path / "a.svg"], bins=10)
     assert found["labels"] == 60 and found["accuracy"] == 1.0
     assert Image.open(tmp_path / "a.png").size == (1800, 1000)
 

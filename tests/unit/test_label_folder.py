@@ -5,18 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import pickle
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
-from label_support import random_pairs, segment
+from label_support import segment
 from PIL import Image
+from ports import local_server
 from test_cli import failure, output, run
 
 from rl_vlm.labelling.folder import find_pairs, label_folder
-from rl_vlm.labelling.store import Label, LabelStore
+from rl_vlm.labelling.store import LabelStore
 from rl_vlm.labelling.teachers import ScriptedTeacher
 from rl_vlm.plots.label_accuracy import read_labels
 from rl_vlm.types import UserInputError
@@ -36,7 +35,7 @@ def test_pictures_are_paired_by_their_names(tmp_path: Path, first: str, second: 
     save(tmp_path / first, 3)
     (tmp_path / "notes.txt").write_text("x")
     (found,) = find_pairs(tmp_path)
-    assert (found.first, found.second) == (first, second)
+    assert found.names == (first, second)
     assert (found.load().first.frames == segment([3]).frames).all() and np.isnan(found.load().first.true_rewards).all()
 
 
@@ -54,13 +53,7 @@ def test_pairs_are_listed_with_their_returns(tmp_path: Path) -> None:
         ("a/x.png", "y.jpg", "0"),
         ("y.jpg", "a/x.png", "1"),
     ]
-    assert [entry.category for entry in read_labels(tmp_path)] == ["correct", "correct"]
-
-
-def test_a_label_store_can_be_labelled_anew(tmp_path: Path) -> None:
-    LabelStore(tmp_path).append(random_pairs(5), [Label(-1)] * 5, step=0, time=0)
-    summary = label_folder(tmp_path, ScriptedTeacher(), tmp_path / "new.csv")
-    assert summary["pairs"] == 5 and summary["accuracy"] == 1.0 and summary["out"].endswith("new.csv")
+    assert read_labels(tmp_path).category.tolist() == ["correct", "correct"]
 
 
 def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
@@ -112,32 +105,18 @@ def test_a_labeller_that_is_down_is_told_after_the_first_pair(tmp_path: Path, ca
     assert row["vlm_predicted_label"] == "" and "127.0.0.1:9" in row["error"]
 
 
-class _WithoutLogprobs(BaseHTTPRequestHandler):
-    """An endpoint that refuses requests for log-probabilities, as some do."""
-
-    def do_POST(self) -> None:
-        asks = "logprobs" in json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        found = {"error": "logprobs are not supported"} if asks else {"choices": [{"message": {"content": "1"}}]}
-        data = json.dumps(found).encode()
-        self.send_response(400 if asks else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_an_endpoint_that_refuses_log_probabilities_is_asked_without(tmp_path: Path, capsys) -> None:
     save(tmp_path / "first_1.png", 3)
     save(tmp_path / "second_1.png", 20)
-    with ThreadingHTTPServer(("127.0.0.1", 0), _WithoutLogprobs) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        command = ["label", tmp_path, "--goal", "x", "--steps", 1, "--one-order", "--endpoint", url, "--overwrite"]
+
+    def reply(_path: str, _headers: object, body: bytes) -> tuple[int, object]:
+        refused = "logprobs" in json.loads(body)
+        return (400, "no logprobs") if refused else (200, {"choices": [{"message": {"content": "1"}}]})
+
+    with local_server(reply) as url:
+        command = ["label", tmp_path, "--goal", "x", "--steps", 1, "--one-order", "--endpoint", f"{url}/v1", "--overwrite"]  # fmt: skip
         assert run(*command) == 1 and "logprobs" in failure(capsys)
         assert run(*command, "--no-logprobs") == 0 and '"errors": 0' in output(capsys)
-        server.shutdown()
     (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
     assert row["vlm_predicted_label"] == "1"
 

@@ -221,7 +221,7 @@ def test_a_session_cannot_name_a_picture_outside_of_the_store(tmp_path: Path) ->
     rows = pq.ParquetFile(session).read().to_pylist()
     for name in ("../../private/passport", str(tmp_path / "private" / "passport")):
         rows[0]["first"]["frames"][0] = name
-        pq.write_table(pa.Table.from_pylist(rows, schema=LabelStore.schema), session)
+        pq.write_table(pa.Table.from_pylist(rows, schema=pq.ParquetFile(session).schema_arrow), session)
         with pytest.raises(UserInputError, match=r"Cannot read the labels in .* (leaves the folder|no such file)"):
             store.read(1)
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import stat
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,8 +27,7 @@ from recorder_support import (
 
 from rl_vlm import files
 from rl_vlm.config import PolicyConfig
-from rl_vlm.files import append_whole, to_jsonable, whole_lines, write_atomic
-from rl_vlm.monitoring import recorder
+from rl_vlm.files import to_jsonable, whole_lines, write_atomic
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.plots.curves import draw_curve
 from rl_vlm.types import Message, TrajectoryGroup
@@ -126,31 +123,26 @@ def test_tensorboard_shows_no_duplicates_after_resuming(tmp_path):
 # The end
 
 
-def test_result_json_has_all_keys_and_the_extra_ones(tmp_path):
+def test_the_end_writes_the_result_and_draws_the_curve(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: short")
     recorder = RunRecorder(tmp_path, QUIET, draw=draw_curve)
-    recorder.finish({"status": "done", "iterations": 3, "accuracy_after": np.float64(0.5), "startup_seconds": 1.5})
+    recorder.finish({"status": "done", "accuracy_before": float("nan"), "accuracy_after": np.float64(0.5)})
     result = json.loads((tmp_path / "result.json").read_text())
-    assert list(result) == [
-        "status", "iterations", "train_seconds", "accuracy_before", "accuracy_after", "reward_before", "reward_after",
-        "policy_version", "trajectories", "dropped", "restarts", "startup_seconds",
-    ]  # fmt: skip
-    assert (result["status"], result["accuracy_before"], result["accuracy_after"]) == ("done", None, 0.5)
+    assert result == {"status": "done", "accuracy_before": None, "accuracy_after": 0.5}
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert recorder.write_errors == 0
     recorder.close()
 
 
-def test_each_kind_of_failure_is_told_once_and_all_are_kept(tmp_path, monkeypatch):
+def test_each_kind_of_failure_is_told_once_and_all_are_kept(tmp_path):
     recorder = RunRecorder(tmp_path, QUIET)
     assert recorder.log_failures(1, {"a": "KeyError: 'x' (dots.py, line 3)", "b": "no result within 60 s"}) == [
         "KeyError: 'x' (dots.py, line 3)",
         "no result within 60 s",
     ]
     assert recorder.log_failures(2, {"c": "no result within 61 s", "d": "another"}) == ["another"]
-    monkeypatch.setattr("rl_vlm.monitoring.recorder.MAX_FAILURES", 5)
-    recorder.log_failures(3, {"e": "another", "f": "another"})
     kept = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
-    assert [entry["group"] for entry in kept] == ["a", "b", "c", "d", "e"]
+    assert [entry["group"] for entry in kept] == ["a", "b", "c", "d"]
     assert kept[2] == {"iteration": 2, "group": "c", "reason": "no result within 61 s"}
 
 
@@ -182,23 +174,6 @@ def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_nothing(tmp_path, m
     assert leftovers(tmp_path) == []
 
 
-def test_a_failed_append_leaves_the_file_as_it_was(tmp_path):
-    (tmp_path / "log").write_bytes(b"one\n")
-    code = (
-        "import resource, signal, sys\n"
-        "from rl_vlm.files import append_whole\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-        "try:\n    append_whole(sys.argv[1], b'x' * 200)\n"
-        "except OSError as error:\n    print(error.errno)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], capture_output=True, text=True)
-    assert int(done.stdout) == errno.EFBIG, done.stderr
-    assert (tmp_path / "log").read_bytes() == b"one\n"
-    append_whole(tmp_path / "log", b"two\n")
-    assert whole_lines(tmp_path / "log") == [b"one", b"two"]
-
-
 def test_a_last_line_that_was_cut_short_does_not_count(tmp_path):
     (tmp_path / "log").write_bytes(b"one\ntw")
     assert whole_lines(tmp_path / "log") == [b"one"]
@@ -213,23 +188,6 @@ def test_json_values_are_plain_and_finite():
         "a": 0.5, "2": [0, 1], "c": [None, None], "d": "?", "e": [1, 3], "f": True, "g": 1.0, "h": "x", "i": 7,
     }  # fmt: skip
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
-
-
-def test_event_files_of_a_resumed_run_come_last_whatever_the_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TensorBoard reads them in the order of their names."""
-    for now in (
-        1_700_000_000.0,
-        1_699_990_000.0,
-        1_699_980_000.0,
-    ):  # each machine's clock is behind that of the one before
-        monkeypatch.setattr(recorder, "time", SimpleNamespace(time=lambda now=now: now))
-        known = set(tmp_path.iterdir())
-        file = recorder.TensorBoardFile(tmp_path)
-        file.add(1, {"reward/mean": 0.5})
-        (new,) = set(tmp_path.iterdir()) - known
-        assert sorted(tmp_path.iterdir())[-1] == new
 
 
 # --- Dumps of sampled trajectories: they come back as they were, whole groups, images once
@@ -350,14 +308,8 @@ def test_metrics_go_to_wandb_when_its_key_is_set(tmp_path, monkeypatch):
     assert fake.inits[0]["id"] == fake.inits[1]["id"]
 
 
-def test_wandb_without_a_network_works_offline(tmp_path, monkeypatch):
-    fake = with_wandb(monkeypatch, failures=1)
-    RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
-    assert fake.inits[1]["mode"] == "offline" and len(fake.logged) == 1
-
-
 def test_wandb_that_fails_altogether_is_warned_of_and_left_out(tmp_path, monkeypatch, caplog):
-    with_wandb(monkeypatch, failures=2)
+    with_wandb(monkeypatch, failures=1)
     RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
     assert "Weights & Biases is off" in caplog.text
 
@@ -371,39 +323,6 @@ def test_a_failing_wandb_call_does_not_fail_the_run(tmp_path, monkeypatch):
 
 
 # --- A full disk harms neither the run nor its files: simulated, by a quota, and on a tiny file system
-
-
-def test_a_full_disk_is_counted_warned_of_once_and_made_up_for(tmp_path, monkeypatch, caplog):
-    full = True
-
-    def write(real, *arguments):
-        if full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*arguments)
-
-    for module in ("trajectories", "recorder"):
-        for name in ("write_atomic", "append_whole"):
-            target = f"rl_vlm.monitoring.{module}.{name}"
-            real = getattr(files, name)
-            monkeypatch.setattr(target, lambda *a, real=real: write(real, *a), raising=False)
-    caplog.set_level(logging.WARNING)
-    recorder = RunRecorder(tmp_path, PolicyConfig())
-    for iteration in (1, 2):
-        recorder.log_iteration(iteration, {"reward/mean": 0.1 * iteration})
-        recorder.log_evaluation(iteration, {"accuracy/default": 0.5})
-        recorder.dump_trajectories(iteration, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
-    assert recorder.write_errors == 2 * 5  # csv, jsonl, trajectories, TensorBoard for metrics and for evaluations
-    assert len(caplog.records) == 4 and all("The run goes on" in record.message for record in caplog.records)
-    assert recorder.column("reward/mean") == [0.1, 0.2] and recorder.has_evaluation(2)
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    full = False
-    recorder.log_iteration(3, {"reward/mean": 0.3, "new": 1})
-    recorder.log_evaluation(3, {"accuracy/default": 0.6})
-    assert [row["reward/mean"] for row in rows(tmp_path)] == ["0.1", "0.2", "0.3"]
-    assert [entry["iteration"] for entry in evaluations(tmp_path)] == [1, 2, 3]
-    assert scalars(tmp_path)["reward/mean"] == [(1, 0.1), (2, 0.2), (3, 0.3)]
-    recorder.finish({"status": "done"})
-    assert recorder.write_errors == 10
 
 
 # Runs on a file system that is full in truth, by a quota on file sizes or by being tiny.
@@ -436,6 +355,7 @@ def free():
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     ballast.unlink(missing_ok=True)
 
+(folder / "config.yaml").write_text("name: full-disk")
 recorder = RunRecorder(folder, PolicyConfig(), draw=draw_curve)
 image = picture("red")
 recorder.log_iteration(1, {"reward/mean": 0.5})
@@ -448,6 +368,7 @@ for iteration in range(2, 200):
         recorder.dump_trajectories(iteration, [group(0, images=(image,))], [np.zeros(3)], words)
 recorder.finish({"status": "interrupted"})
 assert recorder.write_errors > 10, recorder.write_errors
+assert len(recorder.column("reward/mean")) == 199 and recorder.has_evaluation(150)
 assert not leftovers(folder)
 assert not (folder / "curve.png").exists()
 for line in (folder / "progress.csv").read_text().splitlines():
@@ -484,3 +405,4 @@ def test_a_disk_that_is_really_full_harms_nothing(tmp_path, how):
     assert done.returncode == 0, done.stderr
     assert "all well" in done.stdout
     assert "Free some space" in done.stderr or how == "quota"
+    assert done.stderr.count("Cannot write progress.csv") == 1

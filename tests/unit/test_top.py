@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 from ports import local_server
 from rich.console import Console
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.monitoring.overview import default_dashboard, overview, parse, read_cluster
-from rl_vlm.monitoring.top import table
+from rl_vlm.monitoring.top import default_dashboard, overview, parse, read_cluster, table
 
 RUN = 'Component="core_worker",NodeAddress="10.0.0.1",WorkerId="w1",policy="policy",run="quick"'
 REPLICA = (
@@ -57,15 +56,15 @@ ray_tasks{{State="RUNNING"}} 4.0
 
 def test_rows_of_runs_replicas_and_nodes() -> None:
     found = overview(parse(PAGE), now=1e9 + 30)
-    (run,), (replica,), (node,) = found
+    (run,), (replica,), (node,) = found.values()
     assert (run["run"], run["algorithm"], run["env"], run["state"]) == ("quick", "grpo", "Shapes-v0", "active")
     assert (run["iteration"], run["iterations"], run["reward"], run["idle_seconds"]) == (12, 200, 0.25, 30)
-    assert run["mismatch_kl"] is None and run["labels"] is None
+    assert run["mismatch_kl"] is None and run["steps_per_s"] is None
     assert run["accuracy"] == {"default": 0.5} and run["restarts"] == {"env_runner": 1}
     assert run["dropped"] == {"too_old": 3, "runner_died": 1}
     # A dead replica is known by its counters alone.
     assert (replica["replica"], replica["version"], replica["running"], replica["waiting"]) == ("abc", 12, 64, 7)
-    assert replica["node"] == "10.0.0.2" and replica["tokens_per_s"] is None
+    assert replica["node"] == "10.0.0.2" and replica["requests"] is None
     assert (node["node"], node["cpu_percent"], node["memory_used"]) == ("10.0.0.2", 45, 2**33)
     assert node["gpus"] == [
         {"gpu": "0", "name": "H200", "percent": 80, "memory_used": 2**30, "memory_free": 3 * 2**30}
@@ -75,11 +74,11 @@ def test_rows_of_runs_replicas_and_nodes() -> None:
 def test_a_shared_replica_is_shown_with_the_runs_that_use_it() -> None:
     """Its figures have the tag of the run that started it, which may have ended; one policy of its own is an ordinary replica's."""
     alone = parse(PAGE + f"ray_rl_vlm_policy_version{{{REPLICA}}} 12.0\n")
-    assert [row["runs"] for row in overview(alone, now=1e9).replicas] == [["quick"]]
+    assert [row["runs"] for row in overview(alone, now=1e9)["replicas"]] == [["quick"]]
     users = [REPLICA.replace('policy="policy"', f'policy="{name}"') for name in ("b-lr1-0a1b2c3d", "a-9f8e7d6c")]
     page = PAGE + "".join(f"ray_rl_vlm_policy_version{{{labels}}} 3.0\n" for labels in users)
     found = overview(parse(page), now=1e9)
-    assert [(row["run"], row["runs"]) for row in found.replicas] == [("quick", ["a", "b-lr1"])]
+    assert [(row["run"], row["runs"]) for row in found["replicas"]] == [("quick", ["a", "b-lr1"])]
     assert "a, b-lr1" in text(table(found))
 
 
@@ -90,7 +89,7 @@ def text(found: object, width: int = 200) -> str:
 
 
 def test_the_table_says_what_matters() -> None:
-    shown = text(table(overview(parse(PAGE), 1e9 + 90), ["10.0.0.3:8080"]))
+    shown = text(table({**overview(parse(PAGE), 1e9 + 90), "unreachable": ["10.0.0.3:8080"]}))
     for part in [
         "quick",
         "grpo",
@@ -114,7 +113,7 @@ def test_the_table_says_what_matters() -> None:
 
 @contextmanager
 def served() -> Iterator[str]:
-    """A dashboard, a node and a Prometheus at one port."""
+    """A dashboard and a node at one port."""
 
     def reply(path: str, headers: Any, _: bytes) -> tuple[int, Any]:
         asked = urlsplit(path)
@@ -128,12 +127,6 @@ def served() -> Iterator[str]:
         if asked.path == "/metrics":
             assert headers["Authorization"] is None  # the token is for the dashboard alone
             return 200, PAGE
-        if asked.path == "/api/v1/query":
-            assert "ray_rl_vlm_" in parse_qs(asked.query)["query"][0]
-            series = [
-                {"metric": {"__name__": one.name, **one.labels}, "value": [1e9, str(one.value)]} for one in parse(PAGE)
-            ]
-            return 200, {"data": {"result": series}}
         return 200, "<html>"
 
     with local_server(reply) as url:
@@ -162,16 +155,14 @@ def test_the_token_is_found_where_ray_finds_it(where: str, monkeypatch: pytest.M
     assert len(samples) == len(parse(PAGE)) and missing == ["127.0.0.1:9"]
 
 
-def test_the_command_reads_dashboard_and_prometheus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # reaches none of a cluster's machines
     with served() as url:
-        for arguments in (["--address", url], ["--prometheus", url]):
-            assert rl_vlm(["top", "--once", "--json", *arguments]) == 0
-            found = json.loads(capsys.readouterr().out)
-            assert found["runs"][0]["run"] == "quick" and found["replicas"][0]["running"] == 64
+        assert rl_vlm(["top", "--json", "--address", url]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["runs"][0]["run"] == "quick" and found["replicas"][0]["running"] == 64
+        assert found["unreachable"] == ["127.0.0.1:9"]
         monkeypatch.setenv("RAY_ADDRESS", url)
         assert default_dashboard() == url
         assert rl_vlm(["top", "--once"]) == 0
@@ -179,14 +170,12 @@ def test_the_command_reads_dashboard_and_prometheus(
 
 
 def test_one_clear_sentence_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rl_vlm(["top", "--once", "--address", "http://127.0.0.1:9"]) == 2
-    assert "--address" in capsys.readouterr().err
     with served() as url:
-        for arguments, says in (
-            (["--address", url], "RAY_AUTH_TOKEN"),
-            (["--prometheus", url + "/elsewhere"], "right address"),
-            (["--prometheus", url, "--address", url], "contradict"),
+        for address, says in (
+            ("http://127.0.0.1:9", "--address"),
+            (url, "RAY_AUTH_TOKEN"),
+            (url + "/elsewhere", "right address"),
         ):
-            assert rl_vlm(["top", "--once", *arguments]) == 2
+            assert rl_vlm(["top", "--once", "--address", address]) == 2
             error = capsys.readouterr().err
             assert says in error and "Traceback" not in error and error.count("\n") == 1

@@ -7,7 +7,6 @@ import json
 import pickle
 import random
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,9 +19,7 @@ from traces_support import Written, as_written, read_trace
 
 from rl_vlm import tracing
 from rl_vlm.monitoring.recorder import RunRecorder
-from rl_vlm.runs.train import inspect_run
 from rl_vlm.tracing import Span
-from rl_vlm.types import UserInputError
 
 
 def names(spans: list[Span]) -> dict[str, Written]:
@@ -171,14 +168,6 @@ def test_a_collector_that_does_not_answer_costs_an_iteration_nothing(
         recorder.close()
         assert time.monotonic() - started < 60
     assert recorder.write_errors == 0 and len(list((tmp_path / "traces").iterdir())) == 11
-
-
-def test_a_run_that_cannot_send_its_traces_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    traced = QUIET.model_copy(update={"logging": QUIET.logging.model_copy(update={"traces": 2})})
-    with pytest.raises(UserInputError, match="otlp"):
-        inspect_run(traced)
 
 
 def test_ids_differ_between_processes_that_seed_random_equally() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from tables import table
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring import ray_metrics
-from rl_vlm.monitoring.display import MovingAverage, RewardTrend
-from rl_vlm.monitoring.ray_metrics import FAMILIES, PREFIX, RayMetrics, all_metrics, series_of
+from rl_vlm.monitoring.display import Trend
+from rl_vlm.monitoring.ray_metrics import FAMILIES, OWN, PREFIX, RayMetrics, series_of
 from rl_vlm.runs.policy import EqualRewards, NotFiniteError, SkippedSteps, blind
 from rl_vlm.serving import follower as serving
 
@@ -26,26 +25,18 @@ TABLES = table("vitals")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_moving_average_begins_at_its_first_value() -> None:
-    average = MovingAverage(0.9)
-    assert average.value is None
-    average.add(math.nan)
-    assert average.value is None
-    average.add(2.0)
-    assert average.value == pytest.approx(2.0)
-    average.add(4.0)
-    assert average.value == pytest.approx((0.9 * 0.1 * 2 + 0.1 * 4) / (0.9 * 0.1 + 0.1))
-
-
-def test_the_best_reward_is_a_smoothed_one_and_comes_after_the_start() -> None:
-    trend = RewardTrend()
-    first = [trend.add(reward) for reward in (5.0, 0.0, 0.0, 0.0, 0.0)]
-    assert "reward_best" not in first[-1] and first[-1]["reward_start"] == 1.0
-    rising = [trend.add(1.0) for _ in range(50)][-1]
-    assert rising["reward_best"] == pytest.approx(rising["reward_smoothed"]) == pytest.approx(1.0, abs=0.1)
-    fallen = [trend.add(0.0) for _ in range(50)][-1]
-    assert fallen["reward_best"] == pytest.approx(rising["reward_best"])
-    assert fallen["reward_smoothed"] < 0.1 and fallen["reward_start"] == 1.0
+def test_the_best_value_is_a_smoothed_one_and_comes_after_the_start() -> None:
+    trend = Trend()
+    trend.add(math.nan)
+    assert (trend.start, trend.smoothed, trend.best) == (None, None, None)
+    for reward, smoothed in ((5.0, 5.0), (0.0, 2.5), (0.0, 5 / 3), (0.0, 1.25), (0.0, 1.0)):
+        trend.add(reward)
+        assert trend.start == trend.smoothed == pytest.approx(smoothed) and trend.best is None
+    for _ in range(50):
+        trend.add(1.0)
+    assert trend.best == trend.smoothed == pytest.approx(1.0)
+    trend.add(0.0)
+    assert (trend.start, trend.smoothed, trend.best) == pytest.approx((1.0, 0.9, 1.0))
 
 
 @pytest.mark.parametrize(("figure", "part", "metric", "name", "found_part"), TABLES["where_a_metric_goes"])
@@ -54,19 +45,23 @@ def test_where_a_metric_goes(figure: str, part: str, metric: str, name: str, fou
     assert (found.metric, found.name, found.part) == (metric, name, found_part)
 
 
+OWN_METRICS = {f"{PREFIX}{first}_{rest}" for first, names in OWN.items() for rest in names.split()}
+FAMILY_METRICS = {PREFIX + first for first in FAMILIES}
+
+
 def test_every_figure_that_the_code_names_has_a_metric_of_a_bounded_list() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py") if path.name != "figure_names.py")
+    source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py"))
     firsts = [*(name for name in FAMILIES if name != "metric")]
     figures = set(re.findall(rf'"((?:{"|".join(firsts)})/[a-z_]+)"', source))
     assert len(figures) > 80
-    assert {series_of(figure).metric for figure in figures} <= all_metrics()
+    assert {series_of(figure).metric for figure in figures} <= OWN_METRICS | FAMILY_METRICS
     # Those of the learner's statistics have metrics of their own.
     assert all(
         not series_of(figure).name
         for figure in figures
         if figure.startswith(("policy/", "mismatch/", "critic/", "replay/"))
     )
-    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) and name.startswith(PREFIX) for name in all_metrics())
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in OWN_METRICS | FAMILY_METRICS)
 
 
 # --- Rules and dashboard ask for metrics that the code has, and the dashboard's file is the one that its script writes
@@ -87,26 +82,23 @@ QUERIES = {
 OTHERS = ("errors_total", "adapter_version", "policy_version")  # of replicas, in no table
 
 
-def known() -> set[str]:
+@pytest.fixture
+def known(shown: dict[str, float], tmp_path: Path) -> set[str]:
     """The names of all series as Prometheus sees them."""
+    figures = RayMetrics(PolicyConfig(), tmp_path, 10)
+    for iteration in range(6):
+        figures.add(iteration, {"reward/mean": 0.5, "mismatch/kl": 1e-3})
+    figures.close()
     histograms = {f"{name}_{part}" for name in serving._HISTOGRAMS for part in ("bucket", "sum", "count")}
     replicas = {f"rl_vlm_{name}" for name in {*serving._GAUGES, *serving._COUNTERS, *OTHERS} | histograms}
-    return {f"ray_{name}" for name in all_metrics() | replicas}
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dashboard", FOLDER / "dashboard.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return {f"ray_{name}" for name in OWN_METRICS | FAMILY_METRICS | replicas | {PREFIX + name for name in shown}}
 
 
 @pytest.mark.parametrize("expr", [*QUERIES.values(), *(rule["expr"] for rule in RULES)])
-def test_queries_name_metrics_that_exist(expr: str) -> None:
+def test_queries_name_metrics_that_exist(expr: str, known: set[str]) -> None:
     named = set(re.findall(r"\bray_rl_vlm_[a-z0-9_]+", expr))
     recorded = {rule["record"] for rule in RULES if "record" in rule}
-    assert named <= known()
+    assert named <= known
     assert set(re.findall(r"\brl_vlm:[a-z_]+", expr)) <= recorded
     assert named or "rl_vlm:" in expr or "ray_node_" in expr
 
@@ -150,7 +142,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         def set(self, value: float, tags: Any) -> None:
             values[self._name] = value
 
-    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    monkeypatch.setattr(ray_metrics, "Gauge", Gauge)
     return values
 
 
