@@ -18,7 +18,6 @@ from engine_support import endless
 from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 from openai.types.chat import ChatCompletion
 from tables import table
 
@@ -124,18 +123,10 @@ def test_log_probabilities_join_to_the_text_and_end_with_it(client: openai.OpenA
     assert chat(client).choices[0].logprobs is None
 
 
-def test_a_wrong_field_is_named_as_it_is_sent(client: openai.OpenAI) -> None:
-    for field, wrong in (("stop", {"stop": ""}), ("min_tokens", {"extra_body": {"min_tokens": 9}, "max_tokens": 5})):
-        with pytest.raises(openai.BadRequestError, match=field) as caught:
-            chat(client, **wrong)
-        assert "min_p" not in caught.value.message and caught.value.param in (field, None)
-
-
 @pytest.mark.parametrize(
     "guide",
     [
         {"guided_choice": ["0", "1", "-1"]},
-        {"choice": ["0", "1", "-1"]},
         {"structured_outputs": {"choice": ["0", "1", "-1"]}},
     ],
     ids=lambda guide: next(iter(guide)),
@@ -281,7 +272,6 @@ def test_a_stream_that_breaks_ends_with_an_error_event(tiny_folder: Path, text: 
             asyncio.run(engine.close())
             with pytest.raises(openai.APIError, match="closed"):
                 list(stream)
-        assert "rl_vlm_http_stream_errors_total 1.0" in server.gate.metrics.text()
 
 
 def test_samples_differ_and_seeds_repeat_them(client: openai.OpenAI) -> None:
@@ -331,21 +321,11 @@ def test_multibyte_characters_survive_a_stream(client: openai.OpenAI) -> None:
     codecs.encode(streamed, "utf-8")
 
 
-# --- The published schema allows what the server takes, field by field; it knows neither limits nor fields that contradict each other
-
-
-@pytest.fixture(scope="module")
-def schema(server: Server) -> Draft202012Validator:
-    document = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()
-    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    return Draft202012Validator({**body, "components": document["components"]})
-
-
-@pytest.mark.parametrize("changes", TABLES["schema_and_server_agree"], ids=str)
-def test_schema_and_server_agree(server: Server, schema: Draft202012Validator, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("changes", "taken"), TABLES["what_is_taken"], ids=str)
+def test_what_is_taken(server: Server, changes: dict[str, Any], taken: bool) -> None:
     body = {"model": "tiny", "messages": HI, "max_tokens": 4, **changes}
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
-    assert schema.is_valid(body) == (reply.status_code == 200), reply.text
+    assert reply.status_code == (200 if taken else 400), reply.text
 
 
 def test_what_means_nothing_to_vllm_means_nothing_here(server: Server) -> None:
@@ -362,7 +342,6 @@ def test_what_means_nothing_to_vllm_means_nothing_here(server: Server) -> None:
     ("changes", "param"),
     [
         ({"stream_options": True, "stream": True}, "stream_options"),
-        ({"response_format": "json_object"}, "response_format"),
         ({"structured_outputs": "a|b"}, "structured_outputs"),
         ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
