@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http import reader as module
 from rl_vlm.http.app import json_bytes
-from rl_vlm.http.reader import RequestReader, image_file, seen_image
+from rl_vlm.http.reader import image_file, seen_image
 from rl_vlm.http.replies import ChatReply
-from rl_vlm.http.schema import GenerateRequest
 from rl_vlm.models.images import ImageProcessorSpec, patchify, shrunk
 from rl_vlm.types import (
     Completion,
@@ -36,7 +34,6 @@ from rl_vlm.types import (
     SampleChunk,
     SamplingParams,
     StopReason,
-    as_rgb,
 )
 
 # The configurations of the published Qwen3-VL models, by size.
@@ -162,23 +159,6 @@ def test_a_photo_is_kept_in_the_size_that_the_model_sees() -> None:
         assert grid == same and np.array_equal(ours, theirs)
     small = Image.new("RGB", (40, 40))
     assert shrunk(spec, small) is small
-
-
-def test_the_pixels_of_an_image_are_gone_before_the_next_is_decoded(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[weakref.ref[Image.Image]] = []
-
-    def noted(image: Image.Image) -> Image.Image:
-        assert [one() for one in seen] == [None] * len(seen)
-        seen.append(weakref.ref(image))
-        return as_rgb(image)
-
-    monkeypatch.setattr(module, "as_rgb", noted)
-    reader = RequestReader(text_side(tiny_folder), HTTPSection(), 4096)
-    part = {"type": "image", "image": data_uri(Image.new("RGB", (64, 64)), "webp")}
-    body = GenerateRequest.model_validate({"messages": [{"role": "user", "content": [part] * 4}]})
-    assert len(reader.generate(body, "x", 0)[0].images) == len(seen) == 4
 
 
 @pytest.mark.parametrize(

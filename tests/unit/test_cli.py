@@ -104,15 +104,6 @@ def adapter_folder(folder: Path) -> Path:
 # Help
 
 
-def test_help_is_there_at_once():
-    before = os.times()
-    done = subprocess.run([sys.executable, "-m", "rl_vlm.cli", "--help"], capture_output=True, text=True)
-    after = os.times()
-    assert done.returncode == 0 and "train" in done.stdout
-    # Processor time, which a busy machine stretches less: a third of a second on an idle one.
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 1.0
-
-
 def test_help_imports_nothing_heavy():
     heavy = "{'torch', 'ray', 'transformers', 'gymnasium', 'numpy', 'pydantic', 'pyarrow'}"
     code = (
@@ -122,15 +113,12 @@ def test_help_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ("train", "eval", "rollout", "export", "fetch", "doctor", "envs")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command, capsys):
+def test_every_command_explains_itself(capsys):
     assert run("--help") == 0
-    assert command in output(capsys)
-    assert run(command, "--help") == 0
-    assert "Usage: rl-vlm " + command in output(capsys)
+    listed = output(capsys)
+    for command in ("train", "eval", "rollout", "export", "fetch", "doctor", "envs"):
+        assert run(command, "--help") == 0
+        assert command in listed and f"Usage: rl-vlm {command}" in output(capsys)
 
 
 # train

@@ -190,30 +190,6 @@ def refusal(spec: ImageProcessorSpec, uri: str, **limits: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("png", 0), ("webp", 0), ("jpeg", 24)])
-def test_formats_arrive_as_they_were(spec: ImageProcessorSpec, kind: str, tolerance: int) -> None:
-    smooth = Image.linear_gradient("L").resize((40, 48)).convert("RGB")
-    options = {"lossless": True} if kind == "webp" else {}
-    pixels = read(spec, data_uri(smooth, kind, **options))
-    assert np.abs(pixels.astype(int) - np.asarray(smooth)).max() <= tolerance
-
-
-@pytest.mark.parametrize(
-    ("image", "kind", "expected"),
-    [
-        (Image.new("CMYK", (32, 32), (0, 255, 255, 0)), "jpeg", (255, 0, 0)),
-        (Image.fromarray(np.full((32, 32), 0xC0FF, dtype=np.uint16)), "png", (0xC0, 0xC0, 0xC0)),
-        (Image.new("RGBA", (32, 32), (0, 0, 0, 0)), "png", (255, 255, 255)),
-    ],
-    ids=["CMYK", "16 bits", "transparent"],
-)
-def test_every_mode_becomes_rgb(
-    spec: ImageProcessorSpec, image: Image.Image, kind: str, expected: tuple[int, int, int]
-) -> None:
-    pixels = read(spec, data_uri(image, kind))
-    assert np.abs(pixels.astype(int) - expected).max() <= (4 if kind == "jpeg" else 0)
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_is_applied(spec: ImageProcessorSpec, orientation: int) -> None:
     # What a camera stores for GRADIENT held in each of the eight ways (EXIF 2.3, tag 0x0112).
@@ -228,9 +204,14 @@ def test_exif_rotation_is_applied(spec: ImageProcessorSpec, orientation: int) ->
     assert np.array_equal(read(spec, uri), np.asarray(GRADIENT))
 
 
-@pytest.mark.parametrize("mime", ["image/jpeg", "image/webp", "application/octet-stream", "image/x-unknown", ""])
-def test_the_bytes_say_what_an_image_is_and_not_its_media_type(spec: ImageProcessorSpec, mime: str) -> None:
-    assert np.array_equal(read(spec, data_uri(GRADIENT, "png", mime=mime)), np.asarray(GRADIENT))
+@pytest.mark.parametrize(("kind", "tolerance"), [("png", 0), ("webp", 0), ("jpeg", 24)])
+def test_the_bytes_say_what_an_image_is_and_not_its_media_type(
+    spec: ImageProcessorSpec, kind: str, tolerance: int
+) -> None:
+    smooth = Image.linear_gradient("L").resize((40, 48)).convert("RGB")
+    options = {"lossless": True} if kind == "webp" else {}
+    pixels = read(spec, data_uri(smooth, kind, mime="image/x-unknown", **options))
+    assert np.abs(pixels.astype(int) - np.asarray(smooth)).max() <= tolerance
 
 
 def test_a_plain_png_is_handed_on_as_it_is(spec: ImageProcessorSpec) -> None:

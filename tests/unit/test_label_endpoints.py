@@ -210,22 +210,6 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int |
     assert most == expected and not any(label.error for label in labels)
 
 
-@pytest.mark.parametrize("token", ["", "mine"])
-def test_no_key_of_openai_is_sent_to_another_endpoint(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
-        monkeypatch.setenv(variable, "of-openai")
-    monkeypatch.setenv("MY_TOKEN", token)
-    server = Server(completion("1"))
-    assert asked(endpoint(server, token_env="MY_TOKEN"))[0].value == 1
-    assert server.headers[0].get("authorization") == (f"Bearer {token}" if token else None)
-    assert "of-openai" not in str(server.headers)
-
-
-def test_an_address_must_be_http() -> None:
-    with pytest.raises(UserInputError, match="http"):
-        OpenAIEndpoint(EndpointSection(url="file:///etc/passwd"))
-
-
 @pytest.mark.parametrize(
     ("variables", "url"),
     [
@@ -253,7 +237,14 @@ def test_probabilities_of_choices_from_first_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://localhost:80a0/v1", "http://localhost:80000/v1", "http:///v1", "http://a:secret/1@b/v1"]
+    "url",
+    [
+        "file:///etc/passwd",
+        "http://localhost:80a0/v1",
+        "http://localhost:80000/v1",
+        "http:///v1",
+        "http://a:secret/1@b/v1",
+    ],
 )
 def test_an_address_that_cannot_be_read_is_refused_at_once_and_not_shown(url: str) -> None:
     with pytest.raises(UserInputError, match="address") as found:
