@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, TypeVar
 
 import httpx
-from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
@@ -25,15 +25,22 @@ M = TypeVar("M", bound=BaseModel)
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _BUSY_STATUS = (429, 503)
 _MAX_REPLY_BYTES = 2**20  # thoughts and log-probabilities included
+_HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
 
 
 def _at(default: Any, *path: str | int) -> Any:
     return Field(default, validation_alias=AliasPath(*path))  # type: ignore[arg-type]  # the first part is a key
 
 
+def _log_probability(value: float) -> float:
+    if not value <= _HIGHEST_LOGPROB:
+        raise ValueError("no log-probability")
+    return value
+
+
 class _Alternative(BaseModel):
     token: str
-    logprob: float
+    logprob: Annotated[float, AfterValidator(_log_probability)]
 
 
 # A number of tokens as an endpoint reports it; 0 for what is none.
@@ -146,27 +153,25 @@ class OpenAIEndpoint(_HTTPEndpoint):
         if question.choices and self._enforces_choices:
             guided = {**body, "structured_outputs": {"choice": list(question.choices)}}
             try:
-                return self._answer(await self._post(client, guided, ChatCompletion, "chat completion"), question)
+                return _answer(await self._post(client, guided, ChatCompletion, "chat completion"), question)
             except EndpointError as error:
                 if error.status not in (400, 422):
                     raise
         reply = await self._post(client, body, ChatCompletion, "chat completion")
         # Only an answer tells why the first request was refused: a question that is too long is refused in every form.
         self._enforces_choices &= not question.choices
-        return self._answer(reply, question)
+        return _answer(reply, question)
 
-    def _answer(self, reply: ChatCompletion, question: Question) -> Answer:
-        probabilities = None
-        if question.choices and reply.first_token:
-            first = [(token.token, token.logprob) for token in reply.first_token]
-            try:
-                probabilities = choice_probabilities(first, question.choices)
-            except ValueError as error:
-                raise EndpointError(
-                    f"{self._url} answered with no chat completion: {error}.", retryable=False
-                ) from error
-        cut_off = reply.finish_reason == "length"
-        return Answer(reply.content or "", reply.prompt_tokens, reply.sampled_tokens, cut_off, probabilities)
+
+def _answer(reply: ChatCompletion, question: Question) -> Answer:
+    first = [(token.token, token.logprob) for token in reply.first_token]
+    return Answer(
+        reply.content or "",
+        reply.prompt_tokens,
+        reply.sampled_tokens,
+        reply.finish_reason == "length",
+        choice_probabilities(first, question.choices),
+    )
 
 
 class GenerateEndpoint(_HTTPEndpoint):
