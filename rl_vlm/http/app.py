@@ -14,11 +14,11 @@ from prometheus_client import generate_latest
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route, Router
+from starlette.routing import Route
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.http.backend import ServeBackend, ServedModel
-from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, HTTPMetrics, RequestError, as_request_error, error_body
+from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
 from rl_vlm.http.reader import RequestReader, return_freed_memory
 from rl_vlm.http.replies import ChatReply, fingerprint, without_thoughts
 from rl_vlm.http.schema import ChatRequest, GenerateRequest, parse_body
@@ -53,7 +53,6 @@ class ModelApp:
         self._limits = limits
         self._reader = RequestReader(text, limits, max_context)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
-        self._metrics = HTTPMetrics()
         self._started = int(time.time())
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -63,8 +62,7 @@ class ModelApp:
             Route("/health", self._show_health),
             Route("/metrics", self._show_metrics),
         ]
-        names = [route.path for route in routes]
-        self.gate = Gate(Router(routes), limits, token, self._metrics, names)
+        self.gate = Gate(routes, limits, token)
 
     async def _chat(self, request: Request) -> Response:
         """OpenAI's chat completions, with images as data URIs."""
@@ -112,7 +110,7 @@ class ModelApp:
 
     async def _show_metrics(self, _: Request) -> Response:
         """Prometheus' text format."""
-        text = generate_latest(self._metrics.registry).decode() + await self._backend.metrics()
+        text = generate_latest(self.gate.metrics.registry).decode() + await self._backend.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
@@ -195,8 +193,8 @@ class ModelApp:
             self._count(prompt_tokens, reply.num_sampled)
 
     def _count(self, prompt_tokens: int, sampled: int) -> None:
-        self._metrics.tokens.labels("prompt").inc(prompt_tokens)
-        self._metrics.tokens.labels("sampled").inc(sampled)
+        self.gate.metrics.tokens.labels("prompt").inc(prompt_tokens)
+        self.gate.metrics.tokens.labels("sampled").inc(sampled)
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
@@ -27,7 +27,7 @@ from rl_vlm.envs.isolation import EnvWorker, ProcessEnv, short_line
 from rl_vlm.envs.registry import make
 from rl_vlm.envs.remote import FRAME
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
-from rl_vlm.http.gate import BODY, Gate, HTTPMetrics, RequestError
+from rl_vlm.http.gate import BODY, Gate, RequestError
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.waiting import note_hung_thread
 
@@ -184,8 +184,7 @@ def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok", "sessions": server.num_sessions})
 
-    app = Router([Route("/env", env, methods=["POST"]), Route("/health", health)])
-    return Gate(app, limits, token, HTTPMetrics(), ["/env", "/health"], content_type=FRAME)
+    return Gate([Route("/env", env, methods=["POST"]), Route("/health", health)], limits, token, content_type=FRAME)
 
 
 def serve_environment(

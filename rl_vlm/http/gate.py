@@ -7,7 +7,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -15,7 +15,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import RequestTooLargeError
@@ -86,37 +87,29 @@ _PORT = re.compile(r":[0-9]{0,5}$")
 
 
 class Gate:
-    """An ASGI application that wraps another one and rejects requests beyond the limits.
+    """An ASGI application of some routes, which get no request beyond the limits.
 
     Args:
-        app: the application; a POST's body is in its scope. It is cancelled when its client disconnects. What it
-            raises is answered: OpenAI's errors under `/v1`, `{"detail"}` elsewhere.
+        routes: a POST's body is in its scope. Its handler is cancelled when its client disconnects. What handlers raise
+            is answered: OpenAI's errors under `/v1`, `{"detail"}` elsewhere.
         limits: the server's.
         token: what clients must send as a bearer token. None: only requests to this machine's own names are answered,
             so that a web page that rebinds its name cannot reach the server through a browser.
-        metrics: where answers are counted.
-        routes: paths that are counted by name.
         content_type: what bodies must be. A browser lets a web page send this type to another server only if that
             server agrees (CORS), which this one does not.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        limits: HTTPSection,
-        token: str | None,
-        metrics: HTTPMetrics,
-        routes: Collection[str],
-        content_type: str = JSON,
+        self, routes: Sequence[Route], limits: HTTPSection, token: str | None, content_type: str = JSON
     ) -> None:
-        self._app = app
+        self._app = Router(routes)
+        self._paths = {route.path for route in routes}
         self._limits = limits
         self._token = token.encode() if token is not None else None
-        self.metrics = metrics
-        self._routes = frozenset(routes)
         self._content_type = content_type
         self.in_flight = 0
-        metrics.in_flight.set_function(lambda: self.in_flight)
+        self.metrics = HTTPMetrics()
+        self.metrics.in_flight.set_function(lambda: self.in_flight)
         self._names = {url_host(name) for name in (*LOOPBACK, limits.host.lower())}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,15 +139,14 @@ class Gate:
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:  # the server has stopped, and drain_s is over
-            if status != _NOTHING_SENT:
-                raise
-            await answer(RequestError(503, "The server is shutting down: try again later."))
+            if status == _NOTHING_SENT:
+                await answer(RequestError(503, "The server is shutting down: try again later."))
         except Exception as error:
             if status != _NOTHING_SENT:
                 raise
             await answer(as_request_error(error), getattr(error, "headers", None))
         finally:
-            route = path if path in self._routes else "other"
+            route = path if path in self._paths else "other"
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
 
@@ -176,7 +168,7 @@ class Gate:
         if self.in_flight >= self._limits.max_queue:
             raise RequestError(429, f"{self.in_flight} requests are waiting or running: try again later.")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["path"] in self._routes and kind != self._content_type:
+        if scope["path"] in self._paths and kind != self._content_type:
             raise RequestError(400, f"The body must be sent with the header Content-Type: {self._content_type}.")
         loop = asyncio.get_running_loop()
         scope[DEADLINE] = deadline = loop.time() + self._limits.deadline_s

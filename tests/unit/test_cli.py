@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -482,13 +481,6 @@ def test_fetch_says_what_went_wrong(hub, monkeypatch, capsys):
     hub.error = LocalEntryNotFoundError("offline")
     assert run("fetch", "owner/model") == 2
     assert "HF_HUB_OFFLINE is set" in failure(capsys)
-
-
-def test_fetch_without_a_network_ends_soon(tmp_path):
-    code = "from rl_vlm.cli import app as cli; import sys; sys.exit(cli.run(['fetch', 'owner/model']))"
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("error: The hub cannot be reached"), done.stderr
 
 
 # --- rl-vlm export, envs and doctor: what they hand on and print
