@@ -38,7 +38,7 @@ class EngineBackend:
 
     async def models(self) -> Sequence[ServedModel]:
         version = self.engine.version
-        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True)]
+        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version)]
         return [*(policy if version else []), ServedModel("tiny")]
 
     async def generate(self, request: GenerationRequest) -> Completion:

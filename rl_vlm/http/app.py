@@ -20,7 +20,7 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.http.backend import ServeBackend, ServedModel
 from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
 from rl_vlm.http.reader import RequestReader, return_freed_memory
-from rl_vlm.http.replies import ChatReply, fingerprint, without_thoughts
+from rl_vlm.http.replies import ChatReply, without_thoughts
 from rl_vlm.http.schema import ChatRequest, GenerateRequest, parse_body
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
@@ -72,10 +72,10 @@ class ModelApp:
             asked, prompt_tokens = await self._read(self._reader.chat, body, "chatcmpl", model)
             reply = ChatReply(self._codec, asked, body.model, prompt_tokens, body.logprobs)
             if not body.stream:
-                completion = await self._complete(asked, model)
+                completion = await self._complete(asked)
                 return Response(json_bytes(reply.whole(completion)), media_type=JSON)
         # A failure before the first token is an HTTP error, a later one an event.
-        chunks = self._chunks(asked, model, deadline)
+        chunks = self._chunks(asked, deadline)
         first = await anext(chunks)
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         events = self._events(first, chunks, reply, prompt_tokens, usage)
@@ -87,7 +87,7 @@ class ModelApp:
         async with self._in_time(request.scope[DEADLINE]):
             model = await self._find(None)
             asked, _ = await self._read(self._reader.generate, body, "generate", model)
-            completion = await self._complete(asked, model)
+            completion = await self._complete(asked)
         return JSONResponse({"text": without_thoughts(self._codec.decode(completion.samples[0].token_ids))})
 
     async def _list_models(self, _: Request) -> Response:
@@ -131,7 +131,8 @@ class ModelApp:
         chosen = next((model for model in models if name is None or model.name == name), None)
         if chosen is None:
             known = ", ".join(model.name for model in models)
-            raise _model_not_found(f"Model {name!r} is not served here: ask for one of {known}.")
+            message = f"Model {name!r} is not served here: ask for one of {known}."
+            raise RequestError(404, message, code="model_not_found", param="model")
         return chosen
 
     async def _read(
@@ -146,16 +147,13 @@ class ModelApp:
             # The handler keeps the body until it has answered, and encoded images may take megabytes.
             body.messages = []
 
-    async def _complete(self, asked: GenerationRequest, model: ServedModel) -> Completion:
+    async def _complete(self, asked: GenerationRequest) -> Completion:
         """One whole answer."""
         completion = await self._backend.generate(asked)
-        _check_version(model, completion.policy_version)
         self._count(len(completion.prompt_ids), sum(len(sample.token_ids) for sample in completion.samples))
         return completion
 
-    async def _chunks(
-        self, asked: GenerationRequest, model: ServedModel, deadline: float
-    ) -> AsyncGenerator[SampleChunk, None]:
+    async def _chunks(self, asked: GenerationRequest, deadline: float) -> AsyncGenerator[SampleChunk, None]:
         """A stream, which must be whole and in time."""
         unfinished = asked.sampling.n
         async with aclosing(self._backend.stream(asked)) as source:
@@ -164,7 +162,6 @@ class ModelApp:
                     chunk = await anext(source, None)
                 if chunk is None:
                     raise RequestError(500, "The stream broke off before its end: send the request again.")
-                _check_version(model, chunk.policy_version)
                 unfinished -= chunk.stop_reason is not None
                 yield chunk
 
@@ -204,12 +201,3 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json_bytes(content) + b"\n\n"
-
-
-def _check_version(model: ServedModel, version: int) -> None:
-    if model.pinned and version != model.version:
-        raise _model_not_found(f"Model {model.name!r} was replaced by {fingerprint(version)} while the request waited.")
-
-
-def _model_not_found(message: str) -> RequestError:
-    return RequestError(404, message, code="model_not_found", param="model")

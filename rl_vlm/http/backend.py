@@ -28,14 +28,10 @@ _ANSWER_S = 5.0  # how long the registry may take
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A name that clients may ask for and the policy version behind it (`BASE_MODEL`: no adapter).
-
-    `pinned`: only this very version may answer, not a newer one.
-    """
+    """A name that clients may ask for and the policy version behind it (`BASE_MODEL`: no adapter)."""
 
     name: str
     version: int = BASE_MODEL
-    pinned: bool = False
 
 
 class ServeBackend:
@@ -44,8 +40,7 @@ class ServeBackend:
     Args:
         handle: the deployment handle.
         registry: a handle whose `status.remote()` asks the adapter registry: its actor's, or a deployment's.
-        name: the name of the model without an adapter. `policy` is its newest adapter, once there is one, and
-            `policy-vN` that version alone.
+        name: the name of the model without an adapter. `policy` and `policy-vN` are its adapter, once there is one.
         run_id: of the application.
         deadline_s: of one request, retries included.
         keeps_base: whether replicas with a version still answer for the model without one.
@@ -73,7 +68,7 @@ class ServeBackend:
         version = (await self._status())["version"]
         if not version:
             return [base]
-        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True)]
+        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version)]
         return [*policy, base] if self._keeps_base else policy
 
     async def _status(self) -> dict[str, Any]:
