@@ -56,30 +56,24 @@ class _Session:
         """Whether its environment is at work."""
         return self._last is not None and not self._last.done()
 
-    def open(self) -> Future[Frame]:
-        """Make the environment; its metrics and its splits' sizes."""
-        return self._submit(self._open)
-
-    def carry_out(self, request: dict[str, Any]) -> Future[bytes]:
-        """The frame that answers. A request that comes again waits for the first one and gets its answer."""
-        return self._submit(lambda: self._carry_out(request))
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have the thread do something, after what it does now."""
+        self._last = future = self._thread.submit(work, *arguments)
+        return future
 
     def end(self) -> Future[Any]:
         """Close the environment as soon as it is idle. A second call does nothing."""
         if not self.ended:
             self.ended = True
-            self._submit(lambda: self._worker.answer({"op": "close"}))
+            self.submit(self._worker.answer, {"op": "close"})
             self._thread.shutdown(wait=False)
         assert self._last is not None
         return self._last
 
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        self._last = future = self._thread.submit(work)
-        return future
-
     # What follows runs on the session's thread.
 
-    def _open(self) -> Frame:
+    def open(self) -> Frame:
+        """Make the environment; its metrics and its splits' sizes."""
         reply, _ = self._worker.answer({"op": "make"})
         sizes: dict[str, Any] = {}
         for split in _SPLITS if "error" not in reply else ():
@@ -88,7 +82,8 @@ class _Session:
         self.used = time.monotonic()
         return {**reply, "num_items": sizes}, []
 
-    def _carry_out(self, request: dict[str, Any]) -> bytes:
+    def carry_out(self, request: dict[str, Any]) -> bytes:
+        """The frame that answers. A request that comes again gets the answer of the first one."""
         number = request.get("number")
         self.used = time.monotonic()
         if number == self._number and self._answer:
@@ -135,7 +130,7 @@ class EnvServer:
             return pack_frame({}, [])
         if op not in ("reset", "step"):
             raise RequestError(400, "op must be open, reset, step or close.")
-        return await asyncio.wrap_future(session.carry_out(request))
+        return await asyncio.wrap_future(session.submit(session.carry_out, request))
 
     async def _open(self) -> bytes:
         await self._make_room()
@@ -144,7 +139,7 @@ class EnvServer:
         name = secrets.token_hex(16)
         session = self._sessions[name] = _Session(self._build)  # it counts while it is made
         try:
-            reply, _ = await asyncio.wrap_future(session.open())
+            reply, _ = await asyncio.wrap_future(session.submit(session.open))
         except BaseException:  # the client is gone, and nobody else knows the name
             session.end()
             raise
