@@ -20,9 +20,9 @@ from PIL import Image
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import build_http_app
+from rl_vlm.http.app import ModelApp
+from rl_vlm.http.backend import ServedModel
 from rl_vlm.http.server import HTTPServer, bind
-from rl_vlm.http.service import ServedModel
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
 CONTEXT = 1024
@@ -38,7 +38,7 @@ class EngineBackend:
 
     async def models(self) -> Sequence[ServedModel]:
         version = self.engine.version
-        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version, pinned=True)]
+        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version)]
         return [*(policy if version else []), ServedModel("tiny")]
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -69,24 +69,22 @@ class Server:
 
     def __init__(self, backend: Any, folder: Path, token: str | None = None, **limits: Any) -> None:
         self.limits, self.text, self.backend = HTTPSection(**limits), text_side(folder), backend
-        self.gate = build_http_app(backend, self.text, self.limits, max_context=CONTEXT, token=token)
-        self._sock = bind("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
+        self.gate = ModelApp(backend, self.text, self.limits, max_context=CONTEXT, token=token).gate
+        sock = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         self._listens = threading.Event()
-        self._server = HTTPServer(self.gate, self._sock, self.limits, self._listens.set)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._server.run(),), daemon=True)
+        self.server = HTTPServer(self.gate, sock, self.limits, self._listens.set)
+        self._thread = threading.Thread(target=self.server.serve_until_signal, daemon=True)
 
     def start(self) -> Server:
         self._thread.start()
         assert self._listens.wait(10)
         return self
 
-    def stop(self, wait: bool = True) -> None:
-        self._loop.call_soon_threadsafe(self._server.stop)
-        if wait:
-            self._thread.join(30)
-            assert not self._thread.is_alive()
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from rl_vlm.waiting import JITTER
 
 if TYPE_CHECKING:
     from rl_vlm.models.loading import TextSide  # transformers: an endpoint needs none of it
-
-
-_HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
 
 
 class EndpointError(RLVLMError):
@@ -122,16 +119,14 @@ class ServedEndpoint:
         request = GenerationRequest(f"ask-{next(self._numbers)}", prompt.token_ids, sampling, prompt.images, BASE_MODEL)
         completion = await self._client.generate(request)
         (sample,) = completion.samples
-        probabilities = None
-        if sample.top_logprobs:
-            first = [(codec.decode(np.array([token])), logprob) for token, logprob in sample.top_logprobs[0]]
-            probabilities = choice_probabilities(first, question.choices)
+        alternatives = sample.top_logprobs[0] if sample.top_logprobs else ()
+        first = [(codec.decode(np.array([token])), logprob) for token, logprob in alternatives]
         return Answer(
             codec.decode(sample.token_ids),
             len(completion.prompt_ids),
             len(sample.token_ids),
             sample.stop_reason == StopReason.LENGTH,
-            probabilities,
+            choice_probabilities(first, question.choices),
         )
 
 
@@ -139,7 +134,7 @@ def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[s
     """The probability of each choice from (text, log-probability) of the first token's alternatives.
 
     A token counts for the one choice that begins with it. None where a token may begin two choices, or none of the
-    tokens begins any. Raises ValueError for what is no log-probability.
+    tokens begins any.
     """
     mass = dict.fromkeys(choices, 0.0)
     for text, logprob in first:
@@ -147,8 +142,6 @@ def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[s
         owners = [choice for choice in choices if begun and choice.startswith(begun)]
         if len(owners) > 1:
             return None
-        if not logprob <= _HIGHEST_LOGPROB:
-            raise ValueError(f"{logprob} is no log-probability")
         if owners:
             mass[owners[0]] += math.exp(logprob)
     total = sum(mass.values())
@@ -158,8 +151,6 @@ def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[s
 # Asks an endpoint again after failures that may pass, and many questions at once.
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
-
-T = TypeVar("T")
 
 
 async def ask_again(
@@ -177,30 +168,25 @@ async def ask_again(
     next attempt follows. Raises EndpointError, which names `who` was asked; an error that is not retryable ends it at
     once.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + deadline_s
-    reason = "no answer"
-    asked = failed = 0
-    while failed < attempts and (asked == 0 or loop.time() < deadline):
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await ask(question(asked))
-        except TimeoutError:
-            break
-        except UserInputError:
-            raise
-        except RLVLMError as error:
-            known = error if isinstance(error, EndpointError) else EndpointError(str(error))
-            if not known.retryable:
-                raise
-            reason, pause = str(error), known.retry_after_s
-        failed += not known.busy
-        if failed < attempts:
-            on_retry(known)
-            # Jitter keeps questions that failed together from coming back together.
-            backoff = min(_FIRST_PAUSE_S * 2 ** min(asked, 30), _LONGEST_PAUSE_S)
-            pause = max(pause, JITTER.uniform(0.5, 1) * backoff)
-            await asyncio.sleep(max(min(pause, deadline - loop.time()), 0.0))
-        asked += 1
-    limit = f"in {attempts} attempts" if failed >= attempts else f"within {deadline_s:g} s"
+    reason, failed = "no answer", 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            for asked in itertools.count():
+                try:
+                    return await ask(question(asked))
+                except UserInputError:
+                    raise
+                except RLVLMError as error:
+                    known = error if isinstance(error, EndpointError) else EndpointError(str(error))
+                    if not known.retryable:
+                        raise
+                reason = str(known)
+                failed += not known.busy
+                if failed == attempts:
+                    break
+                on_retry(known)
+                # Jitter keeps questions that failed together from coming back together.
+                backoff = JITTER.uniform(0.5, 1) * min(_FIRST_PAUSE_S * 2 ** min(asked, 30), _LONGEST_PAUSE_S)
+                await asyncio.sleep(max(known.retry_after_s, backoff))
+    limit = f"in {attempts} attempts" if failed == attempts else f"within {deadline_s:g} s"
     raise EndpointError(f"The {who} gave no answer {limit}: {reason}")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
-from pydantic import AliasPath, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
 from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, Question, choice_probabilities
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.envs.address import is_loopback, token_header
+from rl_vlm.envs.address import is_loopback, token_header, url_host
 from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import Message, Part, UserInputError, as_encoded
 
@@ -24,26 +25,37 @@ M = TypeVar("M", bound=BaseModel)
 _RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 _BUSY_STATUS = (429, 503)
 _MAX_REPLY_BYTES = 2**20  # thoughts and log-probabilities included
+_HIGHEST_LOGPROB = 0.1  # 0, and what rounding may add
 
 
 def _at(default: Any, *path: str | int) -> Any:
     return Field(default, validation_alias=AliasPath(*path))  # type: ignore[arg-type]  # the first part is a key
 
 
+def _log_probability(value: float) -> float:
+    if not value <= _HIGHEST_LOGPROB:
+        raise ValueError("no log-probability")
+    return value
+
+
 class _Alternative(BaseModel):
     token: str
-    logprob: float
+    logprob: Annotated[float, AfterValidator(_log_probability)]
+
+
+# A number of tokens as an endpoint reports it; 0 for what is none.
+_Count = Annotated[int, BeforeValidator(lambda value: value if type(value) is int and 0 <= value <= 10**9 else 0)]
 
 
 class ChatCompletion(BaseModel):
-    """What is read of a chat completion. Counts of tokens may be anything: they are only reported."""
+    """What is read of a chat completion."""
 
     message: dict[str, Any] = _at(..., "choices", 0, "message")
     content: str | None = _at(None, "choices", 0, "message", "content")
     finish_reason: Any = _at(None, "choices", 0, "finish_reason")
     first_token: list[_Alternative] = _at([], "choices", 0, "logprobs", "content", 0, "top_logprobs")
-    prompt_tokens: Any = _at(0, "usage", "prompt_tokens")
-    sampled_tokens: Any = _at(0, "usage", "completion_tokens")
+    prompt_tokens: _Count = _at(0, "usage", "prompt_tokens")
+    sampled_tokens: _Count = _at(0, "usage", "completion_tokens")
 
 
 class GenerateReply(BaseModel):
@@ -62,7 +74,7 @@ class _HTTPEndpoint(ABC):
         """See `Endpoint.open`."""
         token = token_header(self._settings.token_env) if self._settings.token_env else {}
         client = httpx.AsyncClient(
-            headers={"Accept-Encoding": "identity", **token},
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **token},
             timeout=self._settings.timeout_s,
             # Every pair is in flight at once: no request may wait for a free connection.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
@@ -80,22 +92,21 @@ class _HTTPEndpoint(ABC):
         """The reply, which `what` names in an error. Raises EndpointError."""
         url = self._url
         try:
-            async with client.stream("POST", url, json=body) as response:
+            async with client.stream("POST", url, content=json.dumps(body)) as response:
                 content = await self._read(response)
         except httpx.HTTPError as error:
             # A server that has never answered may have another address, so it is not waited for. A session waits for it
             # as a whole.
             gone = self._has_answered and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip(), busy=gone) from error
-        except UnicodeEncodeError as error:
-            raise EndpointError(f"A question holds text that is no Unicode ({error}).", retryable=False) from error
-        status = response.status_code
+        status, said = response.status_code, excerpt(content.decode("utf-8", "replace"), 300)
         if not response.is_success:
+            pause = response.headers.get("retry-after", "")[:9]
             raise EndpointError(
-                f"{url} answered with HTTP {status}: {excerpt(content.decode('utf-8', 'replace'), 300)}",
+                f"{url} answered with HTTP {status}: {said}",
                 retryable=status in _RETRYABLE_STATUS,
                 status=status,
-                retry_after_s=_seconds(response.headers.get("retry-after", "")),
+                retry_after_s=float(pause) if pause.isdecimal() else 0.0,  # it may be a date
                 busy=status in _BUSY_STATUS,
             )
         try:
@@ -103,8 +114,7 @@ class _HTTPEndpoint(ABC):
         except ValidationError as error:
             # What is no JSON may come from a proxy whose server is starting; JSON of another form stays as it is.
             retryable = error.errors()[0]["type"] == "json_invalid"
-            shown = excerpt(content.decode("utf-8", "replace"), 200)
-            raise EndpointError(f"{url} answered with no {what}: {shown!r}", retryable) from error
+            raise EndpointError(f"{url} answered with no {what}: {said!r}", retryable) from error
         self._has_answered = True
         return reply
 
@@ -143,27 +153,25 @@ class OpenAIEndpoint(_HTTPEndpoint):
         if question.choices and self._enforces_choices:
             guided = {**body, "structured_outputs": {"choice": list(question.choices)}}
             try:
-                return self._answer(await self._post(client, guided, ChatCompletion, "chat completion"), question)
+                return _answer(await self._post(client, guided, ChatCompletion, "chat completion"), question)
             except EndpointError as error:
                 if error.status not in (400, 422):
                     raise
         reply = await self._post(client, body, ChatCompletion, "chat completion")
         # Only an answer tells why the first request was refused: a question that is too long is refused in every form.
         self._enforces_choices &= not question.choices
-        return self._answer(reply, question)
+        return _answer(reply, question)
 
-    def _answer(self, reply: ChatCompletion, question: Question) -> Answer:
-        probabilities = None
-        if question.choices and reply.first_token:
-            first = [(token.token, token.logprob) for token in reply.first_token]
-            try:
-                probabilities = choice_probabilities(first, question.choices)
-            except ValueError as error:
-                raise EndpointError(
-                    f"{self._url} answered with no chat completion: {error}.", retryable=False
-                ) from error
-        tokens = _count(reply.prompt_tokens), _count(reply.sampled_tokens)
-        return Answer(reply.content or "", *tokens, reply.finish_reason == "length", probabilities)
+
+def _answer(reply: ChatCompletion, question: Question) -> Answer:
+    first = [(token.token, token.logprob) for token in reply.first_token]
+    return Answer(
+        reply.content or "",
+        reply.prompt_tokens,
+        reply.sampled_tokens,
+        reply.finish_reason == "length",
+        choice_probabilities(first, question.choices),
+    )
 
 
 class GenerateEndpoint(_HTTPEndpoint):
@@ -183,34 +191,17 @@ def server_url() -> str:
     return os.environ.get("SERVER_URL") or f"http://{url_host(host)}:{port}/generate"
 
 
-def url_host(host: str) -> str:
-    """A host as a URL has it: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
 def _checked_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise UserInputError(f"The endpoint {url!r} must be an http or https address.")
     with contextlib.suppress(httpx.InvalidURL):
         address = httpx.URL(url)
         keep_secret(address.password)
-        if address.host and (address.port or 0) <= 65_535:
+        if address.scheme in ("http", "https") and address.host and (address.port or 0) <= 65_535:
             return url
-    # The address is not shown: the part that is wrong may be a password.
+    # It is not shown: the part that is wrong may be a password.
     raise UserInputError(
-        "The endpoint's address cannot be read: give http://HOST:PORT/PATH, with special characters of a password as "
-        "%XX."
+        "The endpoint must be an http or https address, such as http://HOST:PORT/PATH, with special characters of a "
+        "password as %XX."
     )
-
-
-def _seconds(text: str) -> float:
-    """A Retry-After in seconds; 0 where there is none, or a date."""
-    return float(text[:9]) if text.isdecimal() else 0.0
-
-
-def _count(value: Any) -> int:
-    """A number of tokens as an endpoint reports it; 0 for what is none."""
-    return value if type(value) is int and 0 <= value <= 10**9 else 0
 
 
 def _body(question: Question, image: Callable[[str], dict[str, Any]]) -> dict[str, Any]:

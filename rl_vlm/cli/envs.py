@@ -7,13 +7,14 @@ import re
 import sys
 import tempfile
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from rl_vlm.cli.options import AsJson, parse_arguments
-from rl_vlm.cli.output import say
+from rl_vlm.cli.output import say, say_check
 
 commands = typer.Typer()
 envs_commands = typer.Typer(help="List, check, play and serve environments.")
@@ -62,9 +63,6 @@ def check(
     answers: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A text file of answers to try, one a line.")
     ] = None,
-    image: Annotated[
-        Path | None, typer.Option(help="Where the first image is written; a temporary file by default.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Try an environment and say what is wrong: splits, ends, cost, determinism, hostile answers.
@@ -75,40 +73,22 @@ def check(
     from rl_vlm.files import write_atomic
 
     with redirect_stdout(sys.stderr):  # what the environment prints is no part of the report
+        tried = answers.read_text().splitlines() if answers else ()
         report = check_environment(
-            env,
-            parse_arguments(env_arg),
-            episodes=episodes,
-            seed=seed,
-            call_s=timeout,
-            answers=answers.read_text().splitlines() if answers else (),
+            env, parse_arguments(env_arg), episodes=episodes, seed=seed, call_s=timeout, answers=tried
         )
+    image = None
     if report.image is not None:
-        image = image or Path(tempfile.gettempdir()) / f"rl-vlm-{re.sub(r'[^A-Za-z0-9.-]+', '-', env)[-60:]}.png"
-        write_atomic(image, report.image.png)
+        image = f"{tempfile.gettempdir()}/rl-vlm-{re.sub(r'[^A-Za-z0-9.-]+', '-', env)[-60:]}.png"
+        write_atomic(Path(image), report.image.png)
     if as_json:
-        findings = [
-            {"name": finding.name, "status": finding.status, "detail": finding.detail} for finding in report.findings
-        ]
-        saved = str(image) if report.image is not None else None
-        found = {
-            "id": env,
-            "ok": report.ok,
-            "checks": findings,
-            "prompt": report.prompt,
-            "image": saved,
-            **report.figures,
-        }
-        say(json.dumps(found, indent=2))
+        checks = [asdict(finding) for finding in report.findings]
+        found = {"id": env, "ok": report.ok, "checks": checks, "prompt": report.prompt, "image": image}
+        say(json.dumps({**found, **report.figures}, indent=2))
     else:
-        if report.prompt:
-            say(f"{report.prompt}\n")
-        if report.image is not None:
-            say(f"The first image is in {image}.\n")
-        colors = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+        say(f"{report.prompt}\n" + (f"The first image is in {image}.\n" if image else ""))
         for finding in report.findings:
-            typer.secho(f"{finding.status:<5}", fg=colors[finding.status], nl=False)
-            say(f"{finding.name:<12}  {finding.detail}")
+            say_check(finding.name, finding.status, finding.detail)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -117,20 +97,13 @@ def play(
     env: EnvId,
     env_arg: EnvArguments = None,
     index: Annotated[int | None, typer.Option(min=0, help="Which item; a random one by default.")] = None,
-    split: Annotated[str, typer.Option(help="train or test.")] = "train",
+    split: Annotated[Literal["train", "test"], typer.Option()] = "train",
     seed: Annotated[int | None, typer.Option(min=0, help="Of the environment.")] = None,
-    picture: Annotated[
-        str, typer.Option(help="blocks: drawn in the terminal; open: saved and opened; none: only named.")
-    ] = "blocks",
 ) -> None:
     """Play one episode yourself: what you type is the policy's answer; an empty line or Ctrl-D leaves."""
     from rl_vlm.cli.play import play_episode
-    from rl_vlm.types import UserInputError
 
-    if split not in ("train", "test") or picture not in ("blocks", "open", "none"):
-        raise UserInputError("--split is train or test, and --picture is blocks, open or none.")
-    kind: Literal["train", "test"] = "train" if split == "train" else "test"
-    play_episode(env, parse_arguments(env_arg), split=kind, index=index, seed=seed, picture=picture)
+    play_episode(env, parse_arguments(env_arg), split=split, index=index, seed=seed)
 
 
 @envs_commands.command(
@@ -150,15 +123,12 @@ def serve(
     ] = False,
 ) -> None:
     """Serve an environment over HTTP, for training on other machines."""
-    from rl_vlm.http.env_server import serve_environment
+    from rl_vlm.runs.lifecycle import leaving_on_signals
 
-    code = serve_environment(
-        env,
-        parse_arguments(env_arg),
-        host=host,
-        port=port,
-        max_sessions=max_sessions,
-        processes=processes,
-        announce=say,
-    )
-    raise typer.Exit(128 + code)
+    with leaving_on_signals():  # importing takes seconds
+        from rl_vlm.http.env_server import serve_environment
+
+        arguments = parse_arguments(env_arg)
+        serve_environment(
+            env, arguments, host=host, port=port, max_sessions=max_sessions, processes=processes, announce=say
+        )

@@ -30,15 +30,11 @@ MaybeConfig = Annotated[
     ),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained adapter (or agent) is used.")]
-Out = Annotated[Path | None, typer.Option(help="Write the results to this file as well.")]
 Model = Annotated[str | None, typer.Option(help="model.path: `tiny`, a Hugging Face folder, or a fetched hub name.")]
 Env = Annotated[str | None, typer.Option(help="env.id: a registry id, package.module:Class, or path/to/env.py.")]
 MaxNewTokens = Annotated[
     int | None, typer.Option(min=1, help="Per turn; above rollout.max_new_tokens that grows, too.")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Default: the configuration's.")]
-MinPixels = Annotated[int | None, typer.Option(min=1, help="Smaller images are enlarged to this.")]
-MaxPixels = Annotated[int | None, typer.Option(min=1, help="Larger images are reduced to this.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results that --out holds.")]
 _EXAMPLE = "Example: rl-vlm eval configs/quickstart.yaml --run-dir runs/quickstart --against base --out eval.json"
 
@@ -82,22 +78,14 @@ def evaluate(
     model: Model = None,
     env: Env = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="evaluation.num_items.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="evaluation.at_once.")] = None,
     max_new_tokens: MaxNewTokens = None,
-    seed: Seed = None,
-    min_pixels: MinPixels = None,
-    max_pixels: MaxPixels = None,
 ) -> None:
     """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
     changes = {
         "model.path": model,
         "env.id": env,
-        "model.min_pixels": min_pixels,
-        "model.max_pixels": max_pixels,
         "evaluation.num_items": episodes,
-        "evaluation.at_once": batch_size,
         "rollout.max_new_tokens_per_turn": max_new_tokens,
-        "seed": seed,
     }
     run = _load(config, overrides, changes, needs=("env",) if endpoint else ("model", "env"))
     if max_new_tokens is not None:
@@ -142,10 +130,10 @@ def rollout(
         int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")
     ] = None,
     max_new_tokens: MaxNewTokens = None,
-    seed: Seed = None,
-    min_pixels: MinPixels = None,
-    max_pixels: MaxPixels = None,
-    out: Out = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Default: the configuration's.")] = None,
+    min_pixels: Annotated[int | None, typer.Option(min=1, help="Smaller images are enlarged to this.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(min=1, help="Larger images are reduced to this.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the lines to this file instead.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Play episodes and print one JSON line for each, and a summary at the end."""

@@ -46,12 +46,9 @@ def label(
     endpoint_model: Annotated[str, typer.Option(help="The model's name at the endpoint.")] = "default",
     generate: Annotated[str | None, typer.Option(help="The URL of a plain /generate server to ask instead.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=2, help="1: the label at once. 2: describe, then summarise.")] = 2,
-    one_order: Annotated[bool, typer.Option("--one-order", help="Ask in the given order only.")] = False,
-    free_text: Annotated[bool, typer.Option("--free-text", help="Do not restrict the answer; read the text.")] = False,
     no_logprobs: Annotated[
         bool, typer.Option("--no-logprobs", help="Do not ask the endpoint for log-probabilities, which some refuse.")
     ] = False,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds for one question, retries included.")] = 300.0,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; FOLDER/vlm_query_log.csv by default.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -75,9 +72,6 @@ def label(
         goal=goal,
         prompts=str(prompts) if prompts else None,
         steps=1 if steps == 1 else 2,
-        both_orders=not one_order,
-        guided=not free_text,
-        deadline_s=deadline,
         endpoint=EndpointSection(url=endpoint or generate or "", model=endpoint_model, logprobs=not no_logprobs),
     )
     prompts_of(section)  # before a model is loaded

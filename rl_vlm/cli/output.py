@@ -16,9 +16,16 @@ import typer
 from rl_vlm.safe_text import printable, redact, safe
 
 
-def say(text: str, err: bool = False, nl: bool = True) -> None:
+def say(text: str, err: bool = False) -> None:
     """Print a text to stdout, or to stderr with `err`; control characters as escapes."""
-    typer.echo(printable(text), err=err, nl=nl)
+    typer.echo(printable(text), err=err)
+
+
+def say_check(name: str, status: str, detail: str, width: int = 12) -> None:
+    """Print the line of a check, whose status is ok, warn or fail."""
+    colors = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+    typer.secho(f"{status:<5}", fg=colors[status], nl=False)
+    say(f"{name:<{width}}  {detail}")
 
 
 # How a command ends when something goes wrong: one sentence on stderr, an exit code, a traceback in a file.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import typer
+import numpy as np
 from PIL import Image
 from rich.color import Color
 from rich.console import Console
@@ -17,7 +16,10 @@ from rich.text import Text
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
 from rl_vlm.safe_text import printable
-from rl_vlm.types import EncodedImage, Observation, Split, as_rgb
+from rl_vlm.types import Observation, Split, as_encoded, as_rgb
+
+_MAX_ROWS = 32  # characters of a picture's height
+_SHOWN = 400  # characters of the info
 
 
 def half_blocks(image: Image.Image, columns: int, rows: int) -> Text:
@@ -27,24 +29,15 @@ def half_blocks(image: Image.Image, columns: int, rows: int) -> Text:
     """
     limit = min(columns / image.width, 2 * rows / image.height)
     scale = limit if limit < 1 else int(limit)
-    width = max(1, round(image.width * scale))
-    height = max(2, 2 * round(image.height * scale / 2))  # a character holds two
+    size = max(1, round(image.width * scale)), max(2, 2 * round(image.height * scale / 2))  # a character holds two rows
     method = Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST
-    pixels = as_rgb(image).resize((width, height), method).load()
-    assert pixels is not None
+    pixels = np.asarray(as_rgb(image).resize(size, method)).tolist()
     text = Text()
-    for row in range(0, height, 2):
-        for column in range(width):
-            above, below = (Color.from_rgb(*pixels[column, row + half]) for half in (0, 1))  # type: ignore[misc]
-            text.append("▀", Style(color=above, bgcolor=below))
+    for upper, lower in zip(pixels[::2], pixels[1::2], strict=True):
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", Style(color=Color.from_rgb(*above), bgcolor=Color.from_rgb(*below)))
         text.append("\n")
     return text
-
-
-# Lets a person play an environment in the terminal.
-
-_MAX_ROWS = 32  # characters of a picture's height
-_SHOWN = 400  # characters of the info
 
 
 def play_episode(
@@ -54,19 +47,18 @@ def play_episode(
     split: Split,
     index: int | None,
     seed: int | None,
-    picture: str,
     console: Console | None = None,
 ) -> float:
     """Show what the environment says and ask for answers until the episode ends; return the sum of rewards."""
     console = console or Console(highlight=False)
     env = make(env_id, **kwargs)
-    total = 0.0
+    total, ended = 0.0, ""
     try:
         options: dict[str, Any] = {"split": split} | ({} if index is None else {"index": index})
         observation, info = check_reset(env.reset(seed=seed, options=options))
-        _say(console, Text(_shorten(info), style="dim"))
-        while True:
-            _show(console, observation, picture)
+        _say(console, _shorten(info), "dim")
+        _show(console, observation)
+        while not ended:
             try:
                 answer = input("> ")
             except EOFError:
@@ -75,44 +67,35 @@ def play_episode(
                 break
             observation, reward, terminated, truncated, info = check_step(env.step(answer))
             total += reward
-            _say(console, Text(f"reward {reward:g}  {_shorten(info)}", style="dim"))
-            if terminated or truncated:
-                _show(console, observation, picture)
-                _say(console, Text(f"{'The end' if terminated else 'Cut off'}: {total:g} in all.", style="bold"))
-                break
+            _say(console, f"reward {reward:g}  {_shorten(info)}", "dim")
+            _show(console, observation)
+            ended = "The end" if terminated else "Cut off" if truncated else ""
     finally:
         env.close()
+    if ended:
+        _say(console, f"{ended}: {total:g} in all.", "bold")
     return total
 
 
-def _show(console: Console, observation: Observation, picture: str) -> None:
+def _show(console: Console, observation: Observation) -> None:
     for message in observation.messages:
-        _say(console, Text(f"[{message.role}]", style="bold cyan"))
+        _say(console, f"[{message.role}]", "bold cyan")
         for part in message.parts:
             if isinstance(part, str):
-                _say(console, Text(printable(part)))
+                _say(console, part)
+                continue
+            (image,) = as_encoded([part])
+            if console.is_terminal and console.color_system is not None:
+                rows = min(_MAX_ROWS, max(4, console.height - 6))
+                console.print(half_blocks(image.to_pil(), console.width, rows), end="")
             else:
-                _draw(console, part, picture)
+                with tempfile.NamedTemporaryFile(prefix="rl-vlm-play-", suffix=".png", delete=False) as file:
+                    file.write(image.png)
+                _say(console, f"(image of {image.width}x{image.height} pixels in {file.name})", "dim")
 
 
-def _draw(console: Console, part: Image.Image | EncodedImage, picture: str) -> None:
-    image = part.to_pil() if isinstance(part, EncodedImage) else part
-    if picture == "blocks" and console.is_terminal and console.color_system is not None:
-        rows = min(_MAX_ROWS, max(4, console.height - 6))
-        console.print(half_blocks(image, console.width, rows), end="")
-        return
-    said = f"image of {image.width}x{image.height} pixels"
-    if picture != "none":  # no colours here, or asked for
-        with tempfile.NamedTemporaryFile(prefix="rl-vlm-play-", suffix=".png", delete=False) as file:
-            as_rgb(image).save(file, format="PNG")
-        said += f" in {file.name}"
-        if picture == "open":
-            typer.launch(str(Path(file.name)))
-    _say(console, Text(f"({said})", style="dim"))
-
-
-def _say(console: Console, text: Text) -> None:
-    console.print(text, soft_wrap=True)
+def _say(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(printable(text), style), soft_wrap=True)
 
 
 def _shorten(info: dict[str, Any]) -> str:

@@ -217,4 +217,4 @@ def serve(
         find_trained(adapter, None)
 
         planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
-        raise typer.Exit(128 + launch.run_server(planned, say))
+        launch.run_server(planned, say)

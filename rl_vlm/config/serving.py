@@ -50,7 +50,7 @@ class PlainModelSection(Section):
     gpu_memory_gib: float | None = Field(
         None,
         gt=0,
-        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `doctor`, `plan` and the start "
+        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `plan` and the start "
         "of a run compare it with the machine; cards report up to 3 % less.",
     )
 

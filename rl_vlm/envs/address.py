@@ -37,6 +37,11 @@ def base_url(address: str) -> str:
     return url.geturl().rstrip("/")
 
 
+def url_host(host: str) -> str:
+    """A host as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def is_loopback(url: str) -> bool:
     """Whether an address is this machine's own; it is then reached without a proxy."""
     try:

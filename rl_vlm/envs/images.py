@@ -65,23 +65,26 @@ def image_bytes(value: Any, folder: Path | None) -> bytes:
     return data
 
 
-def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def check_header(data: bytes, max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS) -> tuple[int, int]:
     """The (width, height) in an image's header; ImageError if there is none or it has too many pixels."""
-    return _open(data, max_pixels).size
+    return _open(data, max_pixels, formats).size
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> EncodedImage:
     """Decode an image whole and encode it as RGB; ImageError if it is too large, truncated or not an image."""
-    return _decoded(data, max_pixels, EncodedImage.from_pil)
+    return decoded(data, EncodedImage.from_pil, max_pixels)
 
 
 def pixels(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode an image to uint8 [H, W, 3] RGB; ImageError as `decode`."""
-    return _decoded(data, max_pixels, lambda image: np.asarray(as_rgb(image)))
+    return decoded(data, lambda image: np.asarray(as_rgb(image)), max_pixels)
 
 
-def _decoded(data: bytes, max_pixels: int, convert: Callable[[Image.Image], T]) -> T:
-    image = _open(data, max_pixels)
+def decoded(
+    data: bytes, convert: Callable[[Image.Image], T], max_pixels: int = MAX_PIXELS, formats: Sequence[str] = FORMATS
+) -> T:
+    """What `convert` makes of an opened image, whose pixels it may decode; ImageError as `decode`."""
+    image = _open(data, max_pixels, formats)
     try:
         return convert(image)
     except ImageError:
@@ -90,13 +93,13 @@ def _decoded(data: bytes, max_pixels: int, convert: Callable[[Image.Image], T]) 
         raise ImageError(f"cannot be decoded ({one_line(error)})") from error
 
 
-def open_image(data: bytes, formats: Iterable[str] = FORMATS) -> Image.Image:
+def _open_file(data: bytes, formats: Sequence[str]) -> Image.Image:
     """Open an image, its header read and its pixels not; every path opens here.
 
     Raises ImageError for a file that is made to cost time, and what Pillow raises for a damaged one.
     """
     scans = check_parts(data)
-    image = Image.open(io.BytesIO(data), formats=list(formats))
+    image = Image.open(io.BytesIO(data), formats=tuple(formats))
     if len(scans) > 1 and image.width * image.height * sum(scans) > MAX_WORK:
         raise ImageError(
             f"is a JPEG of {len(scans)} scans of {image.width}x{image.height} pixels, which takes too long to decode: "
@@ -171,15 +174,15 @@ def replaced(images: Iterable[EncodedImage], others: Sequence[EncodedImage]) -> 
     return tuple(resized(there, own.width, own.height) for there, own in zip(cycle(others), images, strict=False))
 
 
-def _open(data: bytes, max_pixels: int) -> Image.Image:
+def _open(data: bytes, max_pixels: int, formats: Sequence[str] = FORMATS) -> Image.Image:
     try:
-        image = open_image(data)
+        image = _open_file(data, formats)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
         raise ImageError(f"has more than {max_pixels} pixels") from error
     except UnidentifiedImageError as error:
-        raise ImageError(f"is not a readable image ({', '.join(FORMATS)})") from error
+        raise ImageError(f"is not a readable image ({', '.join(formats)})") from error
     except Exception as error:  # header parsers raise nearly anything on corrupt bytes
         raise ImageError(f"is not a readable image ({one_line(error)})") from error
     if image.width * image.height > max_pixels:

@@ -1,238 +1,204 @@
-"""The HTTP application: OpenAI's chat completions, `/generate`, models, health, metrics. It does not import Ray."""
+"""The HTTP application of a served model: OpenAI's chat completions, `/generate`, models, health, metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar, get_args
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
-from openai.types import Model
-from openai.types.chat import ChatCompletion
-from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
-from pydantic_core import from_json
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from prometheus_client import generate_latest
+from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.http import schema
-from rl_vlm.http.gate import DEADLINE, JSON, Deadlines, Gate, RequestError, error_response
-from rl_vlm.http.service import Backend, ServedModel, Service, as_request_error, json_bytes
+from rl_vlm.http.backend import ServeBackend, ServedModel
+from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
+from rl_vlm.http.reader import RequestReader, return_freed_memory
+from rl_vlm.http.replies import ChatReply
+from rl_vlm.http.schema import ChatRequest, GenerateRequest, parse_body
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import RLVLMError, Role
+from rl_vlm.safe_text import without_thoughts
+from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
 
-_MAX_SHOWN = 200  # characters of an error that may come from the client
-_MAX_FIELDS = 256  # of a body; more are not even named
-_HEALTH_AGE_S = 0.5
+_THREADS = 4  # that read requests: so many images are decoded at a time
 
-M = TypeVar("M", bound=BaseModel)
-
-
-async def _read(request: Request, kind: type[M]) -> M:
-    """The body as a model. Parsed strictly: NaN, lone surrogates and deep nesting are errors. Raises RequestError."""
-    message = await request.receive()  # not `request.body()`, which would keep it until the answer is sent
-    try:
-        content = from_json(message.pop("body"), allow_inf_nan=False, cache_strings="keys")
-    except ValueError as error:
-        raise RequestError(400, f"The body is not valid JSON: {error}."[:_MAX_SHOWN]) from error
-    if isinstance(content, dict) and len(content) > _MAX_FIELDS:
-        raise RequestError(400, f"The body has {len(content)} fields: leave out those that are not known here.")
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        raise _validation_error(error) from None  # the error holds the client's data
+B = TypeVar("B", ChatRequest, GenerateRequest)
 
 
-def _json(model: BaseModel) -> Response:
-    return Response(model.model_dump_json(), media_type=JSON)
-
-
-def _validation_error(error: ValidationError) -> RequestError:
-    """The first error in one sentence, without the client's data."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "model_type" and not first["loc"]:
-        return RequestError(400, "The body must be a JSON object, sent with the header Content-Type: application/json.")
-    path: list[str] = []
-    for item in map(str, first["loc"]):
-        # Tags of pydantic's unions are not fields of the request: content's forms, kinds of parts, roles of messages.
-        of_message = path[-2:-1] == ["messages"] and item in get_args(Role)
-        of_stop = path[-1:] == ["stop"] and item == "text"
-        if not (of_message or of_stop) and item not in ("parts", "developer", *path[-1:]):
-            path.append(item)
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "this field is not known here, or not with this value: leave it out"
-    elif first["type"] == "model_type":
-        message = "this must be a JSON object"
-    param, message = ".".join(path)[:_MAX_SHOWN], message[:_MAX_SHOWN]
-    return RequestError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
-
-
-def _documented(error: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": error} for status in statuses}
-
-
-_FAILURES = (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
-
-
-def build_http_app(
-    backend: Backend,
-    text: TextSide,
-    limits: HTTPSection,
-    *,
-    max_context: int,
-    token: str | None = None,
-) -> Gate:
-    """The ASGI application.
+class ModelApp:
+    """Answers HTTP requests with a backend.
 
     Args:
-        backend: answers requests.
+        backend: answers generation requests.
         text: tokenizer, chat template and image geometry of the model.
         limits: the server's limits.
         max_context: prompt and new tokens of one sample.
         token: the bearer token that clients must send; None: only this machine's own names are answered.
+
+    Attributes:
+        gate: the ASGI application.
     """
-    from rl_vlm import __version__
 
-    deadlines = Deadlines()
-    service = Service(backend, text, limits, max_context, deadlines)
-    started = int(time.time())
-    app = FastAPI(title="rl_vlm", version=__version__, docs_url=None, redoc_url=None)
+    def __init__(
+        self, backend: ServeBackend, text: TextSide, limits: HTTPSection, *, max_context: int, token: str | None = None
+    ) -> None:
+        return_freed_memory()
+        self._backend = backend
+        self._codec = text.codec
+        self._limits = limits
+        self._reader = RequestReader(text, limits, max_context)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
+        self._started = int(time.time())
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/generate", self._generate, methods=["POST"]),
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._show_model),
+            Route("/health", self._show_health),
+            Route("/metrics", self._show_metrics),
+        ]
+        self.gate = Gate(routes, limits, token)
 
-    @app.exception_handler(RLVLMError)
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return error_response(request.url.path, as_request_error(error))
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, error: StarletteHTTPException) -> Response:
-        return error_response(request.url.path, RequestError(error.status_code, str(error.detail)), error.headers)
-
-    @app.post(
-        "/v1/chat/completions",
-        response_model=ChatCompletion,
-        responses={200: {"content": {"text/event-stream": {}}}, **_documented(schema.OpenAIError, *_FAILURES)},
-        openapi_extra=_takes(schema.ChatRequest),
-    )
-    async def chat_completions(request: Request) -> Response:
+    async def _chat(self, request: Request) -> Response:
         """OpenAI's chat completions, with images as data URIs."""
-        body = await _read(request, schema.ChatRequest)
-        model, deadline = await service.find(body.model), request.scope[DEADLINE]
-        call = await service.read(service.reader.chat, body, model, "chatcmpl", deadline)
-        reply = service.chat_reply(body, call)
-        if body.stream:
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return await service.stream(call, reply, usage)
-        completion = await service.complete(call)
-        return Response(json_bytes(reply.whole(completion)), media_type=JSON)
+        body, deadline = parse_body(request.scope.pop(BODY), ChatRequest), request.scope[DEADLINE]
+        async with self._in_time(deadline):
+            model = await self._find(body.model)
+            asked, prompt_tokens = await self._read(self._reader.chat, body, "chatcmpl", model)
+            reply = ChatReply(self._codec, asked, body.model, prompt_tokens, body.logprobs)
+            if not body.stream:
+                completion = await self._complete(asked)
+                return Response(json_bytes(reply.whole(completion)), media_type=JSON)
+        # A failure before the first token is an HTTP error, a later one an event.
+        chunks = self._chunks(asked, deadline)
+        first = await anext(chunks)
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        events = self._events(first, chunks, reply, prompt_tokens, usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    @app.post(
-        "/generate",
-        response_model=schema.GenerateReply,
-        responses=_documented(schema.DetailError, *_FAILURES),
-        openapi_extra=_takes(schema.GenerateRequest),
-    )
-    async def generate(request: Request) -> Response:
+    async def _generate(self, request: Request) -> Response:
         """A conversation in, a text out; thoughts are removed."""
-        body = await _read(request, schema.GenerateRequest)
-        model, deadline = await service.find(None), request.scope[DEADLINE]
-        call = await service.read(service.reader.generate, body, model, "generate", deadline)
-        completion = await service.complete(call)
-        return _json(schema.GenerateReply(text=service.text(completion)))
+        body = parse_body(request.scope.pop(BODY), GenerateRequest)
+        async with self._in_time(request.scope[DEADLINE]):
+            model = await self._find(None)
+            asked, _ = await self._read(self._reader.generate, body, "generate", model)
+            completion = await self._complete(asked)
+        return JSONResponse({"text": without_thoughts(self._codec.decode(completion.samples[0].token_ids))})
 
-    def card(model: ServedModel) -> Model:
-        return Model(id=model.name, created=started, object="model", owned_by="rl_vlm")
-
-    @app.get("/v1/models", response_model=schema.ModelList, responses=_documented(schema.OpenAIError, 401, 403))
-    async def models() -> Response:
+    async def _list_models(self, _: Request) -> Response:
         """The models that are served."""
-        return _json(schema.ModelList(data=[card(model) for model in await backend.models()]))
+        return JSONResponse({"object": "list", "data": [self._card(model) for model in await self._backend.models()]})
 
-    @app.get(
-        "/v1/models/{name:path}",
-        response_model=Model,
-        responses=_documented(schema.OpenAIError, 401, 403, 404),
-    )
-    async def one_model(name: str) -> Response:
+    async def _show_model(self, request: Request) -> Response:
         """One model by its name."""
-        return _json(card(await service.find(name)))
+        return JSONResponse(self._card(await self._find(request.path_params["name"])))
 
-    probe = _Probe(backend.health)
-
-    @app.get("/health", response_model=schema.Health, responses=_documented(schema.Health, 503))
-    async def health() -> Response:
+    async def _show_health(self, _: Request) -> Response:
         """200 while requests can be answered."""
-        state = schema.Health(status="draining" if gate.draining else "ok", in_flight=gate.in_flight)
+        state: dict[str, Any] = {"status": "ok", "models": [], "in_flight": self.gate.in_flight, "detail": ""}
         try:
-            await probe.check()
-            state.models = [model.name for model in await backend.models()]
+            await self._backend.health()
+            state["models"] = [model.name for model in await self._backend.models()]
         except RLVLMError as error:
-            state.status, state.detail = "unavailable", str(error)
-        return JSONResponse(state.model_dump(), 200 if state.status == "ok" else 503)
+            state |= {"status": "unavailable", "detail": str(error)}
+        return JSONResponse(state, 200 if state["status"] == "ok" else 503)
 
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def _show_metrics(self, _: Request) -> Response:
         """Prometheus' text format."""
-        text = service.metrics.text() + await backend.metrics()
+        text = generate_latest(self.gate.metrics.registry).decode() + await self._backend.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _schema(app)
-        return app.openapi_schema
+    def _card(self, model: ServedModel) -> dict[str, Any]:
+        return {"id": model.name, "created": self._started, "object": "model", "owned_by": "rl_vlm"}
 
-    app.openapi = openapi  # type: ignore[method-assign]
-    routes = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    gate = Gate(app, limits, token, service.metrics, deadlines, routes)
-    return gate
+    @asynccontextmanager
+    async def _in_time(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError as error:
+            late = f"No complete answer within {self._limits.deadline_s:g} s: ask for less, or later."
+            raise RequestError(504, late) from error
+
+    async def _find(self, name: str | None) -> ServedModel:
+        """The model of that name; the first one without a name. Raises RequestError."""
+        models = await self._backend.models()
+        chosen = next((model for model in models if name is None or model.name == name), None)
+        if chosen is None:
+            known = ", ".join(model.name for model in models)
+            message = f"Model {name!r} is not served here: ask for one of {known}."
+            raise RequestError(404, message, code="model_not_found", param="model")
+        return chosen
+
+    async def _read(
+        self, read: Callable[[B, str, int], tuple[GenerationRequest, int]], body: B, prefix: str, model: ServedModel
+    ) -> tuple[GenerationRequest, int]:
+        """What the engine is asked, by a method of the reader on a thread; `prefix` begins the request's id."""
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, read, body, name, model.version)
+        finally:
+            # The handler keeps the body until it has answered, and encoded images may take megabytes.
+            body.messages = []
+
+    async def _complete(self, asked: GenerationRequest) -> Completion:
+        """One whole answer."""
+        completion = await self._backend.generate(asked)
+        self._count(len(completion.prompt_ids), sum(len(sample.token_ids) for sample in completion.samples))
+        return completion
+
+    async def _chunks(self, asked: GenerationRequest, deadline: float) -> AsyncGenerator[SampleChunk, None]:
+        """A stream, which must be whole and in time."""
+        unfinished = asked.sampling.n
+        async with aclosing(self._backend.stream(asked)) as source:
+            while unfinished:
+                async with self._in_time(deadline):
+                    chunk = await anext(source, None)
+                if chunk is None:
+                    raise RequestError(500, "The stream broke off before its end: send the request again.")
+                unfinished -= chunk.stop_reason is not None
+                yield chunk
+
+    async def _events(
+        self,
+        first: SampleChunk,
+        chunks: AsyncGenerator[SampleChunk, None],
+        reply: ChatReply,
+        prompt_tokens: int,
+        usage: bool,
+    ) -> AsyncGenerator[bytes, None]:
+        chunk: SampleChunk | None = first
+        try:
+            async with aclosing(chunks):
+                while chunk is not None:
+                    version = chunk.policy_version
+                    if content := reply.chunk(chunk):
+                        yield _event(content)
+                    chunk = await anext(chunks, None)
+            if usage:
+                yield _event(reply.last_chunk(version))
+            yield b"data: [DONE]\n\n"
+        except Exception as error:  # whatever the error, the client gets it as an event
+            yield _event(error_body(as_request_error(error)))
+        finally:
+            self._count(prompt_tokens, reply.num_sampled)
+
+    def _count(self, prompt_tokens: int, sampled: int) -> None:
+        self.gate.metrics.tokens.labels("prompt").inc(prompt_tokens)
+        self.gate.metrics.tokens.labels("sampled").inc(sampled)
 
 
-class _Probe:
-    """Asks the backend at most every half second, because anybody may ask for the health."""
-
-    def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
-        self._ask = ask
-        self._lock = asyncio.Lock()
-        self._asked = float("-inf")
-        self._error: RLVLMError | None = None
-
-    async def check(self) -> None:
-        """Raise what the backend raises."""
-        async with self._lock:
-            if time.monotonic() - self._asked > _HEALTH_AGE_S:
-                self._error = None
-                try:
-                    await self._ask()
-                except RLVLMError as error:
-                    self._error = error
-                self._asked = time.monotonic()
-        if self._error is not None:
-            raise self._error
+def json_bytes(content: dict[str, Any]) -> bytes:
+    """JSON as clients get it; a log-probability that is not finite is null."""
+    return to_json(content, inf_nan_mode="null")
 
 
-def _takes(body: type[BaseModel]) -> dict[str, Any]:
-    """The body of an operation for the schema. FastAPI does not see it: it would keep it until the answer is sent."""
-    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": reference}}}}
-
-
-def _schema(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's schema with the bodies of requests; bad input is a 400 here, never FastAPI's 422."""
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-    schemas = document["components"]["schemas"]
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    bodies: list[tuple[type[BaseModel], Literal["validation"]]] = [
-        (schema.ChatRequest, "validation"),
-        (schema.GenerateRequest, "validation"),
-    ]
-    schemas.update(models_json_schema(bodies, ref_template="#/components/schemas/{model}")[1]["$defs"])
-    return document
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json_bytes(content) + b"\n\n"

@@ -16,20 +16,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import HTTPSection
-from rl_vlm.envs.address import TOKEN_VARIABLE
+from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import EnvWorker, ProcessEnv, short_line
 from rl_vlm.envs.registry import make
 from rl_vlm.envs.remote import FRAME
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
-from rl_vlm.http.gate import Deadlines, Gate, HTTPMetrics, RequestError, error_response
+from rl_vlm.http.gate import BODY, Gate, RequestError
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.waiting import note_hung_thread
 
@@ -44,56 +42,50 @@ T = TypeVar("T")
 class _Session:
     """One environment on a thread of its own, and the last answer that it gave."""
 
-    def __init__(self, build: Callable[[], VisionEnv], clock: Callable[[], float]) -> None:
+    def __init__(self, build: Callable[[], VisionEnv]) -> None:
         self._worker = EnvWorker(build)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="env")
-        self._clock = clock
         self._last: Future[Any] | None = None  # what the thread was given last
         self._number = 0
         self._answer = b""
         self.ended = False  # its client is gone
-        self.used = clock()
+        self.used = time.monotonic()
 
     @property
     def busy(self) -> bool:
         """Whether its environment is at work."""
         return self._last is not None and not self._last.done()
 
-    def open(self) -> Future[Frame]:
-        """Make the environment; its metrics and its splits' sizes."""
-        return self._submit(self._open)
-
-    def carry_out(self, request: dict[str, Any]) -> Future[bytes]:
-        """The frame that answers. A request that comes again waits for the first one and gets its answer."""
-        return self._submit(lambda: self._carry_out(request))
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have the thread do something, after what it does now."""
+        self._last = future = self._thread.submit(work, *arguments)
+        return future
 
     def end(self) -> Future[Any]:
         """Close the environment as soon as it is idle. A second call does nothing."""
         if not self.ended:
             self.ended = True
-            self._submit(lambda: self._worker.answer({"op": "close"}))
+            self.submit(self._worker.answer, {"op": "close"})
             self._thread.shutdown(wait=False)
         assert self._last is not None
         return self._last
 
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        self._last = future = self._thread.submit(work)
-        return future
-
     # What follows runs on the session's thread.
 
-    def _open(self) -> Frame:
+    def open(self) -> Frame:
+        """Make the environment; its metrics and its splits' sizes."""
         reply, _ = self._worker.answer({"op": "make"})
         sizes: dict[str, Any] = {}
         for split in _SPLITS if "error" not in reply else ():
             asked, _ = self._worker.answer({"op": "num_items", "split": split})
             reply, sizes[split] = {**reply, **asked}, asked.get("value")
-        self.used = self._clock()
+        self.used = time.monotonic()
         return {**reply, "num_items": sizes}, []
 
-    def _carry_out(self, request: dict[str, Any]) -> bytes:
+    def carry_out(self, request: dict[str, Any]) -> bytes:
+        """The frame that answers. A request that comes again gets the answer of the first one."""
         number = request.get("number")
-        self.used = self._clock()
+        self.used = time.monotonic()
         if number == self._number and self._answer:
             return self._answer
         if number != self._number + 1:
@@ -104,30 +96,16 @@ class _Session:
         except (FrameError, ValueError, TypeError, RecursionError) as error:  # info that JSON cannot hold
             text = f"the reply cannot be sent ({short_line(error)})"
             self._answer = pack_frame({"kind": "env", "error": text}, [])
-        self._number, self.used = number, self._clock()
+        self._number, self.used = number, time.monotonic()
         return self._answer
 
 
 class EnvServer:
-    """The sessions of one server.
+    """The sessions of one server, `max_sessions` at a time; `build` makes one environment."""
 
-    Args:
-        build: makes one environment.
-        max_sessions: at a time.
-        idle_s: a session that is unused for so long is ended. Where all are taken, the one that is unused longest is
-            ended after a minute.
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], VisionEnv],
-        max_sessions: int,
-        idle_s: float = 1800.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, build: Callable[[], VisionEnv], max_sessions: int) -> None:
         self._build = build
-        self._max_sessions, self._idle_s, self._clock = max_sessions, idle_s, clock
+        self._max_sessions = max_sessions
         self._sessions: dict[str, _Session] = {}
 
     @property
@@ -152,16 +130,16 @@ class EnvServer:
             return pack_frame({}, [])
         if op not in ("reset", "step"):
             raise RequestError(400, "op must be open, reset, step or close.")
-        return await asyncio.wrap_future(session.carry_out(request))
+        return await asyncio.wrap_future(session.submit(session.carry_out, request))
 
     async def _open(self) -> bytes:
         await self._make_room()
         if self.num_sessions >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open, as many as --max-sessions allows")
         name = secrets.token_hex(16)
-        session = self._sessions[name] = _Session(self._build, self._clock)  # it counts while it is made
+        session = self._sessions[name] = _Session(self._build)  # it counts while it is made
         try:
-            reply, _ = await asyncio.wrap_future(session.open())
+            reply, _ = await asyncio.wrap_future(session.submit(session.open))
         except BaseException:  # the client is gone, and nobody else knows the name
             session.end()
             raise
@@ -170,20 +148,16 @@ class EnvServer:
         return pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
 
     async def _make_room(self) -> None:
-        """Forget closed sessions, and end those that nobody uses: clients that were killed never close theirs."""
+        """Forget closed sessions, and where all places are taken end the one that is unused longest: clients that were
+        killed never close theirs."""
         self._sessions = {
             name: session for name, session in self._sessions.items() if not session.ended or session.busy
         }
-        unused = sorted(
-            (session for session in self._sessions.values() if not (session.busy or session.ended)),
-            key=lambda session: session.used,
-        )
-        full, now = self.num_sessions >= self._max_sessions, self._clock()
-        ending = [session.end() for session in unused if now - session.used > self._idle_s]
-        if full and unused and not ending and now - unused[0].used > _UNUSED_S:
-            ending = [unused[0].end()]
-        if ending:
-            await asyncio.wait(map(asyncio.wrap_future, ending), timeout=_CLOSE_S)
+        since = time.monotonic() - _UNUSED_S
+        unused = [one for one in self._sessions.values() if not (one.busy or one.ended) and one.used < since]
+        if self.num_sessions >= self._max_sessions and unused:
+            closing = min(unused, key=lambda session: session.used).end()
+            await asyncio.wait([asyncio.wrap_future(closing)], timeout=_CLOSE_S)
 
     def close(self, timeout_s: float = _CLOSE_S) -> bool:
         """Close every environment; whether all were idle within the time. One that hangs keeps its thread."""
@@ -195,21 +169,17 @@ def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> 
 
     async def env(request: Request) -> Response:
         try:
-            content, blobs = unpack_frame(await request.body())
-            if blobs or not isinstance(content, dict):
-                raise RequestError(400, "A request has no images.")
-            return Response(await server.answer(content), media_type=FRAME)
+            content, blobs = unpack_frame(request.scope.pop(BODY))
         except FrameError as error:
-            return error_response("/env", RequestError(400, f"The body is not a frame: {error}."))
-        except RequestError as error:
-            return error_response("/env", error)
+            raise RequestError(400, f"The body is not a frame: {error}.") from error
+        if blobs or not isinstance(content, dict):
+            raise RequestError(400, "A request has no images.")
+        return Response(await server.answer(content), media_type=FRAME)
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"status": "draining" if gate.draining else "ok", "sessions": server.num_sessions})
+        return JSONResponse({"status": "ok", "sessions": server.num_sessions})
 
-    app = Starlette(routes=[Route("/env", env, methods=["POST"]), Route("/health", health)])
-    gate = Gate(app, limits, token, HTTPMetrics(), Deadlines(), ["/env", "/health"], content_type=FRAME)
-    return gate
+    return Gate([Route("/env", env, methods=["POST"]), Route("/health", health)], limits, token, content_type=FRAME)
 
 
 def serve_environment(
@@ -221,8 +191,8 @@ def serve_environment(
     max_sessions: int,
     processes: bool,
     announce: Callable[[str], None],
-) -> int:
-    """Serve until SIGINT or SIGTERM, whose number is returned. Raises UserInputError before it listens."""
+) -> None:
+    """Serve until SIGINT or SIGTERM, which is raised again at the end. Raises UserInputError before it listens."""
     token = os.environ.get(TOKEN_VARIABLE)
     check_exposure(host, token)
     limits = HTTPSection(host=host, port=port, max_body_mib=_MAX_REQUEST_MIB, max_queue=2 * max_sessions, drain_s=2.0)
@@ -239,10 +209,8 @@ def serve_environment(
         said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
         ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
         http = HTTPServer(build_env_app(server, limits, token), sock, limits, lambda: announce(ready))
-        number = 0
         try:
-            number = http.run_until_signal()
+            http.serve_until_signal()
         finally:
             if not server.close():
                 note_hung_thread("an environment", threading.Event())
-        return number

@@ -1,16 +1,15 @@
-"""Builds OpenAI's replies from samples, whole or in chunks, as the content of their JSON (`schema.py` describes it)."""
+"""Builds OpenAI's replies from samples, whole or in chunks, as the content of their JSON."""
 
 from __future__ import annotations
 
 import codecs
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.types import Completion, Sample, SampleChunk, SamplingParams, StopReason, TopLogprobs
+from rl_vlm.types import Completion, GenerationRequest, SampleChunk, StopReason, TopLogprobs
 
 
 class ReplyText:
@@ -71,14 +70,14 @@ def _overlap(data: bytearray, stop: bytes) -> int:
 Content = dict[str, Any]
 
 
-@dataclass(slots=True)
-class _StreamedSample:
+class _Streamed:
     """One sample of a stream: its text, and all its tokens so far."""
 
-    text: ReplyText
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top: list[TopLogprobs] = field(default_factory=list)
+    def __init__(self, text: ReplyText) -> None:
+        self.text = text
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[TopLogprobs] = []
 
 
 class ChatReply:
@@ -86,94 +85,69 @@ class ChatReply:
 
     Args:
         codec: the model's.
-        request_id, model: written into the reply.
-        sampling: its stop strings end the text before the first of them.
+        request: what the engine was asked; its stop strings end the text before the first of them.
+        model: the name that the client asked for.
         num_prompt_tokens: with every token of the images.
         logprobs: whether the client wants log-probabilities.
     """
 
     def __init__(
-        self,
-        codec: ChatCodec,
-        request_id: str,
-        model: str,
-        sampling: SamplingParams,
-        num_prompt_tokens: int,
-        logprobs: bool,
+        self, codec: ChatCodec, request: GenerationRequest, model: str, num_prompt_tokens: int, logprobs: bool
     ) -> None:
         self._codec = codec
-        self._head: Content = {"id": request_id, "created": int(time.time()), "model": model}
-        self._sampling = sampling
-        self.num_prompt_tokens = num_prompt_tokens
+        self._head: Content = {"id": request.request_id, "created": int(time.time()), "model": model}
+        self._sampling = request.sampling
+        self._num_prompt_tokens = num_prompt_tokens
         self._logprobs = logprobs
-        self._streamed: dict[int, _StreamedSample] = {}
-        self._version = BASE_MODEL
+        self._streamed = [_Streamed(self._new_text()) for _ in range(request.sampling.n)]
 
     def whole(self, completion: Completion) -> Content:
-        """The reply without streaming."""
-        sampled = sum(len(sample.token_ids) for sample in completion.samples)
-        return {
-            **self._head,
-            "system_fingerprint": fingerprint(completion.policy_version),
-            "object": "chat.completion",
-            "choices": [self._choice(number, sample) for number, sample in enumerate(completion.samples)],
-            "usage": self._usage(sampled),
-        }
+        """The reply at once."""
+        choices = []
+        for number, sample in enumerate(completion.samples):
+            ids = sample.token_ids.tolist()
+            text, tokens = self._new_text().feed(ids, last=True)
+            choice = {
+                "index": number,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": self._token_logprobs(tokens, ids, sample.logprobs.tolist(), sample.top_logprobs),
+                "finish_reason": _finish(sample.stop_reason),
+            }
+            choices.append(choice)
+        usage = self._usage(sum(len(sample.token_ids) for sample in completion.samples))
+        return self._content("chat.completion", completion.policy_version, choices, usage)
 
-    def chunks(self, grown: SampleChunk) -> list[Content]:
-        """The chunks to send for new tokens of one sample."""
-        self._version = grown.policy_version
-        number = grown.number
-        chunks: list[Content] = []
-        sample = self._streamed.get(number)
-        if sample is None:
-            sample = self._streamed[number] = _StreamedSample(self._new_text())
-            chunks.append(self._chunk(number, {"role": "assistant", "content": ""}))
-        token_ids = grown.token_ids.tolist()
+    def chunk(self, new: SampleChunk) -> Content | None:
+        """The event for new tokens of one sample; None while they add no text that is certain."""
+        sample = self._streamed[new.number]
+        delta: Content = {} if sample.token_ids else {"role": "assistant"}
+        token_ids = new.token_ids.tolist()
         sample.token_ids += token_ids
-        sample.logprobs += grown.logprobs.tolist()
-        sample.top += grown.top_logprobs
-        text, tokens = sample.text.feed(token_ids, last=grown.stop_reason is not None)
-        if text or (tokens and self._logprobs):
-            logprobs = self._token_logprobs(tokens, sample.token_ids, sample.logprobs, sample.top)
-            chunks.append(self._chunk(number, {"content": text}, logprobs))
-        if grown.stop_reason is not None:
-            chunks.append(self._chunk(number, {}, finish_reason=_finish(grown.stop_reason)))
-        return chunks
+        sample.logprobs += new.logprobs.tolist()
+        sample.top += new.top_logprobs
+        text, tokens = sample.text.feed(token_ids, last=new.stop_reason is not None)
+        if not (delta or text or new.stop_reason or (tokens and self._logprobs)):
+            return None
+        choice = {
+            "index": new.number,
+            "delta": {**delta, "content": text},
+            "logprobs": self._token_logprobs(tokens, sample.token_ids, sample.logprobs, sample.top),
+            "finish_reason": new.stop_reason and _finish(new.stop_reason),
+        }
+        return self._content("chat.completion.chunk", new.policy_version, [choice], None)
 
-    def last_chunk(self) -> Content:
-        """The usage, in a chunk without choices."""
-        return self._of_stream([], self._usage(self.num_sampled))
+    def last_chunk(self, version: int) -> Content:
+        """The usage, in an event without choices."""
+        return self._content("chat.completion.chunk", version, [], self._usage(self.num_sampled))
 
     @property
     def num_sampled(self) -> int:
         """Tokens sampled by the stream so far."""
-        return sum(len(sample.token_ids) for sample in self._streamed.values())
+        return sum(len(sample.token_ids) for sample in self._streamed)
 
-    def _chunk(
-        self, number: int, delta: Content, logprobs: Content | None = None, finish_reason: str | None = None
-    ) -> Content:
-        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._of_stream([choice])
-
-    def _of_stream(self, choices: list[Content], usage: Content | None = None) -> Content:
-        return {
-            **self._head,
-            "system_fingerprint": fingerprint(self._version),
-            "object": "chat.completion.chunk",
-            "choices": choices,
-            "usage": usage,
-        }
-
-    def _choice(self, number: int, sample: Sample) -> Content:
-        ids = sample.token_ids.tolist()
-        text, tokens = self._new_text().feed(ids, last=True)
-        return {
-            "index": number,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._token_logprobs(tokens, ids, sample.logprobs.tolist(), sample.top_logprobs),
-            "finish_reason": _finish(sample.stop_reason),
-        }
+    def _content(self, kind: str, version: int, choices: list[Content], usage: Content | None) -> Content:
+        shared = {**self._head, "system_fingerprint": fingerprint(version)}
+        return {**shared, "object": kind, "choices": choices, "usage": usage}
 
     def _new_text(self) -> ReplyText:
         return ReplyText(self._codec, self._sampling.stop, self._sampling.min_tokens)
@@ -199,9 +173,9 @@ class ChatReply:
 
     def _usage(self, sampled: int) -> Content:
         return {
-            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": sampled,
-            "total_tokens": self.num_prompt_tokens + sampled,
+            "total_tokens": self._num_prompt_tokens + sampled,
         }
 
 

@@ -1,19 +1,20 @@
-"""JSON schemas of requests: OpenAI's chat completions with vLLM's additions, and the plain `/generate`.
-
-Replies to chats are `openai.types.chat.ChatCompletion` and `ChatCompletionChunk`.
-"""
+"""Bodies of requests: OpenAI's chat completions with vLLM's additions, and the plain `/generate`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from openai.types import Model
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from rl_vlm.http.gate import RequestError
 from rl_vlm.types import MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY
 
 _MAX_ITEMS = 100_000  # a bound for the parser; the server's own limits are lower
 _MAX_INT = 2**31
+_MAX_FIELDS = 256  # of a chat; more are not even named
+_MAX_SHOWN = 200  # characters of an error that may come from the client
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class _In(BaseModel):
@@ -25,45 +26,54 @@ class TextPart(_In):
     text: str
 
 
-DataURI = Annotated[str, Field(description="A data URI, such as data:image/png;base64,...")]
-
-
 class ImagePart(_In):
+    """`image` is a data URI."""
+
     type: Literal["image"]
-    image: DataURI
+    image: str
+
+    @property
+    def uri(self) -> str:
+        """The data URI."""
+        return self.image
 
 
 class ImageURL(_In):
-    url: DataURI
+    url: str
 
 
 class ImageURLPart(_In):
     type: Literal["image_url"]
     image_url: ImageURL
 
+    @property
+    def uri(self) -> str:
+        """The data URI."""
+        return self.image_url.url
+
 
 Part = Annotated[TextPart | ImagePart | ImageURLPart, Field(discriminator="type")]
-Parts = Annotated[list[Part], Field(max_length=_MAX_ITEMS, fail_fast=True)]
-# Tagged unions, so that an error names the form that was sent.
-_TextOrParts = Discriminator(lambda value: "text" if isinstance(value, str) else "parts")
-Content = Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], _TextOrParts]
 
 
-class _Message(_In):
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Parts = Annotated[list[Part], Field(max_length=_MAX_ITEMS, fail_fast=True), BeforeValidator(_as_parts)]
+
+
+class ChatMessage(_In):
+    role: Literal["system", "developer", "user", "tool", "assistant"]
+    content: Parts | None = None
     tool_calls: list[Any] | None = Field(None, max_length=0, description="Not supported.")
 
-
-class PromptMessage(_Message):
-    role: Literal["system", "developer", "user", "tool"]
-    content: Content
-
-
-class AssistantTurn(_Message):
-    role: Literal["assistant"]
-    content: Content | None = None
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("the content is missing")
+        return self
 
 
-ChatMessage = Annotated[PromptMessage | AssistantTurn, Field(discriminator="role")]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
 
 
@@ -75,48 +85,30 @@ class GenerateRequest(_In):
     temperature: float = Field(0.7, ge=0, le=2)
 
 
-class GenerateReply(BaseModel):
-    text: str
-
-
-class DetailError(BaseModel):
-    detail: str
-
-
 class StreamOptions(_In):
-    include_usage: bool | None = None
+    include_usage: bool | None = False
+
+
+Texts = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-StopTexts = Annotated[list[StopText], Field(max_length=16, fail_fast=True)]
-Stop = Annotated[Annotated[StopText, Tag("text")] | Annotated[StopTexts, Tag("parts")], _TextOrParts]
-
-
-def _different(texts: list[str]) -> list[str]:
-    if len(set(texts)) < len(texts):
-        raise ValueError("the texts must differ")
-    return texts
-
-
-ChoiceTexts = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1, max_length=1024, fail_fast=True, json_schema_extra={"uniqueItems": True}),
-    AfterValidator(_different),
-]
+StopTexts = Annotated[list[StopText], Field(max_length=16, fail_fast=True), BeforeValidator(_as_list)]
 
 
 class Choices(_In):
-    # Other forms are errors, beside a choice too: one of the two would be ignored. They come first, to be named first.
+    """vLLM's form of `guided_choice`. Other forms are errors, beside a choice too: one of the two would be ignored."""
+
     json_schema: None = Field(None, alias="json")
     regex: None = None
     grammar: None = None
     json_object: Literal[False] | None = None
     structural_tag: None = None
-    choice: ChoiceTexts
-
-
-class ResponseFormat(_In):
-    type: Literal["text"] = Field(description="Only text; guided choice restricts an answer to given texts.")
+    choice: Texts
 
 
 class TemplateOptions(BaseModel):
@@ -130,12 +122,13 @@ class TemplateOptions(BaseModel):
 # Fields of OpenAI and of vLLM that are not supported, each with the value that changes nothing.
 _USUAL: dict[str, Any] = {
     "tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "logit_bias": {},
-    "modalities": ["text"], "best_of": 1, "skip_special_tokens": True, "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False, "add_generation_prompt": True, "continue_final_message": False,
-    "add_special_tokens": False, "echo": False, "length_penalty": 1.0, "use_beam_search": False,
-    "include_reasoning": True, "stop_token_ids": [], "bad_words": [], "priority": 0, "mm_payload": "tensors",
-    "routed_experts_prompt_start": 0, "return_token_offsets": False, "return_token_ids": False,
-    "return_tokens_as_token_ids": False, "return_prompt_text": False, "return_mm_kwargs": False,
+    "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "add_generation_prompt": True,
+    "continue_final_message": False, "add_special_tokens": False, "echo": False, "length_penalty": 1.0,
+    "use_beam_search": False, "include_reasoning": True, "stop_token_ids": [], "bad_words": [], "priority": 0,
+    "mm_payload": "tensors", "routed_experts_prompt_start": 0, "return_token_offsets": False,
+    "return_token_ids": False, "return_tokens_as_token_ids": False, "return_prompt_text": False,
+    "return_mm_kwargs": False,
 }  # fmt: skip
 # Fields that do not change the answer, whatever they hold.
 _IGNORED = {
@@ -144,62 +137,52 @@ _IGNORED = {
 }  # fmt: skip
 
 
-def _changes_nothing(name: str, value: Any) -> bool:
-    return value is None or name in _IGNORED or (name in _USUAL and value == _USUAL[name])
-
-
-def _describe(schema: dict[str, Any]) -> None:
-    """The fields without a meaning here, for the published schema."""
-    usual = {name: {"enum": [value, None], "description": "Not supported."} for name, value in _USUAL.items()}
-    ignored = {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
-    schema["properties"] |= usual | ignored
-
-
-_GUIDES = ("guided_choice", "choice", "structured_outputs")
-
-
 class ChatRequest(BaseModel):
     """OpenAI's request, and vLLM's additions.
 
     A field that is None counts as absent. A field that is unknown, or not supported, is an error that names it.
     """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True, json_schema_extra=_describe)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     model: str = Field(max_length=256)
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
-    min_tokens: int | None = Field(None, ge=0, lt=_MAX_INT, description="Before an end of turn or a stop string.")
-    ignore_eos: bool | None = Field(None, description="Go on to max_tokens whatever is sampled.")
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=_MAX_INT)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    n: int | None = Field(None, ge=1, lt=_MAX_INT)
+    min_tokens: int = Field(0, ge=0, lt=_MAX_INT, description="Before an end of turn or a stop string.")
+    ignore_eos: bool = Field(False, description="Go on to max_tokens whatever is sampled.")
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=_MAX_INT)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    n: int = Field(1, ge=1, lt=_MAX_INT)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Stop | None = None
-    stream: bool | None = None
+    stop: StopTexts = []
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: ResponseFormat | None = None
-    guided_choice: ChoiceTexts | None = Field(None, description="The answer is one of these texts.")
-    choice: ChoiceTexts | None = Field(None, description="The same as guided_choice.")
-    structured_outputs: Choices | None = Field(None, description="vLLM's form of guided_choice.")
-    chat_template_kwargs: TemplateOptions | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    guided_choice: Texts | None = Field(None, description="The answer is one of these texts.")
+    structured_outputs: Choices | None = None
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
 
     @model_validator(mode="before")
     @classmethod
     def _without_what_changes_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {name: value for name, value in data.items() if not _changes_nothing(name, value)}
+        if len(data) > _MAX_FIELDS:
+            raise ValueError(f"the body has {len(data)} fields: leave out those that are not known here")
+        given = {
+            name: value
+            for name, value in data.items()
+            if value is not None and name not in _IGNORED and not (name in _USUAL and value == _USUAL[name])
+        }
         # JSON has one kind of number, and some clients write 6.0 for 6.
-        return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in kept.items()}
+        return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in given.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -207,37 +190,33 @@ class ChatRequest(BaseModel):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
-        if sum(getattr(self, guide) is not None for guide in _GUIDES) > 1:
-            raise ValueError("guided_choice, choice and structured_outputs mean the same: give one of them")
-        if self.choices and (self.min_tokens or self.ignore_eos):
-            raise ValueError("a guided choice ends where its text does: leave min_tokens and ignore_eos out")
+        if self.guided_choice is not None and self.structured_outputs is not None:
+            raise ValueError("guided_choice and structured_outputs mean the same: give one of them")
         return self
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The texts that the answer is restricted to; empty when it is free."""
-        structured = self.structured_outputs.choice if self.structured_outputs else ()
-        return tuple(self.guided_choice or self.choice or structured)
+        return tuple(self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else ()))
 
 
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIError(BaseModel):
-    error: ErrorDetail
-
-
-class Health(BaseModel):
-    status: Literal["ok", "draining", "unavailable"]
-    models: list[str] = []
-    in_flight: int
-    detail: str = ""
+def parse_body(body: bytes, kind: type[M]) -> M:
+    """The body as a model. NaN, lone surrogates and deep nesting are errors. Raises RequestError."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    # Outside of the handler: the error holds the client's data.
+    if first["type"] == "model_type" and not first["loc"]:
+        raise RequestError(400, "The body must be a JSON object, sent with the header Content-Type: application/json.")
+    path: list[str] = []
+    for item in map(str, first["loc"]):
+        if item not in path[-1:]:  # the tag of a part is the name of its field, too
+            path.append(item)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "this field is not known here, or not with this value: leave it out"
+    elif first["type"] == "model_type":
+        message = "this must be a JSON object"
+    param, message = ".".join(path)[:_MAX_SHOWN], message[:_MAX_SHOWN]
+    raise RequestError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)

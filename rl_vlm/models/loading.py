@@ -45,10 +45,6 @@ class BuiltinModel(Protocol):
         """The content of its config.json, without building it."""
         ...
 
-    def make(self, folder: Path, seed: int = 0) -> Path:
-        """Build it into a folder, which appears complete or not at all."""
-        ...
-
 
 @functools.cache
 def builtin_models() -> dict[str, BuiltinModel]:

@@ -40,7 +40,8 @@ def leaving_on_signals() -> Iterator[None]:
     """Inside, a signal is reported on stderr and raises SystemExit with its exit code, 130 or 143."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     _caught.clear()
-    leave_on_signals()
+    for number in previous:
+        signal.signal(number, _leave)
     try:
         yield
     except BaseException:
@@ -50,12 +51,6 @@ def leaving_on_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def leave_on_signals() -> None:
-    """Install the handlers of `leaving_on_signals` again, after other code has replaced them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

@@ -15,16 +15,15 @@ from typing import Any
 import ray
 from ray import serve
 
-from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import LearnerSection, PolicyConfig, load_policy_config, load_served_config
-from rl_vlm.http.app import build_http_app
+from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
+from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServeBackend
-from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
+from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload, WeightPayload, initial_adapter_folder, read_payload, trained_folder
 from rl_vlm.runs.evaluate import run_for
-from rl_vlm.runs.lifecycle import leave_on_signals
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.surroundings import check_vllm_is_installed
 from rl_vlm.serving.deploy import initial_replicas
@@ -126,11 +125,11 @@ def keeps_base_model(config: PolicyConfig) -> bool:
     return config.model.train != "full" or config.serving.expected_engine != "vllm"
 
 
-def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
-    """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
+def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM. Raises RLVLMError when the model cannot be served.
 
-    For use inside `leaving_on_signals`: before the server runs a signal ends the command, and what has been started
-    with it.
+    For use inside `leaving_on_signals`: a signal ends the command, and what has been started with it, once the server
+    has answered what it was asked.
     """
     config, limits = plan.config, plan.config.http
     quiet_libraries()
@@ -155,12 +154,10 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
                     deadline_s=limits.deadline_s,
                     keeps_base=keeps_base_model(config),
                 )
-                app = build_http_app(backend, text, limits, max_context=config.serving.max_context, token=plan.token)
+                app = ModelApp(backend, text, limits, max_context=config.serving.max_context, token=plan.token)
                 port = sock.getsockname()[1]
-                server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
-                return server.run_until_signal()
+                HTTPServer(app.gate, sock, limits, lambda: announce(banner(plan, port))).serve_until_signal()
             finally:
-                leave_on_signals()  # the server has put its own in place
                 service.stop()
 
 
@@ -189,7 +186,7 @@ def banner(plan: ServeTarget, port: int) -> str:
             f"  engine  {config.serving.engine} on {device}, {initial_replicas(config.serving)} replica(s), "
             f"{config.model.dtype}",
             f"  models  {', '.join(names)}",
-            "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics /openapi.json",
+            "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics",
             f"  limits  {config.serving.max_context} tokens of context, {limits.max_new_tokens} of them new; "
             f"{limits.max_images} images of {limits.max_image_mib:g} MiB and {limits.max_image_pixels} pixels; bodies "
             f"of {limits.max_body_mib:g} MiB; {limits.max_queue} requests at a time, {limits.deadline_s:g} s each",

@@ -20,10 +20,11 @@ from ray import serve
 
 from rl_vlm.config import PolicyConfig, Section
 from rl_vlm.config.loading import validated
-from rl_vlm.http.app import build_http_app
+from rl_vlm.envs.address import TOKEN_VARIABLE
+from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.gate import Gate
-from rl_vlm.http.server import TOKEN_VARIABLE, check_exposure
+from rl_vlm.http.server import check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import read_payload
@@ -130,4 +131,4 @@ class HTTPIngress:
             keeps_base=keeps_base_model(self._config),
         )
         max_context = self._config.serving.max_context
-        return build_http_app(backend, self._text, limits, max_context=max_context, token=self._token)
+        return ModelApp(backend, self._text, limits, max_context=max_context, token=self._token).gate

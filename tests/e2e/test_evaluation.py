@@ -27,7 +27,7 @@ def has_lines(path: Path, least: int) -> bool:
 def test_an_evaluation_of_500_items_that_is_killed_twice_asks_each_item_once(tiny_folder: Path, tmp_path: Path) -> None:
     out, items = tmp_path / "results.json", tmp_path / "results.items.jsonl"
     words = [QUICKSTART, f"model.path={tiny_folder}", "serving.num_replicas=1", "--out", out]
-    words += ["--episodes", ITEMS, "--batch-size", 4, "--seed", 1]
+    words += ["--episodes", ITEMS, "evaluation.at_once=4", "seed=1"]
     for resume, least in (([], 80), (["--resume"], 200)):
         enough = functools.partial(has_lines, items, least)
         with CommandProcess("eval", *words, *resume) as process:

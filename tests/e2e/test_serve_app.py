@@ -32,7 +32,7 @@ def config(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The manifest's Serve configuration with the tiny model, an adapter that changes it a lot, and a free port."""
     folder = tmp_path_factory.mktemp("served")
     adapter = adapted_policy(tiny_folder).payload(1).write(folder / "adapter")
-    manifest = yaml.safe_load((ROOT / "cluster/kuberay/rayservice.yaml").read_text())
+    manifest = yaml.safe_load((ROOT / "cluster/kuberay/components/service/rayservice.yaml").read_text())
     settings = yaml.safe_load(manifest["spec"]["serveConfigV2"])
     (application,) = settings["applications"]
     application["args"] = {"model": str(tiny_folder), "overrides": [*HERE], "adapter": str(adapter)}

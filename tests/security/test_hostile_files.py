@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.envs import data, images
 from rl_vlm.envs.data import QUESTIONS, BadRowError, file_rows
 from rl_vlm.envs.images import ImageError, check_parts
-from rl_vlm.http.reader import ImageReader
+from rl_vlm.http.reader import RequestReader
 from rl_vlm.labelling.import_labels import import_labels
 from rl_vlm.labelling.store import Label, LabelStore, Segment, SegmentPair
 from rl_vlm.models.images import ImageProcessorSpec
@@ -121,8 +122,7 @@ SPEC = ImageProcessorSpec.from_config(
 
 def http_reader(data, kind):
     uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    reader = ImageReader(HTTPSection(), SPEC)
-    return reader.decode(reader.open(uri, "0"), "0")
+    return RequestReader(SimpleNamespace(images=SPEC), HTTPSection(), 10**6).images([uri])[0]
 
 
 BOMBS = {
@@ -144,7 +144,7 @@ def test_no_reader_decodes_a_picture_that_costs_more_than_it_shows(name, monkeyp
     for read in readers:
         with pytest.raises(ImageError, match="scans|segments|chunks"):
             read(data)
-    with pytest.raises(UserInputError, match="Image 0 .*(scans|segments|chunks)"):
+    with pytest.raises(UserInputError, match="Image 1 .*(scans|segments|chunks)"):
         http_reader(data, "png" if name == "chunks" else "jpeg")
     assert not decoded
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,20 @@ from PIL import Image
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.reader import ImageReader, RequestReader
+from rl_vlm.http import reader as module
+from rl_vlm.http.app import json_bytes
+from rl_vlm.http.reader import image_file, seen_image
 from rl_vlm.http.replies import ChatReply
-from rl_vlm.http.schema import GenerateRequest
-from rl_vlm.http.service import json_bytes
 from rl_vlm.models.images import ImageProcessorSpec, patchify, shrunk
-from rl_vlm.types import Completion, EncodedImage, Sample, SampleChunk, SamplingParams, StopReason
+from rl_vlm.types import (
+    Completion,
+    EncodedImage,
+    GenerationRequest,
+    Sample,
+    SampleChunk,
+    SamplingParams,
+    StopReason,
+)
 
 # The configurations of the published Qwen3-VL models, by size.
 PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
@@ -85,16 +92,16 @@ def test_a_written_reply_is_what_the_schema_says(tiny_folder: Path, logprobs: bo
     completion = _completion(2, 30, 3)
     codec = text_side(tiny_folder).codec
     sampling = SamplingParams(30, n=2, top_logprobs=3)
-    reply = ChatReply(codec, "id", "name", sampling, 3, logprobs)
+    reply = ChatReply(codec, GenerationRequest("id", np.zeros(3, np.int32), sampling), "name", 3, logprobs)
     text = json_bytes(reply.whole(completion))
     found = ChatCompletion.model_validate_json(text.replace(b'"logprob":null', b'"logprob":-1e9'))
     assert set(json.loads(text)) <= set(ChatCompletion.model_fields)
     assert found.model == "name" and len(found.choices) == 2 and found.usage.completion_tokens == 60
     sample = completion.samples[0]
     grown = SampleChunk(0, sample.token_ids[:5], sample.logprobs[:5], 7, None, sample.top_logprobs[:5])
-    chunks = [ChatCompletionChunk.model_validate_json(json_bytes(chunk)) for chunk in reply.chunks(grown)]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert all(chunk.object == "chat.completion.chunk" and chunk.usage is None for chunk in chunks)
+    chunk = ChatCompletionChunk.model_validate_json(json_bytes(reply.chunk(grown)))
+    assert chunk.choices[0].delta.role == "assistant"
+    assert chunk.object == "chat.completion.chunk" and chunk.usage is None
     for choice, sample in zip(found.choices, completion.samples, strict=True):
         if not logprobs:
             assert choice.logprobs is None
@@ -113,7 +120,7 @@ def test_the_pixels_of_a_request_are_bounded_before_one_is_decoded(
     def never(*_: Any) -> Any:
         raise AssertionError("an image was decoded")
 
-    monkeypatch.setattr(ImageReader, "decode", never)
+    monkeypatch.setattr(module, "seen_image", never)
     uri = data_uri(Image.new("L", (4096, 4096)), "webp")
     parts = [{"type": "image", "image": uri}] * 13
     body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
@@ -144,10 +151,8 @@ def test_sixteen_photos_of_twelve_megapixels_are_answered(server: Server) -> Non
 def test_a_photo_is_kept_in_the_size_that_the_model_sees() -> None:
     spec = ImageProcessorSpec(min_pixels=4096, max_pixels=65_536)
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 800, 3), dtype=np.uint8))
-    reader = ImageReader(HTTPSection(), spec)
     for kind in ("png", "webp"):
-        uri = data_uri(noise, kind, lossless=True)
-        seen = reader.decode(reader.open(uri, "1"), "1")
+        seen = seen_image(image_file(data_uri(noise, kind, lossless=True), HTTPSection()), spec, HTTPSection())
         assert seen.width * seen.height <= 65_536 and seen.width % 32 == 0
         ours, grid = patchify(spec, seen)
         theirs, same = patchify(spec, EncodedImage.from_pil(noise))
@@ -156,30 +161,12 @@ def test_a_photo_is_kept_in_the_size_that_the_model_sees() -> None:
     assert shrunk(spec, small) is small
 
 
-def test_the_pixels_of_an_image_are_gone_before_the_next_is_decoded(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[weakref.ref[Image.Image]] = []
-    decode = ImageReader.decode
-
-    def noted(self: ImageReader, image: Image.Image, name: str) -> EncodedImage:
-        assert [one() for one in seen] == [None] * len(seen)
-        seen.append(weakref.ref(image))
-        return decode(self, image, name)
-
-    monkeypatch.setattr(ImageReader, "decode", noted)
-    reader = RequestReader(text_side(tiny_folder), HTTPSection(), 4096)
-    part = {"type": "image", "image": data_uri(Image.new("RGB", (64, 64)), "webp")}
-    body = GenerateRequest.model_validate({"messages": [{"role": "user", "content": [part] * 4}]})
-    assert len(reader.generate(body, "x", 0)[0].images) == len(seen) == 4
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"choice": ["a much longer answer than that"], "max_tokens": 2}, "tokens with its end"),
-        ({"choice": ["e\u0301t\u00e9", "x"], "max_tokens": 50}, "NFC"),
-        ({"choice": ["yes, of course"], "max_tokens": 50, "stop": ["of"]}, "would cut the choice"),
+        ({"guided_choice": ["a much longer answer than that"], "max_tokens": 2}, "tokens with its end"),
+        ({"guided_choice": ["e\u0301t\u00e9", "x"], "max_tokens": 50}, "NFC"),
+        ({"guided_choice": ["yes, of course"], "max_tokens": 50, "stop": ["of"]}, "would cut the choice"),
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens"),
     ],
 )
@@ -196,7 +183,7 @@ def test_what_the_client_did_wrong_is_no_error_of_the_server(
 # Large blocks that come and go raise glibc's limit for mappings; those that come then lie in the heap, others between them.
 CODE = """
 import ctypes, os
-from rl_vlm.http.service import return_freed_memory
+from rl_vlm.http.reader import return_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def resident():

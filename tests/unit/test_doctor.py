@@ -18,7 +18,7 @@ from tables import table
 from rl_vlm.cli import doctor
 from rl_vlm.cli import run as rl_vlm
 from rl_vlm.cli.doctor import GIB, Check, as_json, diagnose, ray_checks, worst
-from rl_vlm.config import PolicyConfig, load_config, load_sft_config
+from rl_vlm.config import load_config, load_sft_config
 from rl_vlm.models.loading import load_model
 from rl_vlm.runs.memory import count_parameters
 from rl_vlm.runs.serve import plan
@@ -54,7 +54,7 @@ def versions(monkeypatch, **installed: str | None) -> None:
 def here() -> dict[str, Check]:
     deadline, doctor._PROBE_TIMEOUT_S = doctor._PROBE_TIMEOUT_S, 900.0  # what is asserted is not the machine's speed
     try:
-        return found(diagnose(PolicyConfig()))
+        return found(diagnose())
     finally:
         doctor._PROBE_TIMEOUT_S = deadline
 
@@ -101,11 +101,8 @@ def test_both_builds_of_vllm_fail(monkeypatch):
 
 
 def test_a_torchvision_for_another_torch_fails(tmp_path, monkeypatch):
-    package = tmp_path / "torchvision"
-    package.mkdir()
     error = "raise RuntimeError('operator torchvision::nms does not exist')"
-    (package / "__init__.py").write_text(f"from . import _meta_registrations\n{error}\n")
-    (package / "_meta_registrations.py").write_text(error)
+    (tmp_path / "torchvision.py").write_text(error)
     (tmp_path / "torch.py").write_text("")  # the real one takes seconds, and the child does not get past torchvision
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     check = found(diagnose())["import"]
@@ -115,9 +112,7 @@ def test_a_torchvision_for_another_torch_fails(tmp_path, monkeypatch):
 
 
 def test_a_crash_of_the_import_is_reported():
-    with open(os.devnull, "w+") as errors:
-        child = subprocess.Popen([sys.executable, "-c", "import os; os._exit(9)"], stdout=subprocess.PIPE, text=True)
-        assert "code 9" in doctor._read_probe(child, errors).error
+    assert "code 9" in doctor.load_torch("import os; os._exit(9)").error
 
 
 # GPUs
@@ -126,8 +121,8 @@ def test_a_crash_of_the_import_is_reported():
 def test_gpus_are_listed_with_their_memory(monkeypatch):
     versions(monkeypatch, vllm=None)
     busy = {**GPU, "free": GIB}
-    checks = found(doctor._gpus(doctor._Probe(gpus=(GPU, busy), cuda="13.0", cudnn=92000)))
-    assert checks["gpu 0"].status == "ok" and "139 GiB free of 140 GiB" in checks["gpu 0"].detail
+    checks = found(doctor._gpus(doctor.Probe(gpus=(GPU, busy), cuda="13.0")))
+    assert checks["gpu 0"].status == "ok" and "139.0 GiB free of 140.0 GiB" in checks["gpu 0"].detail
     assert checks["gpu 1"].status == "warn" and "nvidia-smi" in checks["gpu 1"].remedy
     assert checks["gpu engine"].status == "warn" and "vllm" in checks["gpu engine"].remedy
 
@@ -137,25 +132,10 @@ def test_a_gpu_that_torch_does_not_see_fails(tmp_path, monkeypatch):
     smi.write_text("#!/bin/sh\necho 470.01\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    check = found(doctor._gpus(doctor._Probe(cuda="13.0")))["gpu"]
+    check = found(doctor._gpus(doctor.Probe(cuda="13.0")))["gpu"]
     assert check.status == "fail" and "470.01" in check.detail
     smi.write_text("#!/bin/sh\nexit 9\n")  # installed, and no driver
-    assert found(doctor._gpus(doctor._Probe(cuda="13.0")))["gpu"].status == "ok"
-
-
-def test_a_run_is_compared_with_the_machine():
-    small = PolicyConfig.model_validate({"serving": {"num_replicas": 2}})
-    large = PolicyConfig.model_validate(
-        {
-            "serving": {"num_replicas": 4, "gpus_per_replica": 1, "cpus_per_replica": 900},
-            "model": {"gpu_memory_gib": 200},
-        }
-    )
-    assert {check.status for check in doctor._fits(small, doctor._Probe())} == {"ok"}
-    checks = found(doctor._fits(large, doctor._Probe(gpus=(GPU,))))
-    assert {name: check.status for name, check in checks.items()} == {
-        "run, cpu": "warn", "run, gpu": "fail", "run, gpu memory": "fail",
-    }  # fmt: skip
+    assert found(doctor._gpus(doctor.Probe(cuda="13.0")))["gpu"].status == "ok"
 
 
 # The machine

@@ -91,24 +91,27 @@ def test_the_environment_of_the_docs_passes_in_25_lines(tmp_path):
         assert env.step(f"{brighter}.")[1:4] == (1.0, True, False)
 
 
-def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_something_is_wrong(tmp_path, capsys):
-    picture = tmp_path / "first.png"
-    assert run("envs", "check", FINE, "--episodes", 2, "--image", picture) == 0
+def test_the_command_prints_the_prompt_saves_the_image_and_ends_with_1_where_something_is_wrong(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run("envs", "check", FINE, "--episodes", 2) == 0
     said = output(capsys)
+    (picture,) = tmp_path.glob("rl-vlm-*.png")
     assert "[user] [image 12x10] Item 0: say its number." in said and "ok   determinism" in said
     assert Image.open(picture).size == (12, 10)
-    assert run("envs", "check", FINE, "--env-arg", "fault=overlap", "--json", "--episodes", 2, "--image", picture) == 1
+    assert run("envs", "check", FINE, "--env-arg", "fault=overlap", "--json", "--episodes", 2) == 1
     found = json.loads(output(capsys))
     assert found["ok"] is False and found["image"] == str(picture) and found["num_items"] == {"train": 12, "test": 6}
     assert {"name": "splits", "status": "fail"}.items() <= next(
         one for one in found["checks"] if one["name"] == "splits"
     ).items()
     assert run("envs", "check", FINE, "--env-arg", "fault") == 2
-    assert run("envs", "check", FINE, "--env-arg", "fault=talks", "--json", "--episodes", 2, "--image", picture) == 0
+    assert run("envs", "check", FINE, "--env-arg", "fault=talks", "--json", "--episodes", 2) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True  # what the environment prints goes elsewhere
 
 
-def played(answers, monkeypatch, picture="none", **console):
+def played(answers, monkeypatch, **console):
     lines = iter(answers)
 
     def answer(_):
@@ -125,7 +128,6 @@ def played(answers, monkeypatch, picture="none", **console):
         split="train",
         index=3,
         seed=0,
-        picture=picture,
         console=Console(file=out, width=60, height=30, **console),
     )
     return total, out.getvalue()
@@ -134,6 +136,6 @@ def played(answers, monkeypatch, picture="none", **console):
 def test_a_person_plays_an_episode(monkeypatch):
     total, said = played(["4", "nothing"], monkeypatch)
     assert total == 1.0
-    assert "(image of 12x10 pixels)\nItem 3: say its number." in said
+    assert re.search(r"\(image of 12x10 pixels in \S+\)\nItem 3: say its number\.", said)
     assert "reward 1 " in said and "Once more." in said and "The end: 1 in all." in said
     assert played([], monkeypatch)[0] == 0.0  # Ctrl-D leaves

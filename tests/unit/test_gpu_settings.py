@@ -20,7 +20,6 @@ from torch._utils import _get_device_index
 
 from rl_vlm.algorithms.grpo import GRPOConfig
 from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
-from rl_vlm.cli import doctor
 from rl_vlm.config import PolicyConfig, load_config, parse_config
 from rl_vlm.engines import transformers_engine
 from rl_vlm.learning import policy_model
@@ -77,13 +76,9 @@ def test_a_card_counts_as_what_it_is_sold_as(
     recipe = load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml", ["resources.num_cpus=64"])
     a_machine(monkeypatch, reported)
     ray_session.check_resources(recipe)
-    gpu = {"name": "GPU", "free": int(reported * GIB), "total": int(reported * GIB)}
-    assert "run, gpu memory" not in {check.name for check in doctor._fits(recipe, doctor._Probe(gpus=(gpu,)))}
     a_machine(monkeypatch, smaller)
     with pytest.raises(UserInputError, match=rf"made for a GPU of \d+ GiB and the smallest here has {smaller:.1f} GiB"):
         ray_session.check_resources(recipe)
-    checks = list(doctor._fits(recipe, doctor._Probe(gpus=({**gpu, "total": int(smaller * GIB)},))))
-    assert [check.status for check in checks if check.name == "run, gpu memory"] == ["fail"]
 
 
 def test_vllm_without_a_gpu_on_a_machine_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:

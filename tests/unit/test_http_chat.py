@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,6 @@ from engine_support import endless
 from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 from openai.types.chat import ChatCompletion
 from tables import table
 
@@ -125,18 +123,10 @@ def test_log_probabilities_join_to_the_text_and_end_with_it(client: openai.OpenA
     assert chat(client).choices[0].logprobs is None
 
 
-def test_a_wrong_field_is_named_as_it_is_sent(client: openai.OpenAI) -> None:
-    for field, wrong in (("stop", {"stop": ""}), ("min_tokens", {"extra_body": {"min_tokens": 9}, "max_tokens": 5})):
-        with pytest.raises(openai.BadRequestError, match=field) as caught:
-            chat(client, **wrong)
-        assert "min_p" not in caught.value.message and caught.value.param in (field, None)
-
-
 @pytest.mark.parametrize(
     "guide",
     [
         {"guided_choice": ["0", "1", "-1"]},
-        {"choice": ["0", "1", "-1"]},
         {"structured_outputs": {"choice": ["0", "1", "-1"]}},
     ],
     ids=lambda guide: next(iter(guide)),
@@ -183,9 +173,10 @@ def test_models_are_chosen_by_name(client: openai.OpenAI, engine: TransformersEn
 def test_a_stream_says_what_the_whole_says(client: openai.OpenAI, stop: list[str] | None) -> None:
     arguments: dict[str, Any] = {"temperature": 0, "n": 2, "max_tokens": 24, "logprobs": True, "stop": stop}
     arguments |= {"model": "policy", "top_logprobs": 2}
-    whole = chat(client, messages=with_image("Describe."), **arguments)
+    shown = with_image("Describe 日本 🙂.")  # the tiny tokenizer spells characters byte by byte
+    whole = chat(client, messages=shown, **arguments)
     stream = client.chat.completions.create(
-        messages=with_image("Describe."), stream=True, stream_options={"include_usage": True}, **arguments
+        messages=shown, stream=True, stream_options={"include_usage": True}, **arguments
     )
     chunks = list(stream)
     assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
@@ -264,15 +255,6 @@ def test_what_a_request_asks_for_reaches_the_engine(
     assert len(direct.token_ids) > 6
 
 
-def test_an_engine_that_fails_is_a_server_error(tiny_folder: Path) -> None:
-    with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder) as server:
-        asyncio.run(engine.close())
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        for stream in (False, True):
-            with pytest.raises(openai.InternalServerError, match="closed"):
-                chat(client, stream=stream)
-
-
 def test_a_stream_that_breaks_ends_with_an_error_event(tiny_folder: Path, text: TextSide) -> None:
     with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -282,7 +264,6 @@ def test_a_stream_that_breaks_ends_with_an_error_event(tiny_folder: Path, text: 
             asyncio.run(engine.close())
             with pytest.raises(openai.APIError, match="closed"):
                 list(stream)
-        assert "rl_vlm_http_stream_errors_total 1.0" in server.gate.metrics.text()
 
 
 def test_samples_differ_and_seeds_repeat_them(client: openai.OpenAI) -> None:
@@ -319,34 +300,11 @@ def test_special_strings_in_a_users_text_stay_text(
     assert answer.choices[0].message.content == text.codec.decode(direct.samples[0].token_ids)
 
 
-def test_multibyte_characters_survive_a_stream(client: openai.OpenAI) -> None:
-    """The tiny tokenizer spells them byte by byte; a hot sample is full of broken ones, whole and streamed alike."""
-    arguments: dict[str, Any] = {
-        "temperature": 0,
-        "max_tokens": 16,
-        "messages": [{"role": "user", "content": "日本 🙂"}],
-    }
-    stream = client.chat.completions.create(model="policy", stream=True, **arguments)
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert streamed == chat(client, model="policy", **arguments).choices[0].message.content
-    codecs.encode(streamed, "utf-8")
-
-
-# --- The published schema allows what the server takes, field by field; it knows neither limits nor fields that contradict each other
-
-
-@pytest.fixture(scope="module")
-def schema(server: Server) -> Draft202012Validator:
-    document = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()
-    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    return Draft202012Validator({**body, "components": document["components"]})
-
-
-@pytest.mark.parametrize("changes", TABLES["schema_and_server_agree"], ids=str)
-def test_schema_and_server_agree(server: Server, schema: Draft202012Validator, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("changes", "taken"), TABLES["what_is_taken"], ids=str)
+def test_what_is_taken(server: Server, changes: dict[str, Any], taken: bool) -> None:
     body = {"model": "tiny", "messages": HI, "max_tokens": 4, **changes}
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
-    assert schema.is_valid(body) == (reply.status_code == 200), reply.text
+    assert reply.status_code == (200 if taken else 400), reply.text
 
 
 def test_what_means_nothing_to_vllm_means_nothing_here(server: Server) -> None:
@@ -363,7 +321,6 @@ def test_what_means_nothing_to_vllm_means_nothing_here(server: Server) -> None:
     ("changes", "param"),
     [
         ({"stream_options": True, "stream": True}, "stream_options"),
-        ({"response_format": "json_object"}, "response_format"),
         ({"structured_outputs": "a|b"}, "structured_outputs"),
         ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
@@ -405,14 +362,6 @@ def in_pieces(codec: ChatCodec, ids: list[int], cuts: list[int], stop: tuple[str
         texts.append(text)
         tokens += released
     return texts, tokens
-
-
-@pytest.mark.parametrize(
-    "text", ["<answer>3</answer>", "naïve 日本 🙂 \u200d x", "  spaces\n\n\ttabs", "<think>a</think>"]
-)
-def test_token_bytes_join_to_what_the_tokenizer_decodes(codec: ChatCodec, text: str) -> None:
-    ids = encode(codec, text)
-    assert b"".join(map(codec.token_bytes, ids)).decode() == text == codec.decode(np.array(ids))
 
 
 @settings(max_examples=200, deadline=None)

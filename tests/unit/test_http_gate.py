@@ -66,7 +66,7 @@ def test_a_token_opens_everything_but_health(engine: TransformersEngine, tiny_fo
             {"Authorization": "Basic s3cret"},
             {"Authorization": b"Bearer \xe9"},
         ):
-            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("POST", CHAT)):
+            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", CHAT)):
                 reply = client.request(method, path, headers=wrong)
                 assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
             assert client.post("/generate", json=HI, headers=wrong).json()["detail"].startswith("A valid token")
@@ -195,7 +195,7 @@ def test_answers_that_nobody_takes_do_not_keep_a_connection(
                 sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
 
 
-def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(
+def test_a_stopping_server_finishes_what_runs_and_takes_nothing_more(
     never_ending: EngineBackend, tiny_folder: Path
 ) -> None:
     server = Server(never_ending, tiny_folder, drain_s=PATIENCE_S).start()
@@ -205,17 +205,21 @@ def test_a_stopping_server_finishes_what_runs_and_refuses_the_rest(
             for path, body in (("/generate", HI), (CHAT, {**STREAM, "max_tokens": 400}))
         ]
         wait_until(lambda: server.gate.in_flight == 2)
-        server._loop.call_soon_threadsafe(server._server.stop)
-        wait_until(lambda: server.gate.draining)
-        refused = httpx.post(server.url + "/generate", json=HI, timeout=PATIENCE_S)  # on a connection of its own
-        health = httpx.get(server.url + "/health", timeout=PATIENCE_S)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        server.server.should_exit = True
+        wait_until(lambda: not listens(server.url))
         replies = [future.result() for future in running]
-    wait_until(lambda: not listens(server.url))
     assert [reply.status_code for reply in replies] == [200, 200]
     assert replies[1].text.endswith("data: [DONE]\n\n")
     server.stop()
+
+
+def test_what_still_runs_when_the_time_to_stop_is_over_is_told(never_ending: EngineBackend, tiny_folder: Path) -> None:
+    server = Server(never_ending, tiny_folder, drain_s=0.2).start()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(httpx.post, server.url + "/generate", json={**HI, "max_tokens": 900}, timeout=PATIENCE_S)
+        wait_until(lambda: server.gate.in_flight == 1)
+        server.stop()
+        assert (running.result().status_code, running.result().headers["retry-after"]) == (503, "1")
 
 
 def test_metrics_count_what_happened(engine: TransformersEngine, tiny_folder: Path) -> None:
@@ -237,7 +241,6 @@ def test_metrics_count_what_happened(engine: TransformersEngine, tiny_folder: Pa
     assert found["rl_vlm_http_requests_total", CHAT, "200"] == 2
     assert found["rl_vlm_http_tokens_total", "sampled"] == usage["completion_tokens"] + 1
     assert found["rl_vlm_http_tokens_total", "prompt"] == 2 * usage["prompt_tokens"]
-    assert found["rl_vlm_http_first_token_seconds_count",] == 1
     assert found["engine_lines",] == 1
 
 
@@ -248,16 +251,12 @@ def test_head_answers_as_get_does_without_the_body(engine: TransformersEngine, t
             assert (reply.status_code, reply.content) == (200, b"")
 
 
-def test_every_answer_has_an_id_the_clients_own_where_it_gives_one(
-    engine: TransformersEngine, tiny_folder: Path
-) -> None:
+def test_a_wrong_path_or_method_is_an_error_as_all_others_are(engine: TransformersEngine, tiny_folder: Path) -> None:
     with serving(EngineBackend(engine), tiny_folder) as server:
-        given = httpx.get(f"{server.url}/health", headers={"x-request-id": "mine-1"}, timeout=PATIENCE_S)
-        made = [httpx.get(f"{server.url}/nowhere", timeout=PATIENCE_S) for _ in range(2)]
-        forged = httpx.get(f"{server.url}/health", headers={"x-request-id": "a b" * 99}, timeout=PATIENCE_S)
-    assert given.headers["x-request-id"] == "mine-1"
-    ids = {reply.headers["x-request-id"] for reply in (*made, forged)}
-    assert len(ids) == 3 and all(len(name) == 32 for name in ids)
+        replies = [httpx.get(server.url + path, timeout=PATIENCE_S) for path in ("/v1/nothing", "/nothing", CHAT)]
+    assert [reply.status_code for reply in replies] == [404, 404, 405]
+    assert [list(reply.json()) for reply in replies] == [["error"], ["detail"], ["error"]]
+    assert "POST" in replies[2].headers["allow"]
 
 
 # --- `POST /generate`: a client of RL-VLM-F's fork, written from its published interface alone, gets what it expects
@@ -319,32 +318,10 @@ def test_defaults(tiny_folder: Path, server: Server) -> None:
     assert post(server, {"messages": [{"role": "user", "content": "plain text"}], "unknown": True})[0] == 200
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"text"',
-        b'{"messages": [{"role": "user", "content": "\xff"}]}',
-        {"messages": []},
-        {"messages": "hello"},
-        {"messages": PAIR, "max_tokens": 0},
-        {"messages": PAIR, "max_tokens": "many"},
-        {"messages": PAIR, "temperature": -1},
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "file:///etc/passwd"}]}]},
-        {"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "too late"}]},
-    ],
-    ids=lambda body: str(body)[:60],
-)
-def test_bad_input_is_a_400_with_a_detail(server: Server, body: Any) -> None:
-    status, reply = post(server, body)
-    assert status == 400
-    assert list(reply) == ["detail"]
-    assert isinstance(reply["detail"], str) and reply["detail"].endswith(".") and "Traceback" not in reply["detail"]
-
-
-def test_a_failing_engine_is_a_500_with_a_detail(tiny_folder: Path) -> None:
+def test_an_engine_that_fails_is_an_error_of_the_server(tiny_folder: Path) -> None:
     with tiny_engine(tiny_folder) as engine, serving(EngineBackend(engine), tiny_folder) as server:
         asyncio.run(engine.close())
         assert post(server, {"messages": PAIR}) == (500, {"detail": "The engine is closed."})
+        for stream in (False, True):
+            status, reply = post(server, {"model": "tiny", "messages": PAIR, "stream": stream}, CHAT)
+            assert (status, reply["error"]["type"]) == (500, "server_error")

@@ -192,8 +192,8 @@ def test_a_hub_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     hub = Hub()
     hub.url = "http://127.0.0.1:9"
     commands = Commands(hub, tmp_path)
-    for name in ("geo3k", "osv5m", "owner/name"):
-        code, out, err = commands.fetch(name, "--data")
+    for words in (("geo3k", "--data"), ("osv5m", "--data"), ("owner/name", "--data"), ("owner/model",)):
+        code, out, err = commands.fetch(*words)
         assert (code, out) == (1, "") and "The hub cannot be reached to fetch" in err and "Traceback" not in err
     commands.end()
 

@@ -31,29 +31,20 @@ PLAIN = LabelsSection(steps=1, both_orders=False, guided=False)
 
 
 class Server:
-    """An ASGI application that keeps what it was sent and replies what it was told."""
+    """Keeps what it was sent and replies what it was told."""
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
         self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.paths: list[str] = []
+        self.received: list[httpx.Request] = []
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        self.paths.append(scope["path"])
-        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
-        self.requests.append(json.loads(body))
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.received.append(request)
+        self.requests.append(json.loads(request.content))
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         status, content, *headers = reply if isinstance(reply, tuple) else (200, reply)
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        await send({"type": "http.response.start", "status": status, "headers": [*headers] and headers[0]})
-        await send({"type": "http.response.body", "body": data})
+        return httpx.Response(status, content=data, headers=dict(*headers))
 
 
 def completion(text: str, top: dict[str, float] | None = None, finish: str = "stop") -> dict[str, Any]:
@@ -66,7 +57,7 @@ def completion(text: str, top: dict[str, float] | None = None, finish: str = "st
 
 
 def endpoint(server: Server, **more: Any) -> OpenAIEndpoint:
-    return OpenAIEndpoint(EndpointSection(url="http://vlm/v1/", model="qwen", **more), httpx.ASGITransport(server))
+    return OpenAIEndpoint(EndpointSection(url="http://vlm/v1/", model="qwen", **more), httpx.MockTransport(server))
 
 
 def asked(endpoint: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabeller]:
@@ -80,7 +71,8 @@ def test_an_openai_endpoint_gets_images_as_data_uris_and_the_token(monkeypatch: 
     server = Server(completion("0", {"0": 0.6, " 1": 0.1, "-": 0.2, "The": 0.1}))
     label, labeller = asked(endpoint(server, token_env="MY_TOKEN"))
     (sent,) = server.requests
-    assert server.paths == ["/v1/chat/completions"] and server.headers[0]["authorization"] == "Bearer secret"
+    (request,) = server.received
+    assert (request.url.path, request.headers["authorization"]) == ("/v1/chat/completions", "Bearer secret")
     assert sent["model"] == "qwen" and sent["temperature"] == 0 and sent["max_tokens"] == 16
     assert sent["structured_outputs"] == {"choice": ["0", "1", "-1"]} and sent["top_logprobs"] == 20
     uris = [part["image_url"]["url"] for part in sent["messages"][0]["content"] if part["type"] == "image_url"]
@@ -119,10 +111,10 @@ def test_where_nothing_enforces_choices_a_plain_question_follows() -> None:
 
 def test_the_plain_generate_of_the_fork() -> None:
     server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
-    endpoint = GenerateEndpoint(EndpointSection(url="http://vlm:8001/generate"), httpx.ASGITransport(server))
+    endpoint = GenerateEndpoint(EndpointSection(url="http://vlm:8001/generate"), httpx.MockTransport(server))
     label, _ = asked(endpoint, LabelsSection(both_orders=False))
     describe, summarise = server.requests
-    assert server.paths == ["/generate"] * 2
+    assert [request.url.path for request in server.received] == ["/generate"] * 2
     kinds = [part["type"] for part in describe["messages"][0]["content"]]
     assert kinds == ["text", "image", "text", "image", "text"] and describe["max_tokens"] == 512
     assert describe["messages"][0]["content"][1]["image"].startswith("data:image/png;base64,")
@@ -131,9 +123,10 @@ def test_the_plain_generate_of_the_fork() -> None:
 
 
 def test_a_busy_server_is_asked_again() -> None:
-    server = Server((503, b"busy"), (429, b"slow down"), completion("1"))
+    server = Server((503, b"busy"), (429, b"slow down", {"retry-after": "1"}), completion("1"))
+    started = time.monotonic()
     label, labeller = asked(endpoint(server))
-    assert label.value == 1 and labeller.stats.retries == 2
+    assert label.value == 1 and labeller.stats.retries == 2 and time.monotonic() - started >= 1
 
 
 @pytest.mark.parametrize(
@@ -194,36 +187,20 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int |
     inside = 0
     most = 0
 
-    async def slow(scope: Any, receive: Any, send: Any) -> None:
+    async def slow(request: httpx.Request) -> httpx.Response:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
         await asyncio.sleep(0.05 if limit is None else 0.005)
         inside -= 1
-        await Server({**completion("0"), "text": "0"})(scope, receive, send)
+        return httpx.Response(200, json={**completion("0"), "text": "0"})
 
     section = EndpointSection(url="http://vlm/v1", max_in_flight=limit)
-    endpoint = kind(section, httpx.ASGITransport(slow))
+    endpoint = kind(section, httpx.MockTransport(slow))
     labels = asyncio.run(
         VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1, endpoint=section)).label(random_pairs(20))
     )
     assert most == expected and not any(label.error for label in labels)
-
-
-@pytest.mark.parametrize("token", ["", "mine"])
-def test_no_key_of_openai_is_sent_to_another_endpoint(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
-        monkeypatch.setenv(variable, "of-openai")
-    monkeypatch.setenv("MY_TOKEN", token)
-    server = Server(completion("1"))
-    assert asked(endpoint(server, token_env="MY_TOKEN"))[0].value == 1
-    assert server.headers[0].get("authorization") == (f"Bearer {token}" if token else None)
-    assert "of-openai" not in str(server.headers)
-
-
-def test_an_address_must_be_http() -> None:
-    with pytest.raises(UserInputError, match="http"):
-        OpenAIEndpoint(EndpointSection(url="file:///etc/passwd"))
 
 
 @pytest.mark.parametrize(
@@ -253,16 +230,16 @@ def test_probabilities_of_choices_from_first_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://localhost:80a0/v1", "http://localhost:80000/v1", "http:///v1", "http://a:secret/1@b/v1"]
+    "url",
+    [
+        "file:///etc/passwd",
+        "http://localhost:80a0/v1",
+        "http://localhost:80000/v1",
+        "http:///v1",
+        "http://a:secret/1@b/v1",
+    ],
 )
 def test_an_address_that_cannot_be_read_is_refused_at_once_and_not_shown(url: str) -> None:
     with pytest.raises(UserInputError, match="address") as found:
         OpenAIEndpoint(EndpointSection(url=url))
     assert "secret" not in str(found.value)
-
-
-def test_a_server_says_when_to_come_back() -> None:
-    server = Server((429, b"slow down", [(b"retry-after", b"1")]), completion("1"))
-    started = time.monotonic()
-    label, _ = asked(endpoint(server))
-    assert label.value == 1 and time.monotonic() - started >= 1

