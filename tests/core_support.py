@@ -17,7 +17,6 @@ from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
-from rl_vlm.learning.estimators import Estimate
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
@@ -210,15 +209,16 @@ def batch_of(*steps: Sequence[Sequence[Sample]]) -> UpdateBatch:
     )
 
 
+def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """All gradients as one vector; zero where a parameter has none."""
+    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+
+
 class Plan(NamedTuple):
-    """An update without scores: what each learner is sent, and the estimate behind it."""
+    """An update without scores: what each learner is sent, and the mean advantage of each trajectory, by group."""
 
     batches: list[UpdateBatch]
-    estimate: Estimate
-
-    @property
-    def advantages(self) -> list[np.ndarray]:
-        return self.estimate.means
+    advantages: list[np.ndarray]
 
     @property
     def active(self) -> list[bool]:
@@ -237,4 +237,6 @@ def plan_update(
     experience = make_experience(groups, settings, rng, max_new_tokens=max_new_tokens)
     estimate = estimate_advantages(experience, settings)
     shares = divide(groups, settings, rng, estimate, num_learners=num_learners, max_new_tokens=max_new_tokens)
-    return Plan(update_batches(shares, groups, estimate), estimate)
+    means = {name: tokens.mean() if len(tokens) else 0.0 for name, tokens in estimate.advantages.items()}
+    advantages = [np.array([means[one.trajectory_id] for one in group.trajectories]) for group in groups]
+    return Plan(update_batches(shares, estimate), advantages)

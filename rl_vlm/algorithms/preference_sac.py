@@ -29,7 +29,6 @@ from rl_vlm.config import PreferenceConfig, PreferenceSection
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
 from rl_vlm.numerics import derive_seed
-from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.collector import (
     Episode,
     EpisodeResult,
@@ -47,7 +46,7 @@ from rl_vlm.preference.sac import Batch, SACLearner, SACModule, SACUpdateBatch
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.serving.service import PolicyService
+    pass
 
 # Beside AGENT in a checkpoint.
 _REPLAY, _REWARD_MODEL, _LABELS = "replay.safetensors", "reward_model.safetensors", "labels"
@@ -112,10 +111,10 @@ class PreferenceSACConfig(RunAlgorithmConfig):
 
     run_config: PreferenceConfig
 
-    def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
+    def __init__(self, algo_class: type[Algorithm]) -> None:
         self.compile_updates = False
         self.horizon = 0
-        super().__init__(algo_class or PreferenceSAC, PreferenceConfig())
+        super().__init__(algo_class, PreferenceConfig())
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -157,25 +156,26 @@ class PreferenceSAC(RunAlgorithm):
     """The training loop. One `train()` is `steps_per_iteration` environment steps."""
 
     run_config: PreferenceConfig
-    config_class = PreferenceSACConfig
+
+    @classmethod
+    def get_default_config(cls) -> PreferenceSACConfig:
+        """See RunAlgorithm."""
+        return PreferenceSACConfig(cls)
 
     def start_services(self, config: PreferenceSACConfig) -> None:
         """Start what the labeller needs."""
-        load_plugins(self.run_config.plugins)
         config.prepare()
-        self._service: PolicyService | None = config.service
+        self._service = config.service
         if self._service is None and self.run_config.preference.asks_served_model:
             from rl_vlm.serving.service import start_service
 
             self._service = start_service(self.run_config)
 
     def stop_services(self) -> None:
-        """Stop the labeller and what it needs. A second call does nothing."""
+        """Stop the labeller and what it needs."""
         if (feedback := getattr(self, "feedback", None)) is not None:
             feedback.close()
-        service, self._service = getattr(self, "_service", None), None
-        if service is not None:
-            service.stop()
+        super().stop_services()
 
     def _served(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""

@@ -8,17 +8,15 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import AllReduce, Strategy
-
-if TYPE_CHECKING:
-    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 
 class FSDP2(AllReduce):
@@ -78,7 +76,6 @@ class Zero(Strategy):
     def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
         """See Strategy. The optimiser steps shards from now on; its groups, with their learning rates, stay."""
         device = policy.backbone.device.type
-        initialize = _initialize(device)
         self._policy, self._optimizer, self._parameters = policy, optimizer, list(policy.parameters)
         offload = {"device": "cpu", "pin_memory": device == "cuda"}
         count = sum(parameter.numel() for parameter in self._parameters)
@@ -100,14 +97,14 @@ class Zero(Strategy):
             "managed_gradient_accumulation": False,
             "gradient_clipping": 1.0,  # see step
         }
-        self._engine = initialize(nn.ParameterList(self._parameters), optimizer, trained)
+        self._engine = _initialize(device, nn.ParameterList(self._parameters), optimizer, trained)
         if self._stage == 3:
             decoder = policy.model.model.language_model
             # Its layers are in host memory until they are sharded.
             on_gpu = policy.backbone.device.type == "cuda"
             settings = _layers_config(decoder, offload if self._offload_params else None, on_gpu)
             with _without(decoder, self._parameters):
-                self._frozen = initialize(decoder, None, settings, sharded_first=True)
+                self._frozen = _initialize(device, decoder, None, settings, sharded_first=True)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
@@ -157,8 +154,14 @@ class Zero(Strategy):
                 safe_set_full_optimizer_state(parameter, state[f"{name}.{k}"].to(parameter.device), name)
 
 
-def _initialize(device: str) -> Any:
-    """DeepSpeed's `initialize` for that kind of device, as a function of module, optimiser and settings."""
+def _initialize(
+    device: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: dict[str, Any],
+    sharded_first: bool = False,
+) -> Any:
+    """A DeepSpeed engine of a module and its optimiser on that kind of device."""
     os.environ["DS_ACCELERATOR"] = device
     os.environ["LOCAL_RANK"] = "0"  # Ray shows a learner its own GPU alone
     import deepspeed
@@ -168,24 +171,11 @@ def _initialize(device: str) -> Any:
     # same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
-
-    def initialize(
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        settings: dict[str, Any],
-        sharded_first: bool = False,
-    ) -> Any:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "steps_per_print": None,
-            **settings,
-        }
-        if sharded_first:  # weight by weight; the engine would bring the whole module to the device before
-            deepspeed.zero.Init(module=module, config_dict_or_path=config)
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
-
-    return initialize
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": None}
+    config = {**batch, **settings}
+    if sharded_first:  # weight by weight; the engine would bring the whole module to the device before
+        deepspeed.zero.Init(module=module, config_dict_or_path=config)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
 def _layers_config(decoder: Any, offload: dict[str, Any] | None, on_gpu: bool) -> dict[str, Any]:

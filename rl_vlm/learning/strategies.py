@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rl_vlm.config import LearnerSection
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import UserInputError
-
-if TYPE_CHECKING:
-    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
 _BUCKET = 50_000_000  # elements that are added at once
@@ -92,10 +91,13 @@ class AllReduce(Strategy):
         holders = torch.tensor([int(one.grad is not None) for one in parameters], device=parameters[0].device)
         torch.distributed.all_reduce(holders)
         held = [parameter for parameter, count in zip(parameters, holders.tolist(), strict=True) if count]
+        for parameter in held:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for bucket in _buckets(held):
-            vector = gradient_vector(bucket)
+            gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+            vector = parameters_to_vector(gradients)
             torch.distributed.all_reduce(vector)
-            set_gradients(bucket, vector)
+            vector_to_parameters(vector, gradients)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
@@ -109,20 +111,6 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn
         bucket.append(parameter)
     if bucket:
         yield bucket
-
-
-def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """All gradients as one vector; zero where a parameter has none."""
-    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
-
-
-def set_gradients(parameters: Sequence[torch.nn.Parameter], vector: Tensor) -> None:
-    """The inverse of `gradient_vector`."""
-    offset = 0
-    for parameter in parameters:
-        count = parameter.numel()
-        parameter.grad = vector[offset : offset + count].view_as(parameter)
-        offset += count
 
 
 def make_strategy(learner: LearnerSection) -> Strategy:

@@ -117,8 +117,7 @@ class SFTRun(BaseRun):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.display.message(f"Loading {job.model.path} on {device} ...")
-        # No features of images are kept from step to step: they would come from other batches after a resume.
-        policy = PolicyModel(resolve_model(job.model.path), job, device, suppress=False, cache_bytes=0)
+        policy = PolicyModel(resolve_model(job.model.path), job, device)
         self.trainer = SFTTrainer(policy, job)
         self.writer = AnswerWriter(policy, job.sft.max_length + job.sft.max_new_tokens, job.sft.max_new_tokens)
         if self.saved is not None:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.config import AlgorithmSection, SFTConfig
+from rl_vlm.config import SFTConfig
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import PreparedRequest
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder, make_optimizer
+from rl_vlm.learning.update import lr_factor, make_builder, make_optimizer, micro_logprobs, predicting_states
 from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.models.weights import WeightPayload
@@ -41,8 +41,6 @@ class SFTTrainer:
         self._policy = policy
         self._learner = job.learner
         self._builder = make_builder(policy, job.learner)
-        # Its losses are not used, only its forward pass.
-        self._updater = PolicyUpdater(policy.backbone, self._builder, AlgorithmSection(), temperature=1.0)
         self._optimizer = make_optimizer(policy, job)
         self._strategy = Strategy()
         self._strategy.prepare(policy, self._optimizer)
@@ -87,7 +85,8 @@ class SFTTrainer:
         return self._builder.build(list(groups.values()))
 
     def _logprobs(self, micro: MicroBatch) -> Tensor:
-        return self._updater.logprobs(micro)[0]
+        hidden = predicting_states(self._policy.backbone, micro)
+        return micro_logprobs(self._policy.backbone, hidden, micro, temperature=1.0)[0]
 
     def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""
@@ -108,9 +107,7 @@ def learning_rate(job: SFTConfig, step: int, total: int) -> float:
     learner, warmup = job.learner, job.sft.warmup_steps
     if step < warmup:
         return learner.lr * (step + 1) / (warmup + 1)
-    if learner.lr_schedule == "linear":
-        return learner.lr * linear_schedule(step - warmup, total - 1 - warmup, learner.lr_final_fraction)
-    return learner.lr
+    return learner.lr * lr_factor(learner, step - warmup, total - 1 - warmup)
 
 
 # Greedy answers of a model that is being trained, with the engine's own decoder and without a server.

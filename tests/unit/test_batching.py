@@ -18,6 +18,7 @@ from core_support import (
     batch_of,
     builder_of,
     conversation,
+    gradient_vector,
     picture,
     pictures,
     reference_logprobs,
@@ -28,11 +29,10 @@ from hypothesis import strategies as st
 from policy_loop import Loop
 from torch import Tensor
 
-from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.config import parse_config
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models import images
 from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, frame_patches
@@ -69,14 +69,24 @@ def various_groups(text: TextSide) -> list[list[Sample]]:
     return [group_of(group, rng) for group in (many, plain, single)]
 
 
+def weighted(builder: BatchBuilder, groups: list[list[Sample]]) -> list[MicroBatch]:
+    """The micro-batches of one step, with weights and advantages."""
+    batch = batch_of(groups)
+    packed = builder.build(batch.minibatches[0].groups)
+    for micro in packed:
+        micro.set_weights(batch.minibatches[0].weights)
+        micro.advantage = micro.join(batch.advantages)
+    return packed
+
+
 def outcome(
     policy: PolicyModel, builder: BatchBuilder, groups: list[list[Sample]]
 ) -> tuple[dict[bytes, Tensor], Tensor]:
     """Log-probabilities by sample, and the LoRA gradient of a loss over all of them."""
-    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=TEMPERATURE)
+    updater = PolicyUpdater(policy, parse_config({"rollout": {"temperature": TEMPERATURE}}))
     policy.model.zero_grad(set_to_none=True)
     found: dict[bytes, Tensor] = {}
-    for micro in updater.pack(batch_of(groups))[0]:
+    for micro in weighted(builder, groups):
         logprobs, _ = updater.logprobs(micro)
         weights = torch.from_numpy(micro.advantage * micro.weight)
         (logprobs * weights).sum().backward()
@@ -269,10 +279,10 @@ def groups(draw: Any, text: TextSide) -> list[list[Sample]]:
 def segment_outcome(
     policy: PolicyModel, builder: BatchBuilder, samples: list[list[Sample]]
 ) -> tuple[list[Tensor], Tensor]:
-    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=0.7)
+    updater = PolicyUpdater(policy, parse_config({"rollout": {"temperature": 0.7}}))
     policy.model.zero_grad(set_to_none=True)
     found = []
-    for micro in updater.pack(batch_of(samples))[0]:
+    for micro in weighted(builder, samples):
         logprobs, _ = updater.logprobs(micro)
         (logprobs * torch.from_numpy(micro.advantage * micro.weight)).sum().backward()
         found.append(logprobs.detach())
@@ -310,8 +320,7 @@ def test_no_call_gets_a_mask_over_a_whole_row(
         return plain(*sides, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    updater = PolicyUpdater(policies[0].backbone, builder, AlgorithmSection(), temperature=1.0)
-    updater.logprobs(micro)
+    PolicyUpdater(policies[0], parse_config({})).logprobs(micro)
     prompt = int((micro.segments == 0).sum())
     text_config = policies[0].model.config.text_config
     groups = text_config.num_attention_heads // text_config.num_key_value_heads

@@ -25,7 +25,6 @@ from rl_vlm.algorithms.learners import (
     LearnerLostError,
     LearnerOutOfMemoryError,
     Learners,
-    UpdateDeadline,
     on_all_learners,
     on_every_learner,
     on_one_learner,
@@ -89,8 +88,7 @@ class LiveGroup:
         self._learners = [SimpleNamespace(_learner_index=k, calls=0) for k in range(count)]
         self.dead: set[int] = set()
         self._worker_manager = SimpleNamespace(
-            healthy_actor_ids=lambda: [k for k in range(count) if k not in self.dead],
-            num_healthy_actors=lambda: count - len(self.dead),
+            healthy_actor_ids=lambda: [k for k in range(count) if k not in self.dead]
         )
 
     def foreach_learner(
@@ -133,7 +131,8 @@ class Group:
         chosen = range(len(self._values)) if remote_actor_ids is None else remote_actor_ids
         chosen = [k for k in chosen if not healthy_only or k not in self._raised]
         self.asked += chosen
-        return [Result(self._values[k]) for k in chosen]
+        values = [self._values[k] for k in chosen]
+        return [Result(value if isinstance(value, Exception) else (value, None)) for value in values]
 
     def _begin(self, method: str, tag: str, kwargs: list[dict[str, Any]], remote_actor_ids: list[int]) -> None:
         assert method == "update" and len(kwargs) == len(remote_actor_ids)
@@ -238,24 +237,24 @@ def test_a_learner_that_has_died_is_replaced_without_asking_those_that_wait_for_
     assert group.asked == []
 
 
-def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch() -> None:
-    deadline = UpdateDeadline(1800.0)
-    assert deadline.of("scores") == deadline.of(1) == 1800.0
-    deadline.took("scores", 20.0)
-    deadline.took("scores", 15.0)
-    assert deadline.of("other scores") == 200.0 and deadline.of(1) == 1800.0
-    deadline.took(1, 0.1)
-    assert deadline.of(2) == 120.0
-    deadline.took(1, 1000.0)
-    assert deadline.of(2) == 1800.0
-    deadline.forget()
-    assert deadline.of("scores") == 1800.0
-    update = UpdateBatch([], [False, False], {}, {}, [])
-    deadline.took(update, 0.05)  # nothing was to be learned
-    assert deadline.of(update) == 1800.0
-    deadline.took(replace(update, active=[False, True]), 30.0)
-    assert deadline.of(update) == 300.0
-    assert UpdateDeadline(5.0).of("any") == 5.0
+def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Supervisor(Group(True, update=["result"]))
+    update = UpdateBatch([], [False], {}, {}, [])
+
+    def took(batch: Any, seconds: float) -> float:
+        """What such batches may take after one that took so long."""
+        ticks = iter([0.0, seconds])
+        monkeypatch.setattr(learners, "time", SimpleNamespace(monotonic=float, perf_counter=lambda: next(ticks)))
+        assert learner.update([batch]) == ["result"]
+        return learner.timeout_s(type(batch))
+
+    assert learner.timeout_s(str) == learner.timeout_s(int) == 1800.0
+    assert took("scores", 20.0) == took("other scores", 15.0) == 200.0 and learner.timeout_s(int) == 1800.0
+    assert (took(1, 0.1), took(2, 1000.0)) == (120.0, 1800.0)
+    assert took(update, 0.05) == 1800.0  # nothing was to be learned
+    assert took(replace(update, active=[True]), 30.0) == 300.0
 
 
 class Replacing(Learners):

@@ -36,7 +36,7 @@ def job(folder: Path, *overrides: str) -> Any:
 
 def policy_of(settings: Any, scale: float = 0.1) -> PolicyModel:
     """A policy whose adapter already does something."""
-    policy = PolicyModel(Path(settings.model.path), settings, suppress=False, cache_bytes=0)
+    policy = PolicyModel(Path(settings.model.path), settings)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in policy.parameters:
@@ -80,9 +80,9 @@ def test_loss_and_gradient_equal_those_of_trl(micro_batch_tokens: int, tiny_fold
     conversations = data.train.conversations(range(8))
     rows = [
         {
-            "prompt": [{"role": "user", "content": one.turns[0][1][1]}],
-            "completion": [{"role": "assistant", "content": one.turns[-1][1][0]}],
-            "images": [one.decoded()[0].to_pil()],
+            "prompt": [{"role": "user", "content": one.messages[0].text}],
+            "completion": [{"role": "assistant", "content": one.messages[-1].text}],
+            "images": [one.messages[0].images[0].to_pil()],
         }
         for one in conversations
     ]
@@ -210,7 +210,7 @@ def test_greedy_answers_are_those_of_transformers(tiny_folder: Path) -> None:
     answers = AnswerWriter(policy, 200, 8).answers([data.encoder.prompt(one) for one in asked])
     suppressed = policy.text.codec.suppressed_token_ids(policy.text.vocab_size).tolist()
     for conversation, answer in zip(asked, answers, strict=True):
-        image, question = conversation.decoded()[0], str(conversation.turns[0][1][1])
+        (image,), question = conversation.messages[0].images, conversation.messages[0].text
         chat = [
             {
                 "role": "user",
@@ -348,7 +348,7 @@ def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(
     policy = PolicyModel(tiny_folder, run_config(tiny_folder, model__adapter=str(finished)))
     assert policy.payload(1).tensors == (finished / "adapter/adapter_model.safetensors").read_bytes()
     ids = policy.text.codec.encode_prompt([Message.of("user", "How many?")]).token_ids
-    with torch.no_grad(), policy.without_adapter():
+    with torch.no_grad(), policy.trained.base():
         base = reference_logits(tiny_folder, policy.model, ids, [])
         assert torch.equal(base, reference_logits(tiny_folder, plain_model(tiny_folder), ids, []))
 
