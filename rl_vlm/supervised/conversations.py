@@ -168,18 +168,6 @@ def after_opened_thought(text: str) -> tuple[str, str]:
 TooLong = Literal["leave_out", "truncate"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the last assistant turn answers: token ids int32 [P] with one placeholder per image, and the images.
-
-    reply: that turn, as the model is to write it.
-    """
-
-    token_ids: np.ndarray
-    images: tuple[EncodedImage, ...]
-    reply: str
-
-
 class ConversationEncoder:
     """Encodes conversations for one model, span by span as rollouts are encoded.
 
@@ -212,15 +200,6 @@ class ConversationEncoder:
         if trajectory is None:
             raise BadRowError(f"{conversation.where}: longer than sft.max_length ({self._max_length}).")
         return trajectory
-
-    def prompt(self, conversation: Conversation) -> Prompt:
-        """Everything before the last assistant turn. Raises BadRowError."""
-        *spans, (reply, _) = self._spans(conversation)
-        return Prompt(
-            np.concatenate([span.token_ids for span, _ in spans]),
-            tuple(image for span, _ in spans for image in span.images),
-            self._text.codec.decode(reply.token_ids),
-        )
 
     def _spans(self, conversation: Conversation) -> list[tuple[EncodedSpan, bool]]:
         """The conversation in order: what is given, and what the model says (True), by turns."""

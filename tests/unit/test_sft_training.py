@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rl_vlm.models.lora import load_lora_state, lora_state
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.ownership import files_in, run_files
 from rl_vlm.supervised.dataset import open_job_data
-from rl_vlm.supervised.trainer import AnswerWriter, SFTTrainer, learning_rate
+from rl_vlm.supervised.trainer import SFTTrainer, learning_rate
 from rl_vlm.types import Message, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,27 +203,34 @@ def test_the_learning_rate_rises_and_falls(tiny_folder: Path) -> None:
 # --- answers
 
 
-def test_greedy_answers_are_those_of_transformers(tiny_folder: Path) -> None:
+def test_the_last_turn_is_the_greedy_answer_where_transformers_writes_it(tiny_folder: Path) -> None:
     settings = job(tiny_folder)
     policy = policy_of(settings, scale=0.02)
     data = open_job_data(settings, policy.text)
-    asked = data.train.conversations(range(4))
-    answers = AnswerWriter(policy, 200, 8).answers([data.encoder.prompt(one) for one in asked])
     suppressed = policy.text.codec.suppressed_token_ids(policy.text.vocab_size).tolist()
-    for conversation, answer in zip(asked, answers, strict=True):
+    answered: list[Trajectory] = []
+    for conversation in data.train.conversations(range(4)):
         (image,), question = conversation.messages[0].images, conversation.messages[0].text
-        chat = [
-            {
-                "role": "user",
-                "content": [{"type": "image", "image": image.to_pil()}, {"type": "text", "text": question}],
-            }
-        ]
+        content = [{"type": "image", "image": image.to_pil()}, {"type": "text", "text": question}]
         inputs = processor(tiny_folder).apply_chat_template(
-            chat, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-        )
-        ids = policy.model.generate(**inputs, max_new_tokens=8, do_sample=False, suppress_tokens=suppressed)
-        new = ids[0, inputs["input_ids"].shape[1] :].numpy()
-        assert answer == policy.text.codec.decode(new)
+            [{"role": "user", "content": content}],
+            tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True,
+        )  # fmt: skip
+        ids = policy.model.generate(**inputs, max_new_tokens=8, do_sample=False, suppress_tokens=suppressed)[0].numpy()
+        start = inputs["input_ids"].shape[1]
+        trajectory = data.encoder.encode(conversation)
+        np.testing.assert_array_equal(trajectory.token_ids[: trajectory.turns[-1].start], ids[:start])
+        other = ids.copy()
+        other[-1] = policy.text.codec.encode_text("no")[0]
+        for name, tokens in (("greedy", ids), ("other", other)):
+            turns = (replace(trajectory.turns[-1], start=start, stop=len(tokens)),)
+            answered.append(
+                Trajectory(
+                    f"{conversation.where} {name}", tokens.astype(np.int32), np.arange(len(tokens)) >= start,
+                    np.zeros(len(tokens), np.float32), turns, trajectory.status, trajectory.images,
+                )
+            )  # fmt: skip
+    assert SFTTrainer(policy, settings).writes(answered) == [True, False] * 4
 
 
 # --- runs
