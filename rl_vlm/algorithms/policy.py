@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm import tracing
@@ -58,12 +57,8 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
     """RLlib's configuration of an algorithm that trains the served policy."""
 
     run_config: PolicyConfig
-
-    def __init__(self, algo_class: type[Algorithm], run_config: PolicyConfig) -> None:
-        self.run_id = ""
-        self.policy_key = OWN
-        self.served_model: ModelReference | None = None  # RLlib has a field `model`
-        super().__init__(algo_class, run_config)
+    run_id, policy_key = "", OWN
+    served_model: ModelReference | None = None  # RLlib has a field `model`
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 
 # Beside AGENT in a checkpoint.
 _REPLAY, _REWARD_MODEL, _LABELS = "replay.safetensors", "reward_model.safetensors", "labels"
-# With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.
-_WORTH_COMPILING = 100_000
 # The updater's statistics under the names of a run's metrics.
 _METRICS = {
     "critic_loss": "critic/loss",
@@ -110,11 +107,7 @@ class PreferenceSACConfig(RunAlgorithmConfig):
     """RLlib's configuration of PreferenceSAC. Labels and logs go to `scratch_folder`."""
 
     run_config: PreferenceConfig
-
-    def __init__(self, algo_class: type[Algorithm]) -> None:
-        self.compile_updates = False
-        self.horizon = 0
-        super().__init__(algo_class, PreferenceConfig())
+    horizon = 0
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -128,9 +121,6 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         )
         self.learners(learner_class=SACLearner)
         self.training(lr=sac.lr)
-        planned = preference.total_steps * sac.updates_per_step
-        pays = self.run_config.learner.gpus_per_learner > 0 and planned >= _WORTH_COMPILING
-        self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and pays)
 
     def prepare(self) -> None:
         """Set the environment's spaces and horizon."""
@@ -138,7 +128,6 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
         self.horizon = env.horizon
         env.close()
-        self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """RLlib asks for the module that the learner trains."""
@@ -160,7 +149,7 @@ class PreferenceSAC(RunAlgorithm):
     @classmethod
     def get_default_config(cls) -> PreferenceSACConfig:
         """See RunAlgorithm."""
-        return PreferenceSACConfig(cls)
+        return PreferenceSACConfig(cls, PreferenceConfig())
 
     def start_services(self, config: PreferenceSACConfig) -> None:
         """Start what the labeller needs."""
