@@ -82,7 +82,9 @@ class SightProbe:
         chosen = list(trajectories)
         try:
             with self._algorithm.replicas_at_rest():  # the learner may need their memory
-                learner = self._algorithm.learners.call(lambda learner: learner.sight_logprobs(chosen, counterfactuals))
+                learner = self._algorithm.learners.call(
+                    lambda learner: learner.updater.sight_logprobs(chosen, counterfactuals)
+                )
         except LearnerLostError:  # the next update replaces it
             return []
         except UnfitImagesError as error:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
@@ -16,13 +14,12 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import make_strategy
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average, scale_lr, sight_logprobs
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average, scale_lr
 from rl_vlm.models.devices import give_back, learner_device, limit_memory
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.plugins import load_plugins
 from rl_vlm.tracing import continued, span
-from rl_vlm.types import Trajectory
 
 Tensors = dict[str, torch.Tensor]
 # Weights, the optimiser's moments by name (`exp_avg.3`), a critic (`critic.`) with averaged weights (`average.`), and
@@ -96,7 +93,7 @@ class VLMLearner(TorchLearner):
         load_plugins(self._run.plugins)
         super().build()
         self._strategy = make_strategy(self._run.learner)
-        self._updater = PolicyUpdater(self.vlm.policy, self._run)
+        self.updater = PolicyUpdater(self.vlm.policy, self._run)
         self._strategy.prepare(self.vlm.policy, self.optimizer)
         self._published_dtype = self._run.published_dtype
         averaged = self.vlm.policy.trained.weights() if self._run.learner.ema_decay else {}
@@ -121,33 +118,25 @@ class VLMLearner(TorchLearner):
         training_data.solve_refs()
         (batch,) = training_data.episodes
         if isinstance(batch, ScoreBatch):
-            return self._updater.score(batch.minibatches)
+            return self.updater.score(batch.minibatches)
         assert isinstance(batch, UpdateBatch)
         self._weights_seq_no += 1
         scale_lr(self.optimizer, batch.lr_factor)
         result = UpdateResult(UpdateStats())
         with continued(batch.trace, f"learner-{self._learner_index or 0}") as result.spans, span("update"):
             with span("pack"):
-                packed = self._updater.pack(batch)
+                packed = self.updater.pack(batch)
             norm, decay = self._run.learner.max_grad_norm, self._run.learner.ema_decay
             for micro_batches, active in [*zip(packed, batch.active, strict=True)] * batch.epochs:
                 if active:
                     with span("optimizer_step", micro_batches=len(micro_batches)):
-                        taken = self._updater.step(
-                            self._strategy, micro_batches, norm, result.stats, batch.learn_policy
-                        )
+                        taken = self.updater.step(self._strategy, micro_batches, norm, result.stats, batch.learn_policy)
                     if taken and decay is not None and batch.learn_policy:
                         move_average(self._average, self.vlm.policy.trained.weights(), decay)
             if self._learner_index in (None, 0):
                 result.adapter = self._strategy.gather_adapter(batch.version, self._published_dtype)
         give_back(self._run)
         return result
-
-    def sight_logprobs(
-        self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
-    ) -> dict[str, list[np.ndarray]]:
-        """See `sight_logprobs` in learning/update.py."""
-        return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, counterfactuals)
 
     def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""

@@ -44,12 +44,9 @@ class FSDP2(AllReduce):
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=offload)
         # The root owns no parameter; it lets the layers share streams and gather ahead of each other.
-        whole.update(parameter for parameter in decoder.parameters() if not _is_shard(parameter))
+        shard = torch.distributed.tensor.DTensor
+        whole.update(parameter for parameter in decoder.parameters() if not isinstance(parameter, shard))
         fully_shard(decoder, mesh=mesh, ignored_params=whole)
-
-
-def _is_shard(parameter: torch.nn.Parameter) -> bool:
-    return isinstance(parameter, torch.distributed.tensor.DTensor)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

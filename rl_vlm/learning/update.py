@@ -20,7 +20,6 @@ from rl_vlm.learning.losses import LOSSES, Entropy, TokenBatch, kl_estimate, mis
 from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel, value_loss
 from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
-from rl_vlm.models.loading import TextSide
 from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import EncodedImage, RLVLMError, StopReason, Trajectory, TrajectoryStatus, Turn
 
@@ -88,7 +87,22 @@ class LossError(RLVLMError):
     """A registered loss does not keep to the seam."""
 
 
+class UnfitImagesError(RLVLMError):
+    """The learner makes another number of tokens of an image than the engine did."""
+
+
 PositionChange = Callable[[MicroBatch], np.ndarray]
+# Image positions that another program may have computed.
+_OTHER_POSITIONS: dict[str, PositionChange] = {
+    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
+    # Only in the first prompt: engines count on from there by themselves.
+    "zero_rows": lambda micro: np.concatenate(
+        [micro.position_ids[:1], np.where(micro.segments == 0, 0, micro.position_ids[1:])]
+    ),
+    "sequential": lambda micro: np.broadcast_to(
+        np.arange(micro.position_ids.shape[-1]), micro.position_ids.shape
+    ).copy(),
+}
 
 
 def predicting_states(backbone: Backbone, micro: MicroBatch) -> Tensor:
@@ -118,7 +132,7 @@ class PolicyUpdater:
 
     def __init__(self, policy: PolicyModel, run: PolicyConfig) -> None:
         self._backbone, self._critic, self._base_model = policy.backbone, policy.critic, policy.trained.base
-        self._builder = make_builder(policy, run.learner)
+        self._text, self._builder = policy.text, make_builder(policy, run.learner)
         self._settings, self._temperature = run.algorithm, run.rollout.temperature
         self._loss = LOSSES.get(run.algorithm.loss)
         measured: Entropy = "value" if run.learner.log_entropy else "none"
@@ -260,6 +274,38 @@ class PolicyUpdater:
                 logprobs |= micro.split(self.logprobs(micro)[0].cpu().numpy())
         return [logprobs[trajectory.trajectory_id] for trajectory in trajectories]
 
+    def sight_logprobs(
+        self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
+    ) -> dict[str, list[np.ndarray]]:
+        """Log-probabilities float32 [T] of each trajectory's sampled tokens: "true", "blank", and by counterfactual,
+        with other images or positions, or without the adapter.
+
+        The names are those of evaluation/sight_faults.py; one that changes nothing is left out. Raises
+        UnfitImagesError.
+        """
+        for one in trajectories:
+            wanted = sum(self._text.images.count_tokens(image.width, image.height) for image in one.images)
+            there = int((one.token_ids == self._text.codec.image_token_id).sum())
+            if wanted != there:
+                raise UnfitImagesError(
+                    f"{one.trajectory_id} has {there} image tokens, and the learner makes {wanted} of its images."
+                )
+        blank = [replace(one, images=blanked(one.images)) for one in trajectories]
+        logprobs = {"true": self.recompute(trajectories), "blank": self.recompute(blank)}
+        if not counterfactuals:
+            return logprobs
+        if any(len(one.images) > 1 for one in trajectories):
+            logprobs["reversed"] = self.recompute([_shown(one, one.images[::-1]) for one in trajectories])
+        if len(trajectories) > 1:
+            # Those of its neighbour: 0 with those of 1 and the other way round, 2 and 3, ...
+            partners = [trajectories[k ^ 1 if k ^ 1 < len(trajectories) else 0] for k in range(len(trajectories))]
+            pairs = zip(trajectories, partners, strict=True)
+            logprobs["other"] = self.recompute([_shown(one, partner.images) for one, partner in pairs])
+        for name, change in _OTHER_POSITIONS.items():
+            logprobs[name] = self.recompute(trajectories, change)
+        logprobs["base"] = self.recompute(trajectories, adapter=False)
+        return logprobs
+
     def loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
         """The weighted loss of one micro-batch, a scalar with a gradient; adds to `stats`.
 
@@ -344,65 +390,7 @@ def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder
     )
 
 
-# Counterfactuals: log-probabilities that a learner computes when it sees other images or positions, or runs without
-# its adapter.
-
-_OTHER_POSITIONS: dict[str, PositionChange] = {
-    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
-    # Only in the first prompt: engines count on from there by themselves.
-    "zero_rows": lambda micro: np.concatenate(
-        [micro.position_ids[:1], np.where(micro.segments == 0, 0, micro.position_ids[1:])]
-    ),
-    "sequential": lambda micro: np.broadcast_to(
-        np.arange(micro.position_ids.shape[-1]), micro.position_ids.shape
-    ).copy(),
-}
-
-
-class UnfitImagesError(RLVLMError):
-    """The learner makes another number of tokens of an image than the engine did."""
-
-
-def sight_logprobs(
-    trajectories: Sequence[Trajectory],
-    recompute: Callable[..., list[np.ndarray]],
-    text: TextSide,
-    counterfactuals: bool = True,
-) -> dict[str, list[np.ndarray]]:
-    """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by counterfactual.
-
-    `recompute` is PolicyUpdater's. The names are those of evaluation/sight_faults.py; one that changes nothing is left
-    out. Raises UnfitImagesError.
-    """
-    _check_tokens(trajectories, text)
-    blank = [replace(trajectory, images=blanked(trajectory.images)) for trajectory in trajectories]
-    logprobs = {"true": recompute(trajectories), "blank": recompute(blank)}
-    if not counterfactuals:
-        return logprobs
-    if any(len(trajectory.images) > 1 for trajectory in trajectories):
-        logprobs["reversed"] = recompute([_shown(own, own.images[::-1]) for own in trajectories])
-    if len(trajectories) > 1:
-        # Those of its neighbour: 0 with those of 1 and the other way round, 2 and 3, ...
-        partners = [trajectories[k ^ 1 if k ^ 1 < len(trajectories) else 0] for k in range(len(trajectories))]
-        pairs = zip(trajectories, partners, strict=True)
-        logprobs["other"] = recompute([_shown(own, partner.images) for own, partner in pairs])
-    for name, change in _OTHER_POSITIONS.items():
-        logprobs[name] = recompute(trajectories, change)
-    logprobs["base"] = recompute(trajectories, adapter=False)
-    return logprobs
-
-
 def _shown(own: Trajectory, others: Sequence[EncodedImage]) -> Trajectory:
     """The trajectory with these images in place of its own, as large as they were, as far as there are some."""
     images = [resized(there, here.width, here.height) for here, there in zip(own.images, others, strict=False)]
     return replace(own, images=(*images, *own.images[len(images) :]))
-
-
-def _check_tokens(trajectories: Sequence[Trajectory], text: TextSide) -> None:
-    for trajectory in trajectories:
-        wanted = sum(text.images.count_tokens(image.width, image.height) for image in trajectory.images)
-        there = int((trajectory.token_ids == text.codec.image_token_id).sum())
-        if wanted != there:
-            raise UnfitImagesError(
-                f"{trajectory.trajectory_id} has {there} image tokens, and the learner makes {wanted} of its images."
-            )

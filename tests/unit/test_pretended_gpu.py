@@ -24,7 +24,7 @@ from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average, sight_logprobs
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.preference.reward_model import Examples, RewardEnsemble
 from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater
@@ -102,7 +102,7 @@ class Learned:
         self.stats = UpdateStats()
         data, settings, rng = groups(folder), run.algorithm, np.random.default_rng(3)
         trajectories = [one for group in data for one in group.trajectories]
-        self.logprobs = sight_logprobs(trajectories[:2], self.updater.recompute, self.policy.text, True)
+        self.logprobs = self.updater.sight_logprobs(trajectories[:2])
         minibatches = divide(data, settings, rng)
         scores = self.updater.score(minibatches[0])
         scale = ReturnScale()
