@@ -41,8 +41,7 @@ class OneProcess:
         self.policy = PolicyModel(folder, run)
         self.updater, self.optimizer = PolicyUpdater(self.policy, run), make_optimizer(self.policy, run)
         # A strategy sums gradients over learners. Here is only one.
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, self.optimizer)
+        self.strategy = Strategy(self.policy, self.optimizer)
         self.pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
         num_items = make(run.env.id, **run.env.make_kwargs()).num_items("train")
         self.num_items = num_items or 4096  # where it has no end

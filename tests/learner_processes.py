@@ -143,9 +143,8 @@ def _learned(
     policy = PolicyModel(folder, run)
     if run.model.train == "lora":  # whose own B is zero
         randomize(policy, 1, 0.05)
-    strategy, optimizer = make_strategy(run.learner), make_optimizer(policy, run)
     updater = PolicyUpdater(policy, run)
-    strategy.prepare(policy, optimizer)
+    strategy = make_strategy(run.learner, policy, make_optimizer(policy, run))
     grown = _own_memory() - before
     if start is not None:
         policy.trained.load({name: torch.from_numpy(array) for name, array in start.adapter.items()})

@@ -60,8 +60,7 @@ class Loop:
         self.policy = PolicyModel(folder, self.run)
         self.updater = PolicyUpdater(self.policy, self.run)
         self.optimizer = make_optimizer(self.policy, self.run)
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, self.optimizer)
+        self.strategy = Strategy(self.policy, self.optimizer)
         self.pool = EnvPool(ThreeTurns, timeout_s=30.0, inline=True)
         self.version = 0
         if engine is not None:  # it may have served another policy

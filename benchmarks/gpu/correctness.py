@@ -187,8 +187,7 @@ class Bench:
         """The optimiser's state goes to the CPU and back: the next step is the same, and the state is on the device."""
         policy, run = self.policy("bfloat16")
         updater, stats = PolicyUpdater(policy, run), UpdateStats()
-        strategy, optimizer = Strategy(), make_optimizer(policy, run)
-        strategy.prepare(policy, optimizer)
+        strategy = Strategy(policy, make_optimizer(policy, run))
         (packed,) = updater.pack(self.minibatch(policy))
         updater.step(strategy, packed, 1.0, stats)
         kept = [parameter.detach().clone() for parameter in policy.parameters]
@@ -200,7 +199,7 @@ class Bench:
                     parameter.copy_(value)
             if restore:
                 optimizer = make_optimizer(policy, run)
-                strategy.prepare(policy, optimizer)
+                strategy = Strategy(policy, optimizer)
                 strategy.restore({name: tensor.clone() for name, tensor in state.items()})
                 devices = {
                     value.device.type

@@ -42,8 +42,8 @@ class Update:
         )
         self.run, self.device = run, device
         self.policy: PolicyModel = make_policy(folder, run, device)
-        self.updater, self.strategy = PolicyUpdater(self.policy, run), Strategy()
-        self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
+        self.updater = PolicyUpdater(self.policy, run)
+        self.strategy = Strategy(self.policy, make_optimizer(self.policy, run))
         self.packed = self.updater.pack(full_batch(self.policy.text, tokens, side))[0]
 
     @property

@@ -92,9 +92,8 @@ class VLMLearner(TorchLearner):
         """Build the module and the updater."""
         load_plugins(self._run.plugins)
         super().build()
-        self._strategy = make_strategy(self._run.learner)
         self.updater = PolicyUpdater(self.vlm.policy, self._run)
-        self._strategy.prepare(self.vlm.policy, self.optimizer)
+        self._strategy = make_strategy(self._run.learner, self.vlm.policy, self.optimizer)
         self._published_dtype = self._run.published_dtype
         averaged = self.vlm.policy.trained.weights() if self._run.learner.ema_decay else {}
         self._average = {name: tensor.detach().clone() for name, tensor in averaged.items()}

@@ -21,13 +21,12 @@ _BUCKET = 50_000_000  # elements that are added at once
 
 
 class Strategy:
-    """How one learner makes an optimiser step: `backward` for each micro-batch, then `step`.
+    """How one learner makes an optimiser step of a policy: `backward` for each micro-batch, then `step`.
 
     Several learners derive theirs from it.
     """
 
-    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        """Set the policy and its optimiser, once, before the first step."""
+    def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
         self._policy, self._optimizer = policy, optimizer
         optimizer.zero_grad(set_to_none=True)
 
@@ -113,15 +112,15 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn
         yield bucket
 
 
-def make_strategy(learner: LearnerSection) -> Strategy:
-    """The strategy of a learner group; the larger ones are imported where they are used."""
+def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Strategy:
+    """The strategy of a learner group, before the first step; the larger ones are imported where they are used."""
     if learner.strategy == "fsdp2":
         from rl_vlm.learning.sharded import FSDP2
 
-        return FSDP2(learner.offload_params)
+        return FSDP2(policy, optimizer, learner)
     if learner.zero_stage:
         from rl_vlm.learning.sharded import Zero
 
-        return Zero(learner.zero_stage, learner.offload_optimizer, learner.offload_params)
+        return Zero(policy, optimizer, learner)
     name = learner.strategy or ("all_reduce" if learner.num_learners > 1 else "single")
-    return AllReduce() if name == "all_reduce" else Strategy()
+    return (AllReduce if name == "all_reduce" else Strategy)(policy, optimizer)

@@ -39,8 +39,7 @@ class SFTTrainer:
         self._learner = job.learner
         self._builder = make_builder(policy, job.learner)
         self._optimizer = make_optimizer(policy, job)
-        self._strategy = Strategy()
-        self._strategy.prepare(policy, self._optimizer)
+        self._strategy = Strategy(policy, self._optimizer)
 
     def step(self, batch: Sequence[Trajectory], lr: float) -> tuple[float, int, float | None]:
         """One optimiser step, in which every assistant token of the batch has the same weight. Raises OutOfMemoryError.

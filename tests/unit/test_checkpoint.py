@@ -297,8 +297,7 @@ def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
 def test_moments_of_another_optimiser_and_another_critic_are_refused(tiny_folder: Path) -> None:
     weights = [torch.nn.Parameter(torch.ones(4, 3))]
     for optimizer, name in ((torch.optim.Adafactor(weights), "exp_avg.0"), (torch.optim.AdamW(weights), "row_var.0")):
-        strategy = Strategy()
-        strategy._optimizer = optimizer
+        strategy = Strategy(None, optimizer)  # type: ignore[arg-type]
         with pytest.raises(UserInputError, match="keep learner.optimizer as it was"):
             strategy.restore({name: torch.zeros(4, 3), "step.0": torch.tensor(1.0)})
     critic = PolicyModel(tiny_folder, run_config(tiny_folder, algorithm__name="ppo")).critic

@@ -73,8 +73,8 @@ def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_fold
 
 def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -> None:
     policy, run = full_policy(tiny_folder, model__dtype="bfloat16", learner__lr=1e-6)
-    optimizer, strategy = make_optimizer(policy, run), Strategy()
-    strategy.prepare(policy, optimizer)
+    optimizer = make_optimizer(policy, run)
+    strategy = Strategy(policy, optimizer)
     updater = PolicyUpdater(policy, run)
     own = dict(policy.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in own.items()}

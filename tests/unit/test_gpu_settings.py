@@ -301,8 +301,7 @@ def test_scores_and_targets_leave_padding_out(tiny_folder: Path, monkeypatch: py
     ones = {trajectory.trajectory_id: np.ones(5, dtype=np.float32)}
     (packed,) = updater.pack(UpdateBatch([], [True], ones, ones, [0.2]))
     assert len(packed) == 3
-    strategy, stats = Strategy(), UpdateStats()
-    strategy.prepare(policy, make_optimizer(policy, run))
+    strategy, stats = Strategy(policy, make_optimizer(policy, run)), UpdateStats()
     assert updater.step(strategy, packed, 1.0, stats) and stats["tokens"] == 5
 
 
@@ -319,11 +318,11 @@ def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: 
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
 
-    def trained(strategy: Strategy, ranks: list[int]) -> dict[str, torch.Tensor]:
+    def trained(kind: type[Strategy], ranks: list[int]) -> dict[str, torch.Tensor]:
         """Three steps; the first learner has the decoder's gradient, the last one the tower's, which the second step lacks."""
         tower, decoder, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
         optimizer = torch.optim.AdamW([tower, decoder, unused], lr=0.1, weight_decay=0.1)
-        strategy.prepare(None, optimizer)  # type: ignore[arg-type]
+        strategy = kind(None, optimizer)  # type: ignore[arg-type]
         for step in range(3):
             if 0 in ranks:
                 strategy.backward((decoder * torch.arange(1.0, 4.0)).sum())
@@ -335,11 +334,11 @@ def test_what_has_a_gradient_in_no_learner_stays_as_in_one_learner(monkeypatch: 
         assert torch.equal(unused, torch.ones(3))
         return {"tower": tower.detach(), "decoder": decoder.detach(), **strategy.state()}
 
-    alone = trained(Strategy(), [0, 1])
+    alone = trained(Strategy, [0, 1])
     found: list[dict[str, torch.Tensor]] = [{}, {}]
 
     def learner(rank: int) -> None:
-        found[rank] = trained(AllReduce(), [rank])
+        found[rank] = trained(AllReduce, [rank])
 
     threads = [threading.Thread(target=learner, args=(rank,), name=str(rank), daemon=True) for rank in range(2)]
     for thread in threads:

@@ -320,8 +320,7 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
     updater = PolicyUpdater(policy, parse_config({"learner": {"micro_batch_tokens": 300}}))
     norm = float(expected.norm())
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
-        strategy, stats = Strategy(), UpdateStats()
-        strategy.prepare(policy, torch.optim.SGD(policy.parameters, lr=1.0))
+        strategy, stats = Strategy(policy, torch.optim.SGD(policy.parameters, lr=1.0)), UpdateStats()
         updater.step(strategy, updater.pack(plan.batches[0])[0], max_norm, stats)
         after = torch.cat([p.detach().reshape(-1) for p in policy.parameters])
         assert torch.allclose(before - after, scale * expected, rtol=1e-3, atol=1e-5)

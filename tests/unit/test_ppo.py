@@ -66,8 +66,7 @@ class Half:
         self.run, self.policy = run, PolicyModel(folder, run)
         self.updater = PolicyUpdater(self.policy, run)
         self.optimizer = make_optimizer(self.policy, run)
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, self.optimizer)
+        self.strategy = Strategy(self.policy, self.optimizer)
         self.scale = ReturnScale()
         self.average = {name: tensor.detach().clone() for name, tensor in self.policy.trained.weights().items()}
 

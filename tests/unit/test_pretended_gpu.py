@@ -96,8 +96,7 @@ class Learned:
                 torch.randn(self.policy.critic.last.weight.shape, generator=generator)
             )
         self.updater = PolicyUpdater(self.policy, run)
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
+        self.strategy = Strategy(self.policy, make_optimizer(self.policy, run))
         self.average = {name: tensor.detach().clone() for name, tensor in self.policy.trained.weights().items()}
         self.stats = UpdateStats()
         data, settings, rng = groups(folder), run.algorithm, np.random.default_rng(3)

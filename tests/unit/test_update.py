@@ -223,8 +223,7 @@ def test_the_entropy_bonus_raises_the_entropy(tiny_folder: Path) -> None:
     run = run_config(tiny_folder, **settings)
     policy = adapted_policy(tiny_folder, scale=0.3, **settings)
     updater = PolicyUpdater(policy, run)
-    strategy = Strategy()
-    strategy.prepare(policy, make_optimizer(policy, run))
+    strategy = Strategy(policy, make_optimizer(policy, run))
     (packed,) = updater.pack(fixed_batch(tiny_folder, 0.0))
     entropies = []
     for _ in range(5):
