@@ -70,12 +70,12 @@ class OneProcess:
 
     def learn(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Make the optimiser steps of one iteration; returns their metrics."""
-        run, limit = self.run, self.run.rollout.max_new_tokens
+        run = self.run
         # GRPO has no critic: an answer's advantage is its reward less the mean reward of its group.
-        experience = make_experience(groups, run.algorithm, self.rng, max_new_tokens=limit)
+        experience = make_experience(groups, run, self.rng)
         estimate = estimate_advantages(experience, run.algorithm)
         # `divide` leaves out answers without an advantage, because they have no gradient.
-        minibatches = divide(groups, run.algorithm, self.rng, estimate, max_new_tokens=limit)
+        minibatches = divide(groups, run, self.rng, estimate)
         (batch,) = update_batches(minibatches, estimate)
         scale_lr(self.optimizer, lr_factor(run.learner, self.version, run.algorithm.iterations - 1))
         stats = UpdateStats()

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
+from rl_vlm.config import LearnerSection, PolicyConfig, RolloutSection, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
@@ -225,6 +225,13 @@ class Plan(NamedTuple):
         return self.batches[0].active
 
 
+def planned_by(settings: AlgorithmSection, num_learners: int = 1, max_new_tokens: int = 1) -> PolicyConfig:
+    """What plans of updates read of a run; sections that contradict it are no matter."""
+    rollout = RolloutSection.model_construct(max_new_tokens=max_new_tokens)
+    learner = LearnerSection.model_construct(num_learners=num_learners)
+    return PolicyConfig.model_construct(algorithm=settings, learner=learner, rollout=rollout)
+
+
 def plan_update(
     groups: Sequence[TrajectoryGroup],
     settings: AlgorithmSection,
@@ -234,9 +241,9 @@ def plan_update(
     max_new_tokens: int = 1,
 ) -> Plan:
     """The update of groups whose advantages need nothing from the learners, as GRPO makes it."""
-    experience = make_experience(groups, settings, rng, max_new_tokens=max_new_tokens)
-    estimate = estimate_advantages(experience, settings)
-    shares = divide(groups, settings, rng, estimate, num_learners=num_learners, max_new_tokens=max_new_tokens)
+    run = planned_by(settings, num_learners, max_new_tokens)
+    estimate = estimate_advantages(make_experience(groups, run, rng), settings)
+    shares = divide(groups, run, rng, estimate)
     means = {name: tokens.mean() if len(tokens) else 0.0 for name, tokens in estimate.advantages.items()}
     advantages = [np.array([means[one.trajectory_id] for one in group.trajectories]) for group in groups]
     return Plan(update_batches(shares, estimate), advantages)

@@ -193,15 +193,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def divide(self, groups: Sequence[TrajectoryGroup], estimate: Estimate | None = None) -> list[list[Minibatch]]:
         """Divide groups into the minibatches of an epoch and these among the learners. Samples whose advantage is known
         to be zero are left out."""
-        run_config = self.run_config
-        return divide(
-            groups,
-            run_config.algorithm,
-            self.rng,
-            estimate,
-            num_learners=max(run_config.learner.num_learners, 1),
-            max_new_tokens=run_config.rollout.max_new_tokens,
-        )
+        return divide(groups, self.run_config, self.rng, estimate)
 
     def score(self, minibatches: Sequence[Sequence[Minibatch]]) -> Scores:
         """The critic's values and the log-probabilities of policy and base model; the learners keep what they have
@@ -211,18 +203,11 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def estimate(self, groups: Sequence[TrajectoryGroup], scores: Scores | None = None) -> Estimate:
         """Advantages by the configured estimator and, with a critic, the returns that it learns."""
-        run_config = self.run_config
         with self.timed("advantages"):
             experience = make_experience(
-                groups,
-                run_config.algorithm,
-                self.rng,
-                scores,
-                max_new_tokens=run_config.rollout.max_new_tokens,
-                kl_coef=self.kl_coef,
-                scale=self.return_scale,
+                groups, self.run_config, self.rng, scores, kl_coef=self.kl_coef, scale=self.return_scale
             )
-            estimate = estimate_advantages(experience, run_config.algorithm)
+            estimate = estimate_advantages(experience, self.run_config.algorithm)
         of_groups = [[estimate.advantages[t.trajectory_id] for t in group.trajectories] for group in groups]
         without = sum(not any(tokens.any() for tokens in group) for group in of_groups)
         self._recorded["reward/zero_advantage_groups"] = without / len(groups)

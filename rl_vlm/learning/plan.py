@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.estimators import ESTIMATORS, Arrays, Estimate, EstimatorError, Experience, Rescaling, ReturnScale
 from rl_vlm.models.weights import WeightPayload
@@ -146,29 +146,23 @@ def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> E
 
 
 def divide(
-    groups: Sequence[TrajectoryGroup],
-    settings: AlgorithmSection,
-    rng: np.random.Generator,
-    estimate: Estimate | None = None,
-    *,
-    num_learners: int = 1,
-    max_new_tokens: int = 1,
+    groups: Sequence[TrajectoryGroup], run: PolicyConfig, rng: np.random.Generator, estimate: Estimate | None = None
 ) -> list[list[Minibatch]]:
-    """Divide groups into the steps of an epoch and these among learners: `[learner][step]`.
-
-    `max_new_tokens` is aggregation "constant"'s.
+    """Divide groups into the steps of an epoch and these among the run's learners: `[learner][step]`.
 
     Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
     number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL
     penalty or an entropy bonus gives them a gradient. Without `estimate` no advantage is known yet, and none is
     skipped.
     """
+    settings, num_learners = run.algorithm, max(run.learner.num_learners, 1)
     advantages = None if estimate is None or settings.learns_without_advantage else estimate.advantages
     minibatches: list[list[Minibatch]] = [[] for _ in range(num_learners)]
     order = rng.permutation(len(groups))
     for members in np.array_split(order, min(settings.minibatches, max(len(groups), 1))):
         step = [groups[k].trajectories for k in members]
-        weight = _weights([t.num_sampled for group in step for t in group], settings.aggregation, max_new_tokens)
+        lengths = [t.num_sampled for group in step for t in group]
+        weight = _weights(lengths, settings.aggregation, run.rollout.max_new_tokens)
         shares = [Minibatch([], {}) for _ in range(num_learners)]
         load = [0] * num_learners
         kept = [
@@ -237,11 +231,10 @@ def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> C
 
 def make_experience(
     groups: Sequence[TrajectoryGroup],
-    settings: AlgorithmSection,
+    run: PolicyConfig,
     rng: np.random.Generator,
     scores: Scores | None = None,
     *,
-    max_new_tokens: int = 1,
     kl_coef: float = 0.0,
     scale: ReturnScale | None = None,
 ) -> Experience:
@@ -251,11 +244,12 @@ def make_experience(
     trajectories, at their last turns. From the learners' `scores` come the values, as returns by `scale`, and the
     penalty -kl_coef (old - reference) of each token.
     """
+    settings, most = run.algorithm, run.rollout.max_new_tokens
     rewards: Arrays = {}
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         turns = rewards[trajectory.trajectory_id] = np.array([turn.reward for turn in trajectory.turns])
         if settings.overlong_buffer:
-            turns[-1:] += overlong_penalty(trajectory.num_sampled, max_new_tokens, settings.overlong_buffer)
+            turns[-1:] += overlong_penalty(trajectory.num_sampled, most, settings.overlong_buffer)
     if settings.shuffle_rewards:
         totals = rng.permutation([turns.sum() for turns in rewards.values()])
         for turns, total in zip(rewards.values(), totals, strict=True):

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from core_support import plan_update
+from core_support import plan_update, planned_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -112,7 +112,7 @@ def group_of(rewards: list[float], lengths: list[int]) -> TrajectoryGroup:
 def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
     rewards = [1.0, 0.0, 0.5, 1.0]
     group = group_of(rewards, [1, 2, 3, 4])
-    made = make_experience([group], AlgorithmSection(), np.random.default_rng(0))
+    made = make_experience([group], planned_by(AlgorithmSection()), np.random.default_rng(0))
     for number, tokens in enumerate(ESTIMATORS.get("rloo")(made, AlgorithmSection()).advantages.values()):
         others = np.delete(rewards, number).mean()
         assert tokens.dtype == np.float32 and tokens.tolist() == pytest.approx(
@@ -388,7 +388,9 @@ def experience(values: Any = None) -> Experience:
         TrajectoryGroup("b", 1, [trajectory("b:0", [(1, 1.0)]), trajectory("b:1", [])]),
     ]
     scores = None if values is None else Scores(values=values)
-    return make_experience(groups, AlgorithmSection(name="ppo"), np.random.default_rng(0), scores, scale=ReturnScale())
+    return make_experience(
+        groups, planned_by(AlgorithmSection(name="ppo")), np.random.default_rng(0), scores, scale=ReturnScale()
+    )
 
 
 VALUES = {
@@ -412,7 +414,7 @@ def test_advantages_that_only_rounding_tells_apart_are_exactly_zero_when_normali
     groups = [TrajectoryGroup("g", 0, paid)]
     settings = AlgorithmSection(name="ppo", estimator="gae")
     scores = Scores(values={one.trajectory_id: np.zeros(1, np.float32) for one in paid})
-    one = make_experience(groups, settings, np.random.default_rng(0), scores, scale=ReturnScale())
+    one = make_experience(groups, planned_by(settings), np.random.default_rng(0), scores, scale=ReturnScale())
     found = generalized_advantages(one, settings).advantages
     assert [tokens.tolist() for tokens in found.values()] == [[0.0]] * 3
 
@@ -478,6 +480,6 @@ def test_the_penalty_is_paid_per_token_and_sums_into_the_reward_of_a_trajectory(
     groups = [TrajectoryGroup("a", 0, [trajectory("a:0", [(2, 1.0)]), trajectory("a:1", [(1, 0.5)])])]
     scores = Scores(log_ratio={"a:0": np.array([0.5, -0.25], np.float32), "a:1": np.array([2.0], np.float32)})
     settings = AlgorithmSection(kl_in="reward", kl_coef=0.1)
-    made = make_experience(groups, settings, np.random.default_rng(0), scores, kl_coef=0.2)
+    made = make_experience(groups, planned_by(settings), np.random.default_rng(0), scores, kl_coef=0.2)
     assert made.token_rewards["a:0"].tolist() == pytest.approx([-0.1, 0.05])
     assert made.rewards[0].tolist() == pytest.approx([0.95, 0.1])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import task_support
 import torch
-from core_support import Plan, Sample, adapted_policy, conversation, gradient_vector, picture, plan_update
+from core_support import Plan, Sample, adapted_policy, conversation, gradient_vector, picture, plan_update, planned_by
 
 from rl_vlm.config import parse_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
@@ -213,7 +213,7 @@ def test_long_answers_lose_reward_only_with_a_buffer() -> None:
     group = TrajectoryGroup("g", 0, [bare("short", 3, 10, 1.0), bare("long", 3, 18, 1.0), bare("none", 3, 0, 0.0)])
     for buffer, expected in ((8, [1.0, 1 - 6 / 8, 0.0]), (0, [1.0, 1.0, 0.0])):
         settings = AlgorithmSection(overlong_buffer=buffer)
-        found = make_experience([group], settings, np.random.default_rng(0), max_new_tokens=20)
+        found = make_experience([group], planned_by(settings, max_new_tokens=20), np.random.default_rng(0))
         assert found.rewards[0].tolist() == pytest.approx(expected)
     assert group.rewards.tolist() == [1.0, 1.0, 0.0]  # what is logged
     plan = plan_of([group], overlong_buffer=8, max_new_tokens=20, advantage_normalization="none")
@@ -224,10 +224,10 @@ def test_the_control_permutes_the_penalty_too() -> None:
     """Else a policy would learn its length from it."""
     groups = bare_groups(6)
     settings = AlgorithmSection(overlong_buffer=20, shuffle_rewards=True)
-    plain = make_experience(
-        groups, settings.model_copy(update={"shuffle_rewards": False}), np.random.default_rng(0), max_new_tokens=30
+    shuffled, plain = (
+        make_experience(groups, planned_by(chosen, max_new_tokens=30), np.random.default_rng(0))
+        for chosen in (settings, settings.model_copy(update={"shuffle_rewards": False}))
     )
-    shuffled = make_experience(groups, settings, np.random.default_rng(0), max_new_tokens=30)
     before, after = np.concatenate(plain.rewards), np.concatenate(shuffled.rewards)
     assert sorted(after) == pytest.approx(sorted(before))
     assert not np.allclose(after, before)

@@ -73,9 +73,10 @@ class Half:
     def score(self, groups: list[TrajectoryGroup], learners: int = 1) -> list[UpdateBatch]:
         """Each learner's share of the update; the scale moves on."""
         settings, rng = self.run.algorithm, np.random.default_rng(3)
-        self.shares = divide(groups, settings, rng, num_learners=learners)
+        shared = self.run.learner.model_copy(update={"num_learners": learners})
+        self.shares = divide(groups, self.run.model_copy(update={"learner": shared}), rng)
         scores = Scores.merge([self.updater.score(share) for share in self.shares])
-        experience = make_experience(groups, settings, rng, scores, kl_coef=settings.kl_coef, scale=self.scale)
+        experience = make_experience(groups, self.run, rng, scores, kl_coef=settings.kl_coef, scale=self.scale)
         estimate = estimate_advantages(experience, settings)
         before = self.scale
         self.scale = before.observe(flat(estimate.returns))
@@ -140,7 +141,7 @@ def test_the_critic_does_not_change_the_policys_log_probabilities(tiny_folder: P
             for parameter in half.policy.critic.parameters:
                 parameter.normal_(0, 0.5)
     groups = make_groups(tiny_folder)
-    (minibatches,) = divide(groups, run.algorithm, np.random.default_rng(0))
+    (minibatches,) = divide(groups, run, np.random.default_rng(0))
     scores = half.updater.score(minibatches)
     theirs = PolicyUpdater(plain, run_config(tiny_folder, learner__micro_batch_tokens=300))
     for micro in (micro for step in half.packed(groups) for micro in step):
@@ -213,7 +214,7 @@ def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kin
     half = Half(ppo_run(tiny_folder, critic__kind=kind), tiny_folder)
     disturb_head(half)
     groups = make_groups(tiny_folder)
-    (minibatches,) = divide(groups, half.run.algorithm, np.random.default_rng(0))
+    (minibatches,) = divide(groups, half.run, np.random.default_rng(0))
 
     def returns() -> np.ndarray:
         values = half.updater.score(minibatches).values

@@ -102,10 +102,10 @@ class Learned:
         data, settings, rng = groups(folder), run.algorithm, np.random.default_rng(3)
         trajectories = [one for group in data for one in group.trajectories]
         self.logprobs = self.updater.sight_logprobs(trajectories[:2])
-        minibatches = divide(data, settings, rng)
+        minibatches = divide(data, run, rng)
         scores = self.updater.score(minibatches[0])
         scale = ReturnScale()
-        experience = make_experience(data, settings, rng, Scores.merge([scores]), kl_coef=settings.kl_coef, scale=scale)
+        experience = make_experience(data, run, rng, Scores.merge([scores]), kl_coef=settings.kl_coef, scale=scale)
         (batch,) = update_batches(minibatches, estimate_advantages(experience, settings), scale, scored=True)
         for packed in self.updater.pack(batch):
             self.updater.step(self.strategy, packed, 1.0, self.stats)
