@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,8 +167,9 @@ def test_an_engine_that_serves_a_stale_adapter_under_a_new_name_is_found_one_ite
 
 def test_a_learner_with_another_image_size_is_found(tiny_folder: Path) -> None:
     parts = InProcess(tiny_folder)
-    parts.loop.policy.text = load_text_side(tiny_folder, PixelLimits(1024, 1024))
-    parts.loop.updater = PolicyUpdater(parts.loop.policy, parts.run_config)
+    learner = copy(parts.loop.policy)
+    learner.text = load_text_side(tiny_folder, PixelLimits(1024, 1024))
+    parts.loop.updater = PolicyUpdater(learner, parts.run_config)
     assert parts.faults() == ["image_size"]
 
 
