@@ -23,6 +23,7 @@ from rl_vlm.types import TrajectoryGroup
 
 Metrics = dict[str, float]
 
+# What becomes a mean over sampled tokens; what counts by its largest value; and counts of steps.
 _PER_TOKEN = (
     "policy/kl", "policy/approx_kl", "policy/entropy", "policy/token_logprob_mean", "policy/clip_fraction",
     "mismatch/kl", "mismatch/token_mult_prob_error", "mismatch/masked",
