@@ -62,11 +62,12 @@ def ours(
     from rl_vlm.learning.batching import Minibatch
     from rl_vlm.learning.plan import UpdateBatch, UpdateStats
     from rl_vlm.learning.policy_model import PolicyModel
-    from rl_vlm.learning.update import make_updater
+    from rl_vlm.learning.update import PolicyUpdater
     from rl_vlm.types import StopReason, Trajectory, TrajectoryStatus, Turn
 
     run = run_config(folder, rows, length, threads, **learner)
-    policy = PolicyModel(folder, run, suppress=False)  # TRL knows no suppressed tokens
+    policy = PolicyModel(folder, run)
+    policy.backbone.token_bias.zero_()  # TRL knows no suppressed tokens
     ids, advantages = batch(rows, length, len(policy.backbone.token_bias))
     mask = np.arange(length) >= PROMPT
     turns = (Turn(PROMPT, length, 0, StopReason.LENGTH, 0.0),)
@@ -80,7 +81,7 @@ def ours(
         ]
         for row in range(rows)
     ]  # fmt: skip
-    updater = make_updater(policy, run)
+    updater = PolicyUpdater(policy, run)
     named = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     parameters = randomize(named)
     weights = {str(row): 1 / (rows * sampled) for row in range(rows)}

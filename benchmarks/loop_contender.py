@@ -54,7 +54,7 @@ class Ours:
         cluster.__enter__()
         atexit.register(cluster.__exit__, None, None, None)
         scratch = Path(tempfile.mkdtemp(prefix="rl-vlm-bench-"))
-        self._algorithm: Any = kind_of(run).rllib_config(run).from_run_config(run, scratch).build_algo()
+        self._algorithm: Any = kind_of(run).algorithm_class(run).from_run_config(run, scratch).build_algo()
         atexit.register(self._algorithm.stop)
         self._replicas = [
             process

@@ -20,7 +20,7 @@ class Ours:
     def __init__(self, hidden: int, depth: int, batch: int, compiled: bool) -> None:
         import numpy as np
 
-        from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+        from rl_vlm.algorithms.preference_sac import PreferenceSAC
         from rl_vlm.config import parse_config
         from rl_vlm.control_envs.registry import make_control_env
         from rl_vlm.preference.collector import Collector
@@ -32,7 +32,7 @@ class Ours:
         run = parse_config(
             {"algorithm": {"name": "preference_sac"}, "env": {"id": ENVIRONMENT}, "preference": settings}
         )
-        config = PreferenceSACConfig.from_run_config(run)
+        config = PreferenceSAC.from_run_config(run)
         config.prepare()
         self._learner = config.build_learner()
         self._learner.build()

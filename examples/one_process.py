@@ -20,7 +20,7 @@ from rl_vlm.envs.registry import make
 from rl_vlm.learning.plan import UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater, scale_lr
+from rl_vlm.learning.update import PolicyUpdater, lr_factor, make_optimizer, scale_lr
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool
@@ -39,10 +39,9 @@ class OneProcess:
         # keeps the adapter apart, because it trains nothing else.
         self.engine = TransformersEngine(folder, max_context=run.serving.max_context, num_threads=num_threads)
         self.policy = PolicyModel(folder, run)
-        self.updater, self.optimizer = make_updater(self.policy, run), make_optimizer(self.policy, run)
+        self.updater, self.optimizer = PolicyUpdater(self.policy, run), make_optimizer(self.policy, run)
         # A strategy sums gradients over learners. Here is only one.
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, self.optimizer)
+        self.strategy = Strategy(self.policy, self.optimizer)
         self.pool = EnvPool(lambda: make(run.env.id, **run.env.make_kwargs()), run.env.step_timeout_s)
         num_items = make(run.env.id, **run.env.make_kwargs()).num_items("train")
         self.num_items = num_items or 4096  # where it has no end
@@ -71,16 +70,14 @@ class OneProcess:
 
     def learn(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Make the optimiser steps of one iteration; returns their metrics."""
-        run, limit = self.run, self.run.rollout.max_new_tokens
+        run = self.run
         # GRPO has no critic: an answer's advantage is its reward less the mean reward of its group.
-        experience = make_experience(groups, run.algorithm, self.rng, max_new_tokens=limit)
+        experience = make_experience(groups, run, self.rng)
         estimate = estimate_advantages(experience, run.algorithm)
         # `divide` leaves out answers without an advantage, because they have no gradient.
-        minibatches = divide(groups, run.algorithm, self.rng, estimate, max_new_tokens=limit)
-        (batch,) = update_batches(minibatches, groups, estimate)
-        if run.learner.lr_schedule == "linear":
-            last, fraction = run.algorithm.iterations - 1, run.learner.lr_final_fraction
-            scale_lr(self.optimizer, linear_schedule(self.version, last, fraction))
+        minibatches = divide(groups, run, self.rng, estimate)
+        (batch,) = update_batches(minibatches, estimate)
+        scale_lr(self.optimizer, lr_factor(run.learner, self.version, run.algorithm.iterations - 1))
         stats = UpdateStats()
         # `pack` also computes the log-probabilities before the first step: the loss clips how far later steps go.
         packed = self.updater.pack(batch)

@@ -14,10 +14,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
+from rl_vlm.config import LearnerSection, PolicyConfig, RolloutSection, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
-from rl_vlm.learning.estimators import Estimate
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
@@ -210,19 +209,27 @@ def batch_of(*steps: Sequence[Sequence[Sample]]) -> UpdateBatch:
     )
 
 
+def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """All gradients as one vector; zero where a parameter has none."""
+    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+
+
 class Plan(NamedTuple):
-    """An update without scores: what each learner is sent, and the estimate behind it."""
+    """An update without scores: what each learner is sent, and the mean advantage of each trajectory, by group."""
 
     batches: list[UpdateBatch]
-    estimate: Estimate
-
-    @property
-    def advantages(self) -> list[np.ndarray]:
-        return self.estimate.means
+    advantages: list[np.ndarray]
 
     @property
     def active(self) -> list[bool]:
         return self.batches[0].active
+
+
+def planned_by(settings: AlgorithmSection, num_learners: int = 1, max_new_tokens: int = 1) -> PolicyConfig:
+    """What plans of updates read of a run; sections that contradict it are no matter."""
+    rollout = RolloutSection.model_construct(max_new_tokens=max_new_tokens)
+    learner = LearnerSection.model_construct(num_learners=num_learners)
+    return PolicyConfig.model_construct(algorithm=settings, learner=learner, rollout=rollout)
 
 
 def plan_update(
@@ -234,7 +241,9 @@ def plan_update(
     max_new_tokens: int = 1,
 ) -> Plan:
     """The update of groups whose advantages need nothing from the learners, as GRPO makes it."""
-    experience = make_experience(groups, settings, rng, max_new_tokens=max_new_tokens)
-    estimate = estimate_advantages(experience, settings)
-    shares = divide(groups, settings, rng, estimate, num_learners=num_learners, max_new_tokens=max_new_tokens)
-    return Plan(update_batches(shares, groups, estimate), estimate)
+    run = planned_by(settings, num_learners, max_new_tokens)
+    estimate = estimate_advantages(make_experience(groups, run, rng), settings)
+    shares = divide(groups, run, rng, estimate)
+    means = {name: tokens.mean() if len(tokens) else 0.0 for name, tokens in estimate.advantages.items()}
+    advantages = [np.array([means[one.trajectory_id] for one in group.trajectories]) for group in groups]
+    return Plan(update_batches(shares, estimate), advantages)

@@ -56,7 +56,11 @@ def agreements(loop: Loop, updates: int) -> list[float]:
     found = []
     for _ in range(updates):
         stats = loop.update(loop.sample(size=3))
-        assert (stats.steps, stats.skipped_steps, stats.first_ratio_error) == (2, 0, 0.0)
+        assert (stats["policy/optimizer_steps"], stats["policy/skipped_steps"], stats["policy/first_ratio_error"]) == (
+            2,
+            0,
+            0.0,
+        )
         found.append(agreement(loop))
     return found
 

@@ -18,7 +18,7 @@ from ports import free_ports
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import make_strategy
-from rl_vlm.learning.update import make_optimizer, make_updater
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer
 from rl_vlm.types import TrajectoryGroup
 
 TIMEOUT_S = 300.0
@@ -143,12 +143,11 @@ def _learned(
     policy = PolicyModel(folder, run)
     if run.model.train == "lora":  # whose own B is zero
         randomize(policy, 1, 0.05)
-    strategy, optimizer = make_strategy(run.learner), make_optimizer(policy, run)
-    updater = make_updater(policy, run)
-    strategy.prepare(policy, optimizer)
+    updater = PolicyUpdater(policy, run)
+    strategy = make_strategy(run.learner, policy, make_optimizer(policy, run))
     grown = _own_memory() - before
     if start is not None:
-        policy.load_weights({name: torch.from_numpy(array) for name, array in start.adapter.items()})
+        policy.trained.load({name: torch.from_numpy(array) for name, array in start.adapter.items()})
         strategy.restore({name: torch.from_numpy(array) for name, array in start.moments.items()})
     stats, passes = UpdateStats(), []
     norms: list[float] = []
@@ -158,23 +157,23 @@ def _learned(
         passes += [(len(step), sum(micro.counts for micro in step)) for step in packed]
         for micro_batches, active in zip(packed, plan.active, strict=True):
             if active:
-                bad = poisoned == len(norms) + stats.skipped_steps and rank == 0
-                before = stats.grad_norm
+                bad = poisoned == len(norms) + stats["policy/skipped_steps"] and rank == 0
+                before = stats["policy/grad_norm"]
                 if bad:
                     micro_batches[0].weight *= np.float32("nan")
                 if updater.step(strategy, micro_batches, run.learner.max_grad_norm, stats):
-                    norms.append(stats.grad_norm - before)
+                    norms.append(stats["policy/grad_norm"] - before)
     moments = {name: tensor.numpy() for name, tensor in strategy.state().items()}
     trajectory = groups(folder, 99)[0].trajectories[0]
     return Learned(
         {name: tensor.numpy() for name, tensor in strategy.gather_adapter(1).state().items()},
         moments,
         norms,
-        stats.tokens,
+        stats["tokens"],
         updater.recompute([trajectory]),
         [passes],
         [_held(policy)],
-        stats.skipped_steps,
+        stats["policy/skipped_steps"],
         [grown],
     )
 

@@ -13,7 +13,7 @@ from policy_loop import Loop
 
 from rl_vlm.engines.base import Engine
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.update import PolicyUpdater, PositionChange, make_updater
+from rl_vlm.learning.update import PolicyUpdater, PositionChange
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.types import Trajectory
 
@@ -43,7 +43,7 @@ def check_gate(folder: Path, engine: Engine, head: HeadDType = "model", steps: i
     precision = {"model__dtype": "bfloat16", "model__head_dtype": head}
     loop = Loop(folder, TEMPERATURE, engine, learner__lr=1e-2, **precision)
     hotter = run_config(folder, rollout__temperature=1.5 * TEMPERATURE, **precision)
-    other = make_updater(loop.policy, hotter)
+    other = PolicyUpdater(loop.policy, hotter)
     seen: dict[str, list[float]] = defaultdict(list)
     for _ in range(steps):
         groups = loop.sample()

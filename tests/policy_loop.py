@@ -20,7 +20,7 @@ from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import make_optimizer, make_updater
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
@@ -58,10 +58,9 @@ class Loop:
         self.run = run_config(folder, rollout__temperature=temperature, learner__micro_batch_tokens=400, **dotted)
         self.engine = engine or TransformersEngine(folder, max_context=MAX_CONTEXT)
         self.policy = PolicyModel(folder, self.run)
-        self.updater = make_updater(self.policy, self.run)
+        self.updater = PolicyUpdater(self.policy, self.run)
         self.optimizer = make_optimizer(self.policy, self.run)
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, self.optimizer)
+        self.strategy = Strategy(self.policy, self.optimizer)
         self.pool = EnvPool(ThreeTurns, timeout_s=30.0, inline=True)
         self.version = 0
         if engine is not None:  # it may have served another policy
@@ -116,7 +115,11 @@ def check_agreement(loop: Loop, updates: int) -> None:
     """Learn; then every sampled token of three turns and two images is as likely to the engine as to the learner."""
     for _ in range(updates):
         stats = loop.update(loop.sample(size=3))
-        assert (stats.steps, stats.skipped_steps, stats.first_ratio_error) == (2, 0, 0.0)
+        assert (stats["policy/optimizer_steps"], stats["policy/skipped_steps"], stats["policy/first_ratio_error"]) == (
+            2,
+            0,
+            0.0,
+        )
         assert stats.metrics()["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
     folder, temperature = loop.folder, loop.run.rollout.temperature
     groups = loop.sample()

@@ -48,9 +48,9 @@ def run_config(**dotted: Any) -> PolicyConfig:
 
 def build(run: PolicyConfig, folder: Path) -> Any:
     """The algorithm of a run."""
-    from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+    from rl_vlm.algorithms.preference_sac import PreferenceSAC
 
-    return PreferenceSACConfig.from_run_config(run, folder).build_algo()
+    return PreferenceSAC.from_run_config(run, folder).build_algo()
 
 
 def train_to(algorithm: Any, step: int) -> None:

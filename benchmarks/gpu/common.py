@@ -194,7 +194,7 @@ def run_config(folder: Path, dtype: str, **dotted: Any) -> PolicyConfig:
 
 def make_policy(folder: Path, run: PolicyConfig, device: str, scale: float = 0.01) -> PolicyModel:
     """A policy whose adapter changes the model: both of its matrices are drawn, always the same."""
-    policy = PolicyModel(folder, run, device, cache_bytes=run.model.image_cache_bytes)
+    policy = PolicyModel(folder, run, device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.parameters:

@@ -31,8 +31,8 @@ from common import (
 from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy, gradient_vector
-from rl_vlm.learning.update import make_optimizer, make_updater
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer
 from rl_vlm.models.images import patchify
 from rl_vlm.types import Trajectory
 
@@ -74,7 +74,7 @@ class Bench:
     def backbone(self) -> Gaps:
         """Log-probabilities against transformers' plain forward pass: its own vision tower, positions and mask."""
         policy, run = self.policy("float32")
-        updater = make_updater(policy, run)
+        updater = PolicyUpdater(policy, run)
         for name, equal in (("equal", True), ("mixed", False)):
             found = self.trajectories(policy, equal)
             ours = updater.recompute(found)
@@ -101,7 +101,7 @@ class Bench:
         found = []
         for dtype, head in (("float32", "model"), ("bfloat16", "model"), ("bfloat16", "float32")):
             policy, run = self.policy(dtype, model__head_dtype=head)
-            found.append(np.concatenate(make_updater(policy, run).recompute(self.trajectories(policy, False))))
+            found.append(np.concatenate(PolicyUpdater(policy, run).recompute(self.trajectories(policy, False))))
             del policy
             free()
         for name, other in (("bf16_rms", found[1]), ("bf16_wide_head_rms", found[2])):
@@ -135,13 +135,13 @@ class Bench:
         losses, gradients, tokens = [], [], []
         for value in (True, False):
             policy, run = self.policy("float32", **{key: value})
-            updater, stats = make_updater(policy, run), UpdateStats()
+            updater, stats = PolicyUpdater(policy, run), UpdateStats()
             (packed,) = updater.pack(self.minibatch(policy))
             for micro in packed:
                 updater.loss(micro, stats).backward()
             tokens.append(sum(micro.input_ids.size for micro in packed))
-            losses.append(stats.logprob / stats.tokens)
-            gradients.append(gradient_vector(policy.parameters).cpu())
+            losses.append(stats["policy/token_logprob_mean"] / stats["tokens"])
+            gradients.append(torch.cat([p.grad.reshape(-1) for p in policy.parameters if p.grad is not None]).cpu())
             del policy, updater, packed
             free()
         if key == "learner__share_prompts":  # else both ways would be one
@@ -152,17 +152,17 @@ class Bench:
     def first_ratio(self) -> Gaps:
         """The first ratios are exactly 1: the pass with a gradient gives what the one without gave."""
         policy, run = self.policy("bfloat16", learner__gradient_checkpointing=True)
-        updater, stats = make_updater(policy, run), UpdateStats()
+        updater, stats = PolicyUpdater(policy, run), UpdateStats()
         (packed,) = updater.pack(self.minibatch(policy))
         for micro in packed:
             updater.loss(micro, stats)
-        yield "first_ratio_error", stats.first_ratio_error, 0.0
+        yield "first_ratio_error", stats["policy/first_ratio_error"], 0.0
 
     def kernels(self) -> Gaps:
         """Which kernels compute attention. The one called math, torch's last resort, writes out all scores."""
         for dtype in ("bfloat16", "float32"):
             policy, run = self.policy(dtype)
-            updater = make_updater(policy, run)
+            updater = PolicyUpdater(policy, run)
             for length in (64, 128, 256) if self.small else (1024, 4096, 8192):
                 rng = np.random.default_rng(length)
                 image, samples = picture(rng, self.sides[0], self.sides[0]), 4
@@ -186,9 +186,8 @@ class Bench:
     def moments(self) -> Gaps:
         """The optimiser's state goes to the CPU and back: the next step is the same, and the state is on the device."""
         policy, run = self.policy("bfloat16")
-        updater, stats = make_updater(policy, run), UpdateStats()
-        strategy, optimizer = Strategy(), make_optimizer(policy, run)
-        strategy.prepare(policy, optimizer)
+        updater, stats = PolicyUpdater(policy, run), UpdateStats()
+        strategy = Strategy(policy, make_optimizer(policy, run))
         (packed,) = updater.pack(self.minibatch(policy))
         updater.step(strategy, packed, 1.0, stats)
         kept = [parameter.detach().clone() for parameter in policy.parameters]
@@ -200,7 +199,7 @@ class Bench:
                     parameter.copy_(value)
             if restore:
                 optimizer = make_optimizer(policy, run)
-                strategy.prepare(policy, optimizer)
+                strategy = Strategy(policy, optimizer)
                 strategy.restore({name: tensor.clone() for name, tensor in state.items()})
                 devices = {
                     value.device.type

@@ -28,7 +28,7 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import make_optimizer, make_updater
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer
 from rl_vlm.models.lora import lora_factors
 from rl_vlm.types import Completion, GenerationRequest, Message, SamplingParams, Trajectory, TrajectoryStatus, Turn
 
@@ -52,7 +52,7 @@ class Bench:
             learner__gradient_checkpointing=True,
         )  # fmt: skip
         self.policy: PolicyModel = make_policy(folder, self.run, device)
-        self.updater = make_updater(self.policy, self.run)
+        self.updater = PolicyUpdater(self.policy, self.run)
         self.version = 0
 
     def generate(self, rows: int, seed: int = 0) -> list[Completion]:
@@ -116,10 +116,10 @@ class Bench:
     def gap(self) -> None:
         """Engine against learner, before and after ten steps on what the engine has not seen."""
         with self.report.measured("gap"):
-            strategy, optimizer = Strategy(), make_optimizer(self.policy, self.run)
+            optimizer = make_optimizer(self.policy, self.run)
             for group in optimizer.param_groups:
                 group["lr"] = 1e-4
-            strategy.prepare(self.policy, optimizer)
+            strategy = Strategy(self.policy, optimizer)
             self.report.add("gap before", **self._gap())
             batch = full_batch(self.policy.text, self.tokens, self.side, samples=4 if self.small else 8)
             for _ in range(10):
@@ -185,8 +185,7 @@ def learn_until(stop: Any, steps: Any, folder: Path, tokens: int, side: int, dev
             learner__gradient_checkpointing=True,
         )  # fmt: skip
         policy = make_policy(folder, run, device)
-    updater, strategy = make_updater(policy, run), Strategy()
-    strategy.prepare(policy, make_optimizer(policy, run))
+    updater, strategy = PolicyUpdater(policy, run), Strategy(policy, make_optimizer(policy, run))
     (packed,) = updater.pack(full_batch(policy.text, tokens, side, samples=4))
     while not stop.is_set():
         updater.step(strategy, packed, 1.0, UpdateStats())

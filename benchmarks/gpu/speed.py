@@ -24,7 +24,7 @@ from rl_vlm.learning.losses import token_logprobs
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import make_optimizer, make_updater
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer
 from rl_vlm.models.images import patchify
 from rl_vlm.models.memory.cards import gib, plan_memory
 from rl_vlm.models.memory.shape import ModelShape
@@ -42,8 +42,8 @@ class Update:
         )
         self.run, self.device = run, device
         self.policy: PolicyModel = make_policy(folder, run, device)
-        self.updater, self.strategy = make_updater(self.policy, run), Strategy()
-        self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
+        self.updater = PolicyUpdater(self.policy, run)
+        self.strategy = Strategy(self.policy, make_optimizer(self.policy, run))
         self.packed = self.updater.pack(full_batch(self.policy.text, tokens, side))[0]
 
     @property

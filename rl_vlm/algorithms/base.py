@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -19,6 +19,7 @@ from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
 from rl_vlm.config.loading import validated
 from rl_vlm.config.section import claim
 from rl_vlm.models.memory.cards import driver_gpu
+from rl_vlm.plugins import load_plugins
 from rl_vlm.tracing import Span
 
 if TYPE_CHECKING:
@@ -40,24 +41,6 @@ class RunAlgorithmConfig(AlgorithmConfig):
         self.scratch_folder: Path | None = None
         self.service: PolicyService | None = None  # started before the algorithm
         self._apply_run_config()
-
-    @classmethod
-    def from_run_config(
-        cls, run_config: TrainConfig, scratch_folder: Path | None = None, service: PolicyService | None = None
-    ) -> Self:
-        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk; `service` is the run's,
-        if it has been started already."""
-        config = cls()  # type: ignore[call-arg]  # the algorithms' configurations know their class
-        config.run_config = run_config
-        config.scratch_folder, config.service = scratch_folder, service
-        config._apply_run_config()
-        return config
-
-    def own_copy(self, given: AlgorithmConfig | dict[str, Any]) -> Self:
-        """A copy that is not frozen, of RLlib's frozen configuration or of Tune's dictionary."""
-        config = given if isinstance(given, AlgorithmConfig) else self.update_from_dict(given)
-        assert isinstance(config, type(self))
-        return config.copy(copy_frozen=False)
 
     def update_from_dict(self, config_dict: dict[str, Any]) -> Self:
         """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends
@@ -112,14 +95,26 @@ class RunAlgorithm(Algorithm):
     """
 
     run_config: TrainConfig
-    config_class: ClassVar[type[RunAlgorithmConfig]]
+    _service: PolicyService | None = None
     learner_group: Any
     env_runner_group: Any
 
     @classmethod
+    @abstractmethod
     def get_default_config(cls) -> RunAlgorithmConfig:
         """RLlib's hook: the default configuration."""
-        return cls.config_class()  # type: ignore[call-arg]  # the subclasses know their algorithm
+
+    @classmethod
+    def from_run_config(
+        cls, run_config: TrainConfig, scratch_folder: Path | None = None, service: PolicyService | None = None
+    ) -> Any:
+        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk; `service` is the run's,
+        if it has been started already."""
+        config = cls.get_default_config()
+        config.run_config = run_config
+        config.scratch_folder, config.service = scratch_folder, service
+        config._apply_run_config()
+        return config
 
     def __repr__(self) -> str:
         """The class's name. RLlib's version reads the configuration; where the settings were rejected there is none,
@@ -128,7 +123,9 @@ class RunAlgorithm(Algorithm):
 
     def setup(self, config: AlgorithmConfig) -> None:
         """Start services, env runners and learners."""
-        config = self.get_default_config().own_copy(config)
+        if not isinstance(config, AlgorithmConfig):  # Tune's dictionary
+            config = self.get_default_config().update_from_dict(config)
+        config = config.copy(copy_frozen=False)
         self.run_config = config.run_config
         self.folder: Path = config.scratch_folder or Path(self.logdir)
         self.restarts: Counter[str] = Counter()
@@ -137,6 +134,7 @@ class RunAlgorithm(Algorithm):
         self.stop_requested: Callable[[], bool] = lambda: False
         self._clock: defaultdict[str, float] = defaultdict(float)
         try:
+            load_plugins(self.run_config.plugins)
             # The served model loads while env runners and learners start.
             self.start_services(config)
             config.freeze()
@@ -160,9 +158,11 @@ class RunAlgorithm(Algorithm):
     def start_services(self, config: Any) -> None:
         """Start what runs beside RLlib's actors, and add to the configuration what is known only then."""
 
-    @abstractmethod
     def stop_services(self) -> None:
-        """Stop what `start_services` started, also if it failed halfway."""
+        """Stop what `start_services` started, also if it failed halfway. A second call does nothing."""
+        service, self._service = self._service, None
+        if service is not None:
+            service.stop()
 
     @abstractmethod
     def make_state(self) -> None:

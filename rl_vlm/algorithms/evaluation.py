@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
@@ -43,25 +43,24 @@ class HeldOut:
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
         """Inside, the replicas hold what `evaluation.weights` names; each exchange takes a version."""
-        algorithm = self._algorithm
+        algorithm, version = self._algorithm, self._algorithm.version
         if algorithm.run_config.evaluation.weights == "policy":
             yield
             return
-        version = algorithm.version
 
-        def back(raised: type[BaseException] | None, *_: object) -> None:
-            """Publish the trained weights again. An error of the evaluation hides one from here; an interruption does
-            not wait."""
-            if raised is not None and not issubclass(raised, Exception):
-                return
-            with suppress(RLVLMError) if raised else nullcontext():  # such as a learner that is lost
-                trained = algorithm.learners.call(lambda learner: learner.adapter(version))
-                algorithm.recovery.publish_restored(trained)
+        def give_back() -> None:
+            """Publish the trained weights again."""
+            trained = algorithm.learners.call(lambda learner: learner.adapter(version))
+            algorithm.recovery.publish_restored(trained)
 
         algorithm.recovery.publish_restored(self.averaged_adapter())
-        with ExitStack() as stack:
-            stack.push(back)
+        try:
             yield
+        except Exception:
+            with suppress(RLVLMError):  # such as a learner that is lost, which must not hide the first error
+                give_back()
+            raise
+        give_back()  # an interruption does not wait for it
 
     def averaged_adapter(self) -> WeightPayload:
         """The average of the weights. Raises LearnerLostError."""

@@ -11,23 +11,13 @@ Dr. GRPO, DAPO, RLOO and GSPO are this algorithm with other settings.
 
 from __future__ import annotations
 
-from ray.rllib.algorithms.algorithm import Algorithm
-
-from rl_vlm.algorithms.policy import PolicyAlgorithm, PolicyAlgorithmConfig
-from rl_vlm.config import AlgorithmSection
-
-
-class GRPOConfig(PolicyAlgorithmConfig):
-    """RLlib's configuration of GRPO."""
-
-    def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or GRPO, AlgorithmSection())
+from rl_vlm.algorithms.policy import PolicyAlgorithm
 
 
 class GRPO(PolicyAlgorithm):
     """The training loop. One `train()` is one GRPO iteration."""
 
-    config_class = GRPOConfig
+    name = "grpo"
 
     def sample_and_learn(self) -> None:
         """Sample groups, compare each answer with its group, learn from the differences, publish the new policy."""
@@ -45,7 +35,7 @@ class GRPO(PolicyAlgorithm):
                 advantages = self.estimate(groups)
                 minibatches = self.divide(groups, advantages)
             with self.timed("learn"):
-                adapter = self.take_steps(minibatches, groups, advantages, scored=scores is not None)
+                adapter = self.take_steps(minibatches, advantages, scored=scores is not None)
                 self.publish(adapter)
             if scores is not None:
                 self.adapt_kl(scores)

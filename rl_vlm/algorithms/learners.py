@@ -7,7 +7,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -84,53 +83,6 @@ class LearnerOutOfMemoryError(RLVLMError):
     """An update did not fit into a learner's memory; trying again would not help."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """An error that a learner raised on purpose, as its answer: RLlib takes an actor that raises for dead."""
-
-    error: RLVLMError
-
-
-def _answering(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def answer(learner: Any) -> Any:
-        try:
-            return function(learner)
-        except RLVLMError as error:
-            return _Refused(error)
-
-    return answer
-
-
-def _value(answer: Any) -> Any:
-    if isinstance(answer, _Refused):
-        raise answer.error
-    return answer
-
-
-class UpdateDeadline:
-    """How long learners may take for a batch of some type: `limit_s` seconds at first, then a multiple of what they
-    took."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._longest: dict[type, float] = {}
-
-    def of(self, batch: Any) -> float:
-        """Seconds for this batch."""
-        longest = self._longest.get(type(batch))
-        return self.limit_s if longest is None else min(self.limit_s, max(_LEAST_S, _SLOWER * longest))
-
-    def took(self, batch: Any, seconds: float) -> None:
-        """Record how long a batch took. An update of which no step had a gradient says nothing about others."""
-        if not any(getattr(batch, "active", (True,))):
-            return
-        self._longest[type(batch)] = max(seconds, self._longest.get(type(batch), 0.0))
-
-    def forget(self) -> None:
-        """Forget all times: new learners load and compile first."""
-        self._longest.clear()
-
-
 class Learners:
     """The learners of a run: calls to them, and new ones in place of those that died.
 
@@ -152,14 +104,14 @@ class Learners:
     ) -> None:
         self.group = group
         self._settings, self._rebuild, self._restore, self._restarts = settings, rebuild, restore, restarts
-        self._in_step = settings.in_step
-        self._deadline = UpdateDeadline(settings.update_timeout_s)
+        self._longest: dict[type, float] = {}  # seconds, by the type of the batches
         self._replacements = 0  # by this process: a run that is resumed has all of `max_restarts` again
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """`function(learner)` of one learner; all are called where they compute in step. Raises LearnerLostError, and
         what the function raises of RLVLMError."""
-        return on_all_learners(self.group, function) if self._in_step else on_one_learner(self.group, function)
+        ask = on_all_learners if self._settings.in_step else on_one_learner
+        return ask(self.group, function)
 
     def call_each(self, function: Callable[[Any], Any]) -> None:
         """`function(learner)` of each learner. Raises as `call` does."""
@@ -175,9 +127,11 @@ class Learners:
         try:
             if group.is_local:
                 return [group._learner.update(training_data=TrainingData(episodes=[batch])) for batch in batches]
-            started = time.perf_counter()
-            results = update_remote_learners(group, batches, self._deadline.of(batches[0]))
-            self._deadline.took(batches[0], time.perf_counter() - started)
+            started, kind = time.perf_counter(), type(batches[0])
+            results = update_remote_learners(group, batches, self.timeout_s(kind))
+            # An update of which no step had a gradient says nothing about others.
+            if any(getattr(batches[0], "active", (True,))):
+                self._longest[kind] = max(time.perf_counter() - started, self._longest.get(kind, 0.0))
             return results
         except LearnerLostError as error:
             self.replace(error)
@@ -195,9 +149,15 @@ class Learners:
             self.replace(error)
             return None
 
+    def timeout_s(self, kind: type) -> float:
+        """How long learners may take for a batch of some type: `update_timeout_s` at first, then a multiple of what
+        they took."""
+        limit, longest = self._settings.update_timeout_s, self._longest.get(kind)
+        return limit if longest is None else min(limit, max(_LEAST_S, _SLOWER * longest))
+
     def replace(self, error: Exception) -> None:
         """Start new learners and restore their state. Raises LearnerDiedError after `learner.max_restarts`."""
-        self._deadline.forget()
+        self._longest.clear()  # new learners load and compile first
         while True:
             self._restarts["learner"] += 1
             self._replacements += 1
@@ -245,60 +205,64 @@ def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float)
     return [answers[learner].get() for learner in learners]
 
 
-def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` of the first learner that answers; all hold the same weights. Raises LearnerLostError, and
-    what the function raises of RLVLMError.
+def _answers(group: Any, function: Callable[[Any], Any], learners: Sequence[int]) -> list[Any]:
+    """`function(learner)` of remote learners at the same time, in their order. Raises LearnerLostError where one does
+    not answer, and what the function raises of RLVLMError."""
 
-    Learners are asked one after the other: an answer may be large.
-    """
+    def answer(learner: Any) -> Any:
+        try:
+            return function(learner), None
+        except RLVLMError as error:  # returned, because RLlib takes an actor that raises for dead
+            return None, error
+
+    # RLlib returns other exceptions as results and does not raise them.
+    results = list(group.foreach_learner(answer, remote_actor_ids=list(learners), timeout_seconds=_TIMEOUT_S))
+    failed = next((result.get() for result in results if not result.ok), None)
+    if failed is not None or len(results) < len(learners):
+        raise LearnerLostError(f"Not all learners answered: {failed or 'one did not'}")
+    answers = [result.get() for result in sorted(results, key=lambda result: result.actor_id)]
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [value for value, _ in answers]
+
+
+def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
+    """`function(learner)` of the first learner that answers; all hold the same weights. Raises as `_answers` does."""
     if group.is_local:
         return function(group._learner)
-    failed = None
-    for learner in group._worker_manager.healthy_actor_ids():
-        # RLlib returns an exception as a result and does not raise it.
-        called = group.foreach_learner(_answering(function), remote_actor_ids=[learner], timeout_seconds=_TIMEOUT_S)
-        for result in called:
-            if result.ok:
-                return _value(result.get())
-            failed = result.get()
-    raise LearnerLostError(f"No learner answered: {failed or 'none is alive'}")
+    lost = LearnerLostError("No learner is alive")
+    for learner in group._worker_manager.healthy_actor_ids():  # one after the other: an answer may be large
+        try:
+            return _answers(group, function, [learner])[0]
+        except LearnerLostError as error:
+            lost = error
+    raise lost
 
 
 def on_all_learners(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` on all learners of a remote group at the same time; the first one's answer. Raises as
-    `on_one_learner` does.
+    """`function(learner)` on all learners of a remote group; the first one's answer. Raises as `_answers` does.
 
     For learners that answer only together, because each holds a part of the model or of the optimiser's state. Where
     one is dead the others are not asked: they would wait for it.
     """
-    if group._worker_manager.num_healthy_actors() < group.config.num_learners:
+    learners = group._worker_manager.healthy_actor_ids()
+    if len(learners) < group.config.num_learners:
         raise LearnerLostError("Not all learners are alive")
 
-    answering = _answering(function)
-
     def first_answers(learner: Any) -> Any:
-        answer = answering(learner)
-        # Large, and the same everywhere.
-        return answer if learner._learner_index == 0 or isinstance(answer, _Refused) else None
+        answer = function(learner)
+        return answer if learner._learner_index == 0 else None  # large, and the same everywhere
 
-    answers = list(group.foreach_learner(first_answers, timeout_seconds=_TIMEOUT_S))
-    failed = next((answer.get() for answer in answers if not answer.ok), None)
-    if failed is not None or len(answers) < group.config.num_learners:
-        raise LearnerLostError(f"Not all learners answered: {failed or 'one did not'}")
-    values = [_value(answer.get()) for answer in sorted(answers, key=lambda answer: answer.actor_id)]
-    return values[0]
+    return _answers(group, first_answers, learners)[0]
 
 
 def on_every_learner(group: Any, function: Callable[[Any], Any]) -> None:
-    """`function(learner)` on all of them. Raises LearnerLostError if one is lost, and what the function raises of
-    RLVLMError."""
+    """`function(learner)` on all of them. Raises as `_answers` does."""
     if group.is_local:
         function(group._learner)
-        return
-    for result in group.foreach_learner(_answering(function), timeout_seconds=_TIMEOUT_S):
-        if not result.ok:
-            raise LearnerLostError(f"A learner could not be restored: {result.get()}")
-        _value(result.get())
+    else:
+        _answers(group, function, group._worker_manager.healthy_actor_ids())
 
 
 def all_learners_answer(group: Any, count: int) -> bool:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm import tracing
@@ -25,8 +24,8 @@ from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.estimators import Estimate, Experience, ReturnScale, explained_variance, flat
-from rl_vlm.learning.learner import VLMLearner
+from rl_vlm.learning.estimators import Estimate, ReturnScale, explained_variance, flat
+from rl_vlm.learning.learner import VLMLearner, VLMModule
 from rl_vlm.learning.plan import (
     ScoreBatch,
     Scores,
@@ -37,13 +36,12 @@ from rl_vlm.learning.plan import (
     make_experience,
     update_batches,
 )
-from rl_vlm.learning.update import linear_schedule
+from rl_vlm.learning.update import lr_factor
 from rl_vlm.models.loading import TextSide, load_text_side
 from rl_vlm.models.memory.cards import shares_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.numerics import derive_seed, mean_kl
-from rl_vlm.plugins import load_plugins
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.env_runner import VLMEnvRunner
 from rl_vlm.rollout.metrics import group_metrics, sampling_metrics
@@ -59,12 +57,8 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
     """RLlib's configuration of an algorithm that trains the served policy."""
 
     run_config: PolicyConfig
-
-    def __init__(self, algo_class: type[Algorithm], algorithm: AlgorithmSection) -> None:
-        self.run_id = ""
-        self.policy_key = OWN
-        self.served_model: ModelReference | None = None  # RLlib has a field `model`
-        super().__init__(algo_class, PolicyConfig(algorithm=algorithm))
+    run_id, policy_key = "", OWN
+    served_model: ModelReference | None = None  # RLlib has a field `model`
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -79,19 +73,10 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.learners(learner_class=VLMLearner)
         self.training(lr=run_config.learner.lr)
 
-    def serve_from(self, service: PolicyService) -> None:
-        """Set the served policy's run id, key and model, which are known once it is started."""
-        self.run_id, self.policy_key, self.served_model = service.run_id, service.key, service.model
-        self._apply_run_config()
-
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """RLlib asks for the module that the learners train."""
-        from rl_vlm.learning.learner import VLMModule  # env runners must not import it
-
-        return RLModuleSpec(
-            module_class=VLMModule,
-            model_config={"model": self.served_model, "run_config": self.run_config},
-        )
+        settings = {"model": self.served_model, "run_config": self.run_config}
+        return RLModuleSpec(module_class=VLMModule, model_config=settings)
 
 
 class LearnersReplacedError(RLVLMError):
@@ -107,22 +92,20 @@ class PolicyAlgorithm(RunAlgorithm):
     """
 
     run_config: PolicyConfig
+    name: ClassVar[Literal["grpo", "ppo"]]  # `algorithm.name`
+
+    @classmethod
+    def get_default_config(cls) -> PolicyAlgorithmConfig:
+        """See RunAlgorithm."""
+        return PolicyAlgorithmConfig(cls, PolicyConfig(algorithm=AlgorithmSection(name=cls.name)))
 
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
         """Start the served policy."""
-        load_plugins(self.run_config.plugins)
-        self._service: PolicyService | None = config.service or start_service(self.run_config)
-        config.serve_from(self._service)
+        service = self._service = config.service or start_service(self.run_config)
+        config.run_id, config.policy_key, config.served_model = service.run_id, service.key, service.model
         if shares_gpu(self.run_config):
             # vLLM rejects a GPU on which less is free than it was promised.
-            self._service.wait_until_ready()
-
-    def stop_services(self) -> None:
-        """Stop the served policy. A second call does nothing."""
-        service = getattr(self, "_service", None)
-        self._service = None
-        if service is not None:
-            service.stop()
+            service.wait_until_ready()
 
     @property
     def service(self) -> PolicyService:
@@ -210,15 +193,7 @@ class PolicyAlgorithm(RunAlgorithm):
     def divide(self, groups: Sequence[TrajectoryGroup], estimate: Estimate | None = None) -> list[list[Minibatch]]:
         """Divide groups into the minibatches of an epoch and these among the learners. Samples whose advantage is known
         to be zero are left out."""
-        run_config = self.run_config
-        return divide(
-            groups,
-            run_config.algorithm,
-            self.rng,
-            estimate,
-            num_learners=max(run_config.learner.num_learners, 1),
-            max_new_tokens=run_config.rollout.max_new_tokens,
-        )
+        return divide(groups, self.run_config, self.rng, estimate)
 
     def score(self, minibatches: Sequence[Sequence[Minibatch]]) -> Scores:
         """The critic's values and the log-probabilities of policy and base model; the learners keep what they have
@@ -228,35 +203,26 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def estimate(self, groups: Sequence[TrajectoryGroup], scores: Scores | None = None) -> Estimate:
         """Advantages by the configured estimator and, with a critic, the returns that it learns."""
-        run_config = self.run_config
         with self.timed("advantages"):
             experience = make_experience(
-                groups,
-                run_config.algorithm,
-                self.rng,
-                scores,
-                max_new_tokens=run_config.rollout.max_new_tokens,
-                kl_coef=self.kl_coef,
-                scale=self.return_scale,
+                groups, self.run_config, self.rng, scores, kl_coef=self.kl_coef, scale=self.return_scale
             )
-            estimate = estimate_advantages(experience, run_config.algorithm)
-        without = sum(not group.any() for group in estimate.learns)
+            estimate = estimate_advantages(experience, self.run_config.algorithm)
+        of_groups = [[estimate.advantages[t.trajectory_id] for t in group.trajectories] for group in groups]
+        without = sum(not any(tokens.any() for tokens in group) for group in of_groups)
         self._recorded["reward/zero_advantage_groups"] = without / len(groups)
-        self._record_returns(experience, estimate)
-        self.last_groups, self.last_advantages = list(groups), estimate.means
+        self.last_groups = list(groups)
+        self.last_advantages = [np.array([float(t.mean()) if len(t) else 0.0 for t in group]) for group in of_groups]
+        if estimate.returns:
+            values = flat(experience.values)
+            returns = flat({name: estimate.returns[name] for name in experience.values})
+            self._recorded["value/return"] = float(np.nanmean(returns)) if np.isfinite(returns).any() else 0.0
+            self._recorded["value/explained_variance"] = explained_variance(values, returns)
         return estimate
-
-    def _record_returns(self, experience: Experience, estimate: Estimate) -> None:
-        if estimate.returns is None or experience.values is None:
-            return
-        returns = flat(estimate.returns)
-        self._recorded["value/return"] = float(np.nanmean(returns)) if np.isfinite(returns).any() else 0.0
-        self._recorded["value/explained_variance"] = explained_variance(flat(experience.values), returns)
 
     def take_steps(
         self,
         minibatches: Sequence[Sequence[Minibatch]],
-        groups: Sequence[TrajectoryGroup],
         estimate: Estimate,
         *,
         scored: bool = False,
@@ -268,18 +234,13 @@ class PolicyAlgorithm(RunAlgorithm):
         `scored`: the learners have the minibatches from `score`. Env runners open the next episodes meanwhile.
         """
         learner, algorithm = self.run_config.learner, self.run_config.algorithm
-        factor = 1.0
-        if learner.lr_schedule == "linear":
-            factor = linear_schedule(self.updates, algorithm.iterations - 1, learner.lr_final_fraction)
+        factor = lr_factor(learner, self.updates, algorithm.iterations - 1)
         before = self.return_scale
-        critic = self.run_config.critic
-        if estimate.returns is not None and critic is not None and critic.normalize_returns:
-            self.return_scale = before.observe(flat(estimate.returns))
+        self.return_scale = before.observe(flat(estimate.returns))
         if self.iterations_left:
             self.rollouts.open_next()
         batches = update_batches(
             minibatches,
-            groups,
             estimate,
             self.return_scale,
             scored=scored,
@@ -294,10 +255,7 @@ class PolicyAlgorithm(RunAlgorithm):
         for result in results:
             tracing.adopt(result.spans)
         stats = UpdateStats.merge([result.stats for result in results])
-        stats.lr = learner.lr * factor
-        self._recorded |= stats.metrics()
-        if any(batch.returns for batch in batches):
-            self._recorded["value/loss"] = stats.value_loss / max(stats.steps, 1)
+        self._recorded |= {**stats.metrics(), "policy/lr": learner.lr * factor}
         return next(result.adapter for result in results if result.adapter is not None)
 
     def _update_learners(self, batches: Sequence[Any]) -> list[Any]:

@@ -1,35 +1,25 @@
 """PPO: clipped policy-gradient steps on advantages that a critic estimates.
 
 Schulman et al., arXiv 1707.06347, with generalised advantage estimation (arXiv 1506.02438) over tokens, turns, or
-tokens inside turns (learning/gae.py). One iteration: env runners sample episodes through Ray Serve; the learners
+tokens inside turns (learning/estimators.py). One iteration: env runners sample episodes through Ray Serve; the learners
 compute the critic's values (and log-probabilities of the base model, where a KL penalty is part of the reward); the
 driver computes advantages and returns; the learners take clipped steps on the policy's LoRA and on the critic; the new
 adapter goes to every replica.
 
-The critic is a linear head on the policy's last hidden state, or has a LoRA adapter of its own on the same frozen model
-(learning/critic.py). Returns are normalised (PopArt). In the first `critic.warmup_iterations` the policy stays as it
-is.
+The critic (learning/policy_model.py) is a linear head on the policy's last hidden state, or has a LoRA adapter of its
+own on the same frozen model. Returns are normalised (PopArt). In the first `critic.warmup_iterations` the policy stays
+as it is.
 """
 
 from __future__ import annotations
 
-from ray.rllib.algorithms.algorithm import Algorithm
-
-from rl_vlm.algorithms.policy import PolicyAlgorithm, PolicyAlgorithmConfig
-from rl_vlm.config import AlgorithmSection
-
-
-class PPOConfig(PolicyAlgorithmConfig):
-    """RLlib's configuration of PPO."""
-
-    def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        super().__init__(algo_class or PPO, AlgorithmSection(name="ppo"))
+from rl_vlm.algorithms.policy import PolicyAlgorithm
 
 
 class PPO(PolicyAlgorithm):
     """The training loop. One `train()` is one PPO iteration."""
 
-    config_class = PPOConfig
+    name = "ppo"
 
     def sample_and_learn(self) -> None:
         """Sample episodes, value their states, estimate advantages, learn policy and critic, publish the new policy."""
@@ -43,7 +33,7 @@ class PPO(PolicyAlgorithm):
             scores = self.score(minibatches)
             advantages = self.estimate(groups, scores)
             with self.timed("learn"):
-                adapter = self.take_steps(minibatches, groups, advantages, scored=True, learn_policy=learn_policy)
+                adapter = self.take_steps(minibatches, advantages, scored=True, learn_policy=learn_policy)
                 self.publish(adapter)
             if self.run_config.algorithm.kl_in_reward:
                 self.adapt_kl(scores, learn_policy)

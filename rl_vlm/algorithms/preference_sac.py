@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
@@ -29,7 +28,6 @@ from rl_vlm.config import PreferenceConfig, PreferenceSection
 from rl_vlm.files import link_tree
 from rl_vlm.models.devices import driver_device
 from rl_vlm.numerics import derive_seed
-from rl_vlm.plugins import load_plugins
 from rl_vlm.preference.collector import (
     Episode,
     EpisodeResult,
@@ -47,12 +45,10 @@ from rl_vlm.preference.sac import Batch, SACLearner, SACModule, SACUpdateBatch
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.serving.service import PolicyService
+    pass
 
 # Beside AGENT in a checkpoint.
 _REPLAY, _REWARD_MODEL, _LABELS = "replay.safetensors", "reward_model.safetensors", "labels"
-# With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.
-_WORTH_COMPILING = 100_000
 # The updater's statistics under the names of a run's metrics.
 _METRICS = {
     "critic_loss": "critic/loss",
@@ -111,11 +107,7 @@ class PreferenceSACConfig(RunAlgorithmConfig):
     """RLlib's configuration of PreferenceSAC. Labels and logs go to `scratch_folder`."""
 
     run_config: PreferenceConfig
-
-    def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
-        self.compile_updates = False
-        self.horizon = 0
-        super().__init__(algo_class or PreferenceSAC, PreferenceConfig())
+    horizon = 0
 
     def _apply_run_config(self) -> None:
         super()._apply_run_config()
@@ -129,9 +121,6 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         )
         self.learners(learner_class=SACLearner)
         self.training(lr=sac.lr)
-        planned = preference.total_steps * sac.updates_per_step
-        pays = self.run_config.learner.gpus_per_learner > 0 and planned >= _WORTH_COMPILING
-        self.compile_updates = sac.compile == "on" or (sac.compile == "auto" and pays)
 
     def prepare(self) -> None:
         """Set the environment's spaces and horizon."""
@@ -139,7 +128,6 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
         self.horizon = env.horizon
         env.close()
-        self._apply_run_config()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """RLlib asks for the module that the learner trains."""
@@ -157,25 +145,26 @@ class PreferenceSAC(RunAlgorithm):
     """The training loop. One `train()` is `steps_per_iteration` environment steps."""
 
     run_config: PreferenceConfig
-    config_class = PreferenceSACConfig
+
+    @classmethod
+    def get_default_config(cls) -> PreferenceSACConfig:
+        """See RunAlgorithm."""
+        return PreferenceSACConfig(cls, PreferenceConfig())
 
     def start_services(self, config: PreferenceSACConfig) -> None:
         """Start what the labeller needs."""
-        load_plugins(self.run_config.plugins)
         config.prepare()
-        self._service: PolicyService | None = config.service
+        self._service = config.service
         if self._service is None and self.run_config.preference.asks_served_model:
             from rl_vlm.serving.service import start_service
 
             self._service = start_service(self.run_config)
 
     def stop_services(self) -> None:
-        """Stop the labeller and what it needs. A second call does nothing."""
+        """Stop the labeller and what it needs."""
         if (feedback := getattr(self, "feedback", None)) is not None:
             feedback.close()
-        service, self._service = getattr(self, "_service", None), None
-        if service is not None:
-            service.stop()
+        super().stop_services()
 
     def _served(self) -> tuple[Any, Any]:
         """A client of the served model and its text side, once it is ready; (None, None) where nothing is served."""

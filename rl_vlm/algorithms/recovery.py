@@ -13,9 +13,6 @@ from rl_vlm.models.weights import WeightPayload
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.policy import PolicyAlgorithm
-    from rl_vlm.learning.learner import VLMLearner
-
-State = tuple[WeightPayload, dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]
 
 
 class Recovery:
@@ -30,26 +27,16 @@ class Recovery:
     def checkpoint(self) -> Checkpoint:
         """Everything that an exact resume needs. Raises LearnerLostError."""
         algorithm, version = self._algorithm, self._algorithm.version
-
-        def learner_state(learner: VLMLearner) -> State:
-            return learner.adapter(version), learner.moments(), learner.extras(), torch.get_rng_state().tolist()
-
-        adapter, moments, extras, torch_rng = algorithm.learners.call(learner_state)
-        state = {**algorithm.state(), "torch_rng": torch_rng, "restarts": dict(algorithm.restarts)}
+        adapter, moments, extras, random = algorithm.learners.call(lambda learner: learner.snapshot(version))
+        state = {**algorithm.state(), "torch_rng": random.tolist(), "restarts": dict(algorithm.restarts)}
         return Checkpoint(adapter, moments, state, extras)
 
     def load(self, checkpoint: Checkpoint, *, new_process: bool) -> None:
         """Go on from a checkpoint; a new process also continues with its counts."""
         algorithm, state = self._algorithm, checkpoint.state
-        moments, extras, torch_rng = checkpoint.moments, checkpoint.extras, state["torch_rng"]
-        arrays = {name: tensor.numpy() for name, tensor in checkpoint.adapter.state().items()}
-
-        def load(learner: VLMLearner) -> bool:
-            learner.restore(arrays, moments, extras)
-            torch.set_rng_state(torch.tensor(torch_rng, dtype=torch.uint8))
-            return True
-
-        algorithm.learners.call_each(load)
+        random = torch.tensor(state["torch_rng"], dtype=torch.uint8)
+        saved = checkpoint.adapter, checkpoint.moments, checkpoint.extras, random
+        algorithm.learners.call_each(lambda learner: learner.restore(*saved))
         algorithm.set_state(state)
         newest = max(algorithm.version, algorithm.service.newest_version())
         fresh = new_process and newest <= algorithm.first_version

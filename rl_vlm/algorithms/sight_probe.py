@@ -22,7 +22,7 @@ from rl_vlm.evaluation.sight_faults import (
 )
 from rl_vlm.learning.update import UnfitImagesError
 from rl_vlm.numerics import mean_kl
-from rl_vlm.rollout.tasks import RolloutTask, View
+from rl_vlm.rollout.tasks import View
 from rl_vlm.types import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class SightProbe:
 
     def __init__(self, algorithm: PolicyAlgorithm) -> None:
         self._algorithm = algorithm
-        self._settings = algorithm.run_config.sight
         run_config = algorithm.run_config
+        self._settings = run_config.sight
         exact = run_config.model.dtype == "float32" and run_config.serving.quantization == "none"
         self._limits = EXACT if exact else ROUNDED
         self.needed = False
@@ -82,7 +82,9 @@ class SightProbe:
         chosen = list(trajectories)
         try:
             with self._algorithm.replicas_at_rest():  # the learner may need their memory
-                learner = self._algorithm.learners.call(lambda learner: learner.sight_logprobs(chosen, counterfactuals))
+                learner = self._algorithm.learners.call(
+                    lambda learner: learner.updater.sight_logprobs(chosen, counterfactuals)
+                )
         except LearnerLostError:  # the next update replaces it
             return []
         except UnfitImagesError as error:
@@ -97,17 +99,12 @@ class SightProbe:
         return [fault for fault in faults if fault is not None]
 
     def _sample(self, view: View) -> list[Trajectory]:
-        algorithm = self._algorithm
-        groups, _ = algorithm.rollouts.evaluate(self._tasks(view), algorithm.run_config.evaluation.timeout_s)
-        return [group.trajectories[0] for group in sorted(groups, key=lambda group: group.group_id)]
-
-    def _tasks(self, view: View) -> list[RolloutTask]:
-        run_config = self._algorithm.run_config
-        tasks = evaluation_tasks(run_config, self._algorithm.test_sizes, self._algorithm.version)
+        algorithm, run_config = self._algorithm, self._algorithm.run_config
         # Sampled as in training: greedy answers have no log-probabilities to compare.
-        return [
-            replace(
-                task, group_id=f"sight/{view}/{task.group_id}", temperature=run_config.rollout.temperature, view=view
-            )
-            for task in tasks[: self._settings.items]
+        temperature = run_config.rollout.temperature
+        tasks = [
+            replace(task, group_id=f"sight/{view}/{task.group_id}", temperature=temperature, view=view)
+            for task in evaluation_tasks(run_config, algorithm.test_sizes, algorithm.version)[: self._settings.items]
         ]
+        groups, _ = algorithm.rollouts.evaluate(tasks, run_config.evaluation.timeout_s)
+        return [group.trajectories[0] for group in sorted(groups, key=lambda group: group.group_id)]

@@ -147,7 +147,6 @@ class CriticSection(Section):
     """The value function of PPO: a linear head on the last hidden state of the policy, or of an adapter of its own."""
 
     place: ClassVar[str] = "critic."
-    conditional: ClassVar[tuple[OnlyWith, ...]] = (OnlyWith(("stop_gradient",), "kind", ("head",)),)
 
     kind: Literal["head", "adapter"] = Field(
         "head",
@@ -159,8 +158,6 @@ class CriticSection(Section):
     clip: float | None = Field(
         0.2, gt=0, description="How far a value may move from the old one, in normalised returns; null: not clipped."
     )
-    normalize_returns: bool = Field(True, description="Learn returns minus their mean over their standard deviation.")
-    stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
     warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
 
 

@@ -41,7 +41,6 @@ class SFTSection(Section):
     eval_answers: int = Field(
         64, ge=0, description="Of these, how many are answered greedily and compared with the last turn word for word."
     )
-    max_new_tokens: int = Field(64, ge=1, description="Of such an answer.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one.")
 
     def problems(self) -> Iterator[str]:

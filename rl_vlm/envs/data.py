@@ -366,6 +366,10 @@ class RowTable(Generic[Item]):
         """Item `index`; IndexError outside the table, BadRowError that names file and row if it is not usable."""
         return self._decoded(self.selected[index])
 
+    def outline(self, index: int) -> Item:
+        """As item `index`, with images of which the header alone was read: their sizes, before a camera's rotation."""
+        return self._read(self.selected[index], lambda data: EncodedImage("", b"", *check_header(data)))
+
     def validate(self, limit: int | None = None) -> int:
         """Check `limit` rows spread over the table, or all, without decoding pixels; return how many.
 
@@ -376,9 +380,7 @@ class RowTable(Generic[Item]):
         findings: list[str] = []
         for number in range(count):
             try:
-                self._read(
-                    self.selected[number * len(self) // count], lambda data: EncodedImage("", b"", *check_header(data))
-                )
+                self.outline(number * len(self) // count)
             except BadRowError as error:
                 findings.append(str(error))
                 if len(findings) == SHOWN_FINDINGS:

@@ -193,27 +193,18 @@ class BatchBuilder:
 
     def _shared_prompt(self, group: Sequence[Trajectory]) -> int:
         """The length of the prompt when all trajectories have the same one, images included; else 0."""
-        first = group[0]
-        length, images = _prompt_length(first), [image.sha256 for image in first.images[: self._prompt_images(first)]]
-        for other in group[1:]:
-            if _prompt_length(other) != length or not np.array_equal(
-                other.token_ids[:length], first.token_ids[:length]
-            ):
-                return 0
-            if [image.sha256 for image in other.images[: len(images)]] != images:
-                return 0
-        return length
+
+        def prompt(trajectory: Trajectory) -> tuple[bytes, list[str]]:
+            ids = trajectory.token_ids[: _prompt_length(trajectory)]
+            return ids.tobytes(), [image.sha256 for image in trajectory.images[: self._prompt_images(trajectory)]]
+
+        first = prompt(group[0])
+        return _prompt_length(group[0]) if all(prompt(other) == first for other in group[1:]) else 0
 
     def _prompt_images(self, trajectory: Trajectory) -> int:
         """How many of the trajectory's images stand in its prompt."""
-        tokens = int((trajectory.token_ids[: _prompt_length(trajectory)] == self._image_token_id).sum())
-        count = 0
-        for t, h, w in self._grids(trajectory):
-            tokens -= t * h * w // self._images.merge_size**2
-            if tokens < 0:
-                break
-            count += 1
-        return count
+        prompt = trajectory.token_ids[: _prompt_length(trajectory)]
+        return count_images(prompt, trajectory.images, self._images, self._image_token_id)
 
     def _grids(self, trajectory: Trajectory) -> list[tuple[int, int, int]]:
         return [self._images.grid_thw(image.width, image.height) for image in trajectory.images]
@@ -245,6 +236,14 @@ class BatchBuilder:
             turn=np.concatenate([row.turn for row in rows]),
             trajectory_ids=[name for row in rows for name in row.trajectory_ids],
         )
+
+
+def count_images(
+    token_ids: np.ndarray, images: Sequence[EncodedImage], spec: ImageProcessorSpec, image_token_id: int
+) -> int:
+    """How many of the images have all of their tokens in these ids, where they stand in their order."""
+    ends = np.cumsum([spec.count_tokens(image.width, image.height) for image in images])
+    return int(np.searchsorted(ends, int((token_ids == image_token_id).sum()), side="right"))
 
 
 def _prompt_length(trajectory: Trajectory) -> int:

@@ -1,13 +1,12 @@
 """Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
 
-Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. Per-token arrays of all trajectories
-are lists: `values[group][trajectory]`.
+Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. What is known of trajectories are
+arrays by trajectory id.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,51 +16,6 @@ from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.numerics import are_equal
 from rl_vlm.registry import Registry
 from rl_vlm.types import RLVLMError, Trajectory, TrajectoryGroup
-
-
-def step_returns(rewards: np.ndarray, gamma: float) -> np.ndarray:
-    """The discounted sum of this and the later turns' rewards, float64 [K] from [K]."""
-    returns = np.zeros(len(rewards))
-    following = 0.0
-    for turn in reversed(range(len(rewards))):
-        following = rewards[turn] + gamma * following
-        returns[turn] = following
-    return returns
-
-
-def gigpo_advantages(
-    rewards: Sequence[np.ndarray],
-    states: Sequence[Sequence[str]],
-    relative: Callable[[np.ndarray], np.ndarray],
-    *,
-    gamma: float,
-    step_weight: float,
-) -> list[np.ndarray]:
-    """The advantage of each turn of a group's trajectories, float64 [K] each.
-
-    The episode-relative advantage of the trajectory's whole reward, plus `step_weight` times the
-    step-relative advantage of the turn's discounted return among all turns of the group with the same state.
-
-    Args:
-        rewards: per trajectory, the rewards [K] of its turns.
-        states: per trajectory, the state before each turn; an empty one is unknown and like no other.
-        relative: advantages [n] of n rewards that are compared with each other; 0 for a single one.
-        gamma: discount per turn.
-        step_weight: ω.
-    """
-    episode = relative(np.array([turns.sum() for turns in rewards]))
-    returns = [step_returns(turns, gamma) for turns in rewards]
-    alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for number, names in enumerate(states):
-        for turn, name in enumerate(names):
-            if name:
-                alike[name].append((number, turn))
-    step = [np.zeros(len(turns)) for turns in rewards]
-    for places in alike.values():
-        compared = relative(np.array([returns[number][turn] for number, turn in places]))
-        for (number, turn), advantage in zip(places, compared, strict=True):
-            step[number][turn] = advantage
-    return [whole + step_weight * turns for whole, turns in zip(episode, step, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +87,7 @@ class EstimatorError(RLVLMError):
     """A registered estimator does not keep to the seam."""
 
 
-PerToken = list[list[np.ndarray]]
-
-
-def flat(values: PerToken) -> np.ndarray:
-    """All tokens of the batch in one array."""
-    return np.concatenate([tokens for group in values for tokens in group] or [np.zeros(0)])
+Arrays = dict[str, np.ndarray]  # by trajectory id
 
 
 def turn_lengths(trajectory: Trajectory) -> np.ndarray:
@@ -151,65 +100,43 @@ class Experience:
     """The whole batch, as estimators see it.
 
     turn_rewards: float64 [K] per trajectory; the environment's, unless a control has permuted them. token_rewards:
-    float32 [T], what is added to the reward of a token (a KL penalty), or None. values: float32 [T], the critic's value
-    of the state before each sampled token, or None without a critic.
+    float32 [T], what is added to the reward of a token (a KL penalty). values: float32 [T], the critic's value of the
+    state before each sampled token. Both are empty where there is no penalty, or no critic.
     """
 
     groups: Sequence[TrajectoryGroup]
-    turn_rewards: list[list[np.ndarray]]
-    token_rewards: PerToken | None = None
-    values: PerToken | None = None
+    turn_rewards: Arrays
+    token_rewards: Arrays = field(default_factory=dict)
+    values: Arrays = field(default_factory=dict)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Those of all groups."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+    def rewards_of_tokens(self, trajectory: Trajectory) -> np.ndarray:
+        """The trajectory's `token_rewards`, float64 [T]; zeros without a penalty."""
+        rewards = self.token_rewards.get(trajectory.trajectory_id)
+        return np.zeros(trajectory.num_sampled) if rewards is None else rewards.astype(np.float64)
 
     @property
     def rewards(self) -> list[np.ndarray]:
         """The sum of a trajectory's rewards, those per token included: float64 [G] per group."""
-        totals = [np.array([turns.sum() for turns in group]) for group in self.turn_rewards]
-        if self.token_rewards is not None:
-            for total, group in zip(totals, self.token_rewards, strict=True):
-                total += [tokens.sum(dtype=np.float64) for tokens in group]
-        return totals
+        return [
+            np.array(
+                [self.turn_rewards[t.trajectory_id].sum() + self.rewards_of_tokens(t).sum() for t in group.trajectories]
+            )
+            for group in self.groups
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """In the order of the groups and trajectories that were given.
+    """advantages: float32 [T]. returns: float32 [T], what the critic learns to predict before each token, NaN where
+    nothing; empty without a critic."""
 
-    advantages: float32 [T]. returns: float32 [T], what the critic learns to predict before each token, NaN where
-    nothing; None without a critic. Filled in by `plan.estimate_advantages`, not by estimators: means float64 [G] per
-    group, the mean advantage over a trajectory's tokens; learns bool [G], whether any is not zero.
-    """
-
-    advantages: PerToken
-    returns: PerToken | None = None
-    means: list[np.ndarray] = field(default_factory=list)
-    learns: list[np.ndarray] = field(default_factory=list)
-
-    def summary(self, lengths: list[list[int]], name: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Per group: the trajectories' mean advantages float64 [G], 0 without a sampled token, and bool [G]: any not
-        zero.
-
-        Raises EstimatorError where a user's estimator gave something else than finite numbers, one per sampled token;
-        `lengths` holds the numbers of sampled tokens.
-        """
-        if [[np.shape(tokens) for tokens in group] for group in self.advantages] != [
-            [(length,) for length in group] for group in lengths
-        ]:
-            raise EstimatorError(
-                f"algorithm.estimator {name}: it must give one array per trajectory, one number per sampled token."
-            )
-        # One array for the whole batch: numpy's calls cost more than its work on thousands of short ones.
-        flat_lengths = np.array([length for group in lengths for length in group], dtype=np.int64)
-        means, learns = np.zeros(len(flat_lengths)), np.zeros(len(flat_lengths), dtype=bool)
-        sampled = flat_lengths > 0
-        if sampled.any():
-            tokens = flat(self.advantages).astype(np.float64)
-            if not np.isfinite(tokens).all():
-                raise EstimatorError(f"algorithm.estimator {name}: it gave a number that is not finite.")
-            starts = np.cumsum(flat_lengths[sampled]) - flat_lengths[sampled]
-            means[sampled] = np.add.reduceat(tokens, starts) / flat_lengths[sampled]
-            learns[sampled] = np.logical_or.reduceat(tokens != 0, starts)
-        ends = np.cumsum([len(group) for group in lengths])[:-1]
-        return np.split(means, ends), np.split(learns, ends)
+    advantages: Arrays
+    returns: Arrays = field(default_factory=dict)
 
 
 AdvantageEstimator = Callable[[Experience, AlgorithmSection], Estimate]
@@ -264,15 +191,11 @@ def whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
     The undiscounted sum of the rewards from the token on. A turn is paid at its last token; a KL penalty is part of
     `token_rewards`. No group's mean is subtracted.
     """
-    returns: PerToken = []
-    for number, group in enumerate(experience.groups):
-        returns.append([])
-        for place, trajectory in enumerate(group.trajectories):
-            rewards = np.zeros(trajectory.num_sampled)
-            if experience.token_rewards is not None:
-                rewards += experience.token_rewards[number][place]
-            rewards[_last_tokens(trajectory)] += experience.turn_rewards[number][place]
-            returns[-1].append(rewards[::-1].cumsum()[::-1])
+    returns: Arrays = {}
+    for trajectory in experience.trajectories:
+        rewards = experience.rewards_of_tokens(trajectory)
+        rewards[_last_tokens(trajectory)] += experience.turn_rewards[trajectory.trajectory_id]
+        returns[trajectory.trajectory_id] = rewards[::-1].cumsum()[::-1]
     return Estimate(_normalized(returns, settings.advantage_scale))
 
 
@@ -286,39 +209,35 @@ def group_mean_over_whole_batch(experience: Experience, settings: AlgorithmSecti
 
 @register_estimator("gigpo")
 def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared."""
-    advantages: PerToken = []
-    for group, rewards in zip(experience.groups, _rewards_per_turn(experience), strict=True):
-        per_turn = gigpo_advantages(
-            rewards,
-            [[turn.state_id for turn in trajectory.turns] for trajectory in group.trajectories],
-            lambda compared: group_advantages(compared, settings.advantage_normalization, settings.advantage_scale),
-            gamma=settings.gigpo_gamma,
-            step_weight=settings.gigpo_step_weight,
-        )
-        advantages.append(
-            [
-                np.repeat(turns, turn_lengths(trajectory)).astype(np.float32)
-                for turns, trajectory in zip(per_turn, group.trajectories, strict=True)
-            ]
-        )
+    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared.
+
+    The advantage of the whole trajectory in its group plus, with the weight `gigpo_step_weight`, that of each turn's
+    discounted return among all turns of the group with its state. An empty state is unknown and like no other.
+    """
+
+    def relative(compared: np.ndarray) -> np.ndarray:
+        return group_advantages(compared, settings.advantage_normalization, settings.advantage_scale)
+
+    advantages: Arrays = {}
+    for group, totals in zip(experience.groups, experience.rewards, strict=True):
+        rewards = [_turns_with_tokens(experience, trajectory) for trajectory in group.trajectories]
+        returns = np.concatenate([gae(turns, np.zeros(len(turns)), settings.gigpo_gamma, 1.0) for turns in rewards])
+        states = np.array([turn.state_id for trajectory in group.trajectories for turn in trajectory.turns])
+        step = np.zeros(len(returns))
+        for state in set(states.tolist()) - {""}:
+            step[states == state] = relative(returns[states == state])
+        per_turn = np.repeat(relative(totals), list(map(len, rewards))) + settings.gigpo_step_weight * step
+        lengths = np.concatenate([turn_lengths(trajectory) for trajectory in group.trajectories])
+        ends = np.cumsum([trajectory.num_sampled for trajectory in group.trajectories])[:-1]
+        parts = np.split(np.repeat(per_turn, lengths).astype(np.float32), ends)
+        advantages |= {one.trajectory_id: part for one, part in zip(group.trajectories, parts, strict=True)}
     return Estimate(advantages)
 
 
-def _rewards_per_turn(experience: Experience) -> list[list[np.ndarray]]:
-    """The turns' rewards with those of their tokens, float64 [K] per trajectory."""
-    if experience.token_rewards is None:
-        return experience.turn_rewards
-    return [
-        [
-            turns
-            + np.array([part.sum(dtype=np.float64) for part in np.split(tokens, _last_tokens(trajectory) + 1)[:-1]])
-            for turns, tokens, trajectory in zip(rewards, per_token, group.trajectories, strict=True)
-        ]
-        for group, rewards, per_token in zip(
-            experience.groups, experience.turn_rewards, experience.token_rewards, strict=True
-        )
-    ]
+def _turns_with_tokens(experience: Experience, trajectory: Trajectory) -> np.ndarray:
+    """The turns' rewards with those of their tokens, float64 [K]."""
+    parts = np.split(experience.rewards_of_tokens(trajectory), _last_tokens(trajectory) + 1)[:-1]
+    return experience.turn_rewards[trajectory.trajectory_id] + np.array([part.sum() for part in parts])
 
 
 def _last_tokens(trajectory: Trajectory) -> np.ndarray:
@@ -326,28 +245,31 @@ def _last_tokens(trajectory: Trajectory) -> np.ndarray:
     return np.cumsum(turn_lengths(trajectory)) - 1
 
 
-def _normalized(values: PerToken, scale: float, eps: float = 1e-6) -> PerToken:
+def _normalized(values: Arrays, scale: float, *, ddof: int = 0, eps: float = 1e-6) -> Arrays:
     """(value - mean) / (standard deviation + eps) · scale over all tokens, float32.
 
     Values that are equal but for rounding give exactly zero.
     """
-    every = flat(values).astype(np.float64)
+    every = flat(values)
     if are_equal(every):
-        return [[np.zeros(len(tokens), dtype=np.float32) for tokens in group] for group in values]
-    mean, deviation = every.mean(), every.std()
-    return [[((tokens - mean) / (deviation + eps) * scale).astype(np.float32) for tokens in group] for group in values]
+        return {name: np.zeros(len(tokens), dtype=np.float32) for name, tokens in values.items()}
+    mean, scale = every.mean(), scale / (every.std(ddof=ddof) + eps)
+    return {name: ((tokens - mean) * scale).astype(np.float32) for name, tokens in values.items()}
+
+
+def flat(values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """All tokens of the batch in one array, float64."""
+    return np.concatenate([*values.values(), np.zeros(0)])
 
 
 def same_for_all_tokens(experience: Experience, values: Sequence[np.ndarray]) -> Estimate:
     """One number per trajectory, `values` float64 [G] per group, given to each of its tokens."""
+    every = np.concatenate([*values, np.zeros(0)])
     return Estimate(
-        [
-            [
-                np.full(trajectory.num_sampled, value, dtype=np.float32)
-                for trajectory, value in zip(group.trajectories, group_values, strict=True)
-            ]
-            for group, group_values in zip(experience.groups, values, strict=True)
-        ]
+        {
+            trajectory.trajectory_id: np.full(trajectory.num_sampled, value, dtype=np.float32)
+            for trajectory, value in zip(experience.trajectories, every, strict=True)
+        }
     )
 
 
@@ -365,32 +287,25 @@ def generalized_advantages(experience: Experience, settings: AlgorithmSection) -
     `advantage_normalization: std` makes mean 0 and standard deviation 1 over all tokens of the batch, as PPO's
     implementations do.
     """
-    if experience.values is None:
+    if not experience.values:
         raise EstimatorError("algorithm.estimator gae needs a critic: set algorithm.name to ppo.")
-    advantages, returns = [], []
-    for g, group in enumerate(experience.groups):
-        group_advantages, group_returns = [], []
-        for k, trajectory in enumerate(group.trajectories):
-            lengths = turn_lengths(trajectory)
-            values = experience.values[g][k].astype(np.float64)
-            token_rewards = np.zeros(len(values))
-            if experience.token_rewards is not None:
-                token_rewards += experience.token_rewards[g][k]
-            if len(values):
-                found = trajectory_gae(experience.turn_rewards[g][k], token_rewards, values, lengths, settings)
-            else:
-                found = (np.zeros(0), np.zeros(0))
-            group_advantages.append(found[0])
-            group_returns.append(found[1].astype(np.float32))
-        advantages.append(group_advantages)
-        returns.append(group_returns)
-    mean, scale = 0.0, settings.advantage_scale
-    tokens = flat(advantages)
-    if settings.advantage_normalization == "std" and len(tokens) > 1:
-        mean, scale = tokens.mean(), 0.0 if are_equal(tokens) else scale / (tokens.std(ddof=1) + 1e-8)
-    return Estimate(
-        [[((tokens - mean) * scale).astype(np.float32) for tokens in group] for group in advantages], returns
-    )
+    advantages, returns = Arrays(), Arrays()
+    for trajectory in experience.trajectories:
+        name = trajectory.trajectory_id
+        advantages[name] = returns[name] = np.zeros(0, dtype=np.float32)
+        if trajectory.num_sampled:
+            advantages[name], targets = trajectory_gae(
+                experience.turn_rewards[name],
+                experience.rewards_of_tokens(trajectory),
+                experience.values[name].astype(np.float64),
+                turn_lengths(trajectory),
+                settings,
+            )
+            returns[name] = targets.astype(np.float32)
+    if settings.advantage_normalization == "std":
+        return Estimate(_normalized(advantages, settings.advantage_scale, ddof=1, eps=1e-8), returns)
+    scale = settings.advantage_scale
+    return Estimate({name: (tokens * scale).astype(np.float32) for name, tokens in advantages.items()}, returns)
 
 
 def trajectory_gae(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
@@ -14,14 +12,19 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, UpdateStats
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import make_strategy
-from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, scale_lr, sight_logprobs
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average, scale_lr
 from rl_vlm.models.devices import give_back, learner_device, limit_memory
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.plugins import load_plugins
 from rl_vlm.tracing import continued, span
-from rl_vlm.types import Trajectory
+
+Tensors = dict[str, torch.Tensor]
+# Weights, the optimiser's moments by name (`exp_avg.3`), a critic (`critic.`) with averaged weights (`average.`), and
+# the state of torch's random numbers.
+Snapshot = tuple[WeightPayload, Tensors, Tensors, torch.Tensor]
 
 
 class VLMModule(TorchRLModule):
@@ -32,8 +35,6 @@ class VLMModule(TorchRLModule):
 
         `model_config` holds `model` and `run_config`.
         """
-        from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
-
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
         run: PolicyConfig = settings["run_config"]
         torch.set_num_threads(run.learner.num_threads)
@@ -41,20 +42,18 @@ class VLMModule(TorchRLModule):
         device = learner_device(run)
         limit_memory(run, device)
         model: ModelReference = settings["model"]
-        self.policy = PolicyModel(
-            model.on_this_node(), run, device, cache_bytes=run.model.image_cache_bytes, image_by_image=run.deterministic
-        )
+        self.policy = PolicyModel(model.on_this_node(), run, device)
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
         if self.policy.critic is not None:
             self.value_head = self.policy.critic.head
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What is trained as float32 numpy arrays, by name."""
-        return {name: tensor.detach().cpu().numpy() for name, tensor in self.policy.weights().items()}
+        return {name: tensor.detach().cpu().numpy() for name, tensor in self.policy.trained.weights().items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Load what `get_state` returned."""
-        self.policy.load_weights({name: torch.as_tensor(array) for name, array in state.items()})
+        self.policy.trained.load({name: torch.as_tensor(array) for name, array in state.items()})
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Not used: the learner computes log-probabilities of packed micro-batches (see update.py)."""
@@ -93,12 +92,11 @@ class VLMLearner(TorchLearner):
         """Build the module and the updater."""
         load_plugins(self._run.plugins)
         super().build()
-        self._strategy = make_strategy(self._run.learner)
-        self._updater = make_updater(self.vlm.policy, self._run)
-        self._strategy.prepare(self.vlm.policy, self.optimizer)
+        self.updater = PolicyUpdater(self.vlm.policy, self._run)
+        self._strategy = make_strategy(self._run.learner, self.vlm.policy, self.optimizer)
         self._published_dtype = self._run.published_dtype
-        decay = self._run.learner.ema_decay
-        self._average = None if decay is None else WeightAverage(self.vlm.policy.weights(), decay)
+        averaged = self.vlm.policy.trained.weights() if self._run.learner.ema_decay else {}
+        self._average = {name: tensor.detach().clone() for name, tensor in averaged.items()}
 
     def _map_module_to_device(self, module: Any) -> None:
         """The policy is loaded where it belongs; layers that will be sharded are in host memory until then."""
@@ -119,69 +117,54 @@ class VLMLearner(TorchLearner):
         training_data.solve_refs()
         (batch,) = training_data.episodes
         if isinstance(batch, ScoreBatch):
-            return self._updater.score(batch.minibatches)
+            return self.updater.score(batch.minibatches)
         assert isinstance(batch, UpdateBatch)
         self._weights_seq_no += 1
         scale_lr(self.optimizer, batch.lr_factor)
         result = UpdateResult(UpdateStats())
         with continued(batch.trace, f"learner-{self._learner_index or 0}") as result.spans, span("update"):
             with span("pack"):
-                packed = self._updater.pack(batch)
-            for _epoch in range(batch.epochs):
-                for micro_batches, active in zip(packed, batch.active, strict=True):
-                    if active:
-                        with span("optimizer_step", micro_batches=len(micro_batches)):
-                            taken = self._updater.step(
-                                self._strategy,
-                                micro_batches,
-                                self._run.learner.max_grad_norm,
-                                result.stats,
-                                batch.learn_policy,
-                            )
-                        if taken and self._average is not None and batch.learn_policy:
-                            self._average.update(self.vlm.policy.weights())
+                packed = self.updater.pack(batch)
+            norm, decay = self._run.learner.max_grad_norm, self._run.learner.ema_decay
+            for micro_batches, active in [*zip(packed, batch.active, strict=True)] * batch.epochs:
+                if active:
+                    with span("optimizer_step", micro_batches=len(micro_batches)):
+                        taken = self.updater.step(self._strategy, micro_batches, norm, result.stats, batch.learn_policy)
+                    if taken and decay is not None and batch.learn_policy:
+                        move_average(self._average, self.vlm.policy.trained.weights(), decay)
             if self._learner_index in (None, 0):
                 result.adapter = self._strategy.gather_adapter(batch.version, self._published_dtype)
         give_back(self._run)
         return result
 
-    def sight_logprobs(
-        self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
-    ) -> dict[str, list[np.ndarray]]:
-        """See `sight_logprobs` in learning/update.py."""
-        return sight_logprobs(trajectories, self._updater.recompute, self.vlm.policy.text, counterfactuals)
-
     def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""
         return self._strategy.gather_adapter(version)
 
-    def averaged_adapter(self, version: int) -> WeightPayload | None:
-        """The average of the weights under `learner.ema_decay`, None without it."""
-        return None if self._average is None else self.vlm.policy.payload(version, self._average.weights)
+    def averaged_adapter(self, version: int) -> WeightPayload:
+        """The average of the weights under `learner.ema_decay`."""
+        return self.vlm.policy.payload(version, self._average)
 
-    def moments(self) -> dict[str, Any]:
-        """The optimiser's state as flat CPU tensors by name: `exp_avg.3`, `exp_avg_sq.3`, `step.3`."""
-        return self._strategy.state()
+    def snapshot(self, version: int) -> Snapshot:
+        """What a checkpoint holds of a learner, for `restore`."""
+        critic = self.vlm.policy.critic
+        extras = {f"critic.{name}": tensor for name, tensor in (critic.state() if critic else {}).items()}
+        extras |= {f"average.{name}": tensor.cpu().clone() for name, tensor in self._average.items()}
+        return self._strategy.gather_adapter(version), self._strategy.state(), extras, torch.get_rng_state()
 
-    def extras(self) -> dict[str, torch.Tensor]:
-        """What a learner holds beside the adapter and its moments: the critic (`critic.`) and averaged weights
-        (`average.`)."""
-        critic, average = self.vlm.policy.critic, self._average
-        return {
-            **{f"critic.{name}": tensor for name, tensor in (critic.state() if critic else {}).items()},
-            **{f"average.{name}": tensor for name, tensor in (average.state() if average else {}).items()},
-        }
-
-    def restore(self, adapter: dict[str, Any], moments: dict[str, Any], extras: dict[str, torch.Tensor]) -> None:
-        """Load adapter tensors, optimiser moments and what `extras` returned."""
-        self.vlm.set_state(adapter)
+    @torch.no_grad()
+    def restore(self, weights: WeightPayload, moments: Tensors, extras: Tensors, random: torch.Tensor) -> None:
+        """Load what `snapshot` returned."""
+        self.vlm.policy.load(weights)
         self._strategy.restore(moments)
         if self.vlm.policy.critic is not None:
             self.vlm.policy.critic.restore(_under("critic.", extras))
-        if self._average is not None:
-            # A run that goes on with an average it did not have begins it at the present weights.
-            self._average.restore(_under("average.", extras) or self.vlm.policy.weights())
+        # A run that goes on with an average it did not have begins it at the present weights.
+        averages = _under("average.", extras) or self.vlm.policy.trained.weights()
+        for name, average in self._average.items():
+            average.copy_(averages[name])
+        torch.set_rng_state(random)
 
 
-def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _under(prefix: str, tensors: Tensors) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -9,76 +9,65 @@ groups are divided after the estimate, so that samples without an advantage are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.learning.batching import Minibatch
-from rl_vlm.learning.estimators import ESTIMATORS, Estimate, Experience, PerToken, Rescaling, ReturnScale
+from rl_vlm.learning.estimators import ESTIMATORS, Arrays, Estimate, EstimatorError, Experience, Rescaling, ReturnScale
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import Span
 from rl_vlm.types import TrajectoryGroup
 
 Metrics = dict[str, float]
-# The fields of UpdateStats that a micro-batch adds to, beside those of a KL penalty and a critic.
-TOKEN_SUMS = ("loss", "clipped", "entropy", "approx_kl", "mismatch_kl", "mismatch_prob", "logprob", "masked")
+
+# What becomes a mean over sampled tokens; what counts by its largest value; and counts of steps.
+_PER_TOKEN = (
+    "policy/kl", "policy/approx_kl", "policy/entropy", "policy/token_logprob_mean", "policy/clip_fraction",
+    "mismatch/kl", "mismatch/token_mult_prob_error", "mismatch/masked",
+)  # fmt: skip
+_LARGEST = ("policy/ratio_max", "policy/first_ratio_error")
+_STEPS = ("policy/optimizer_steps", "policy/skipped_steps")
 
 
-@dataclass(slots=True)
-class UpdateStats:
-    """Sums over sampled tokens, so that they can be added across micro-batches and learners."""
+class UpdateStats(dict[str, float]):
+    """What an update adds up over micro-batches and learners, under the names of the metrics that are made of it.
 
-    tokens: float = 0.0
-    loss: float = 0.0
-    clipped: float = 0.0
-    entropy: float = 0.0  # NaN where it is not measured
-    logprob: float = 0.0
-    value_loss: float = 0.0
-    kl: float = 0.0
-    approx_kl: float = 0.0
-    mismatch_kl: float = 0.0
-    mismatch_prob: float = 0.0
-    masked: float = 0.0  # tokens that a mask of algorithm.mismatch left out
-    ratio_max: float = 0.0
-    grad_norm: float = 0.0
-    steps: int = 0
-    skipped_steps: int = 0  # the gradient was not finite
-    lr: float = 0.0
-    first_ratio_error: float = 0.0  # largest |ratio - 1| on the first minibatch, where it was probed: must be exactly 0
+    `tokens` are the sampled ones. policy/entropy is NaN where it is not measured. policy/first_ratio_error is the
+    largest |ratio - 1| on the first minibatch, where it was probed: it must be exactly 0.
+    """
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Add values, or keep the larger ones of those of which the largest counts."""
+        for name, value in values.items():
+            self[name] = max(self[name], value) if name in _LARGEST else self[name] + value
 
     @classmethod
     def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
-        """The statistics of all learners together, which make the same steps."""
-        merged = replace(parts[0])
-        for name in (*TOKEN_SUMS, "tokens", "value_loss", "kl"):
-            setattr(merged, name, sum(getattr(part, name) for part in parts))
-        for name in ("ratio_max", "first_ratio_error"):
-            setattr(merged, name, max(getattr(part, name) for part in parts))
+        """The statistics of all learners together, which make the same steps with the same gradient."""
+        merged = cls()
+        for part in parts:
+            merged.add(part)
+        for name in (*_STEPS, "policy/grad_norm"):
+            merged[name] = parts[0][name]
         return merged
 
     def metrics(self) -> Metrics:
-        """Averages under the names that are logged."""
-        tokens = max(self.tokens, 1.0)
-        steps = max(self.steps, 1)
-        return {
-            "policy/loss": self.loss / steps,
-            "policy/kl": self.kl / tokens,
-            "policy/approx_kl": self.approx_kl / tokens,
-            "policy/entropy": self.entropy / tokens,
-            "policy/token_logprob_mean": self.logprob / tokens,
-            "policy/clip_fraction": self.clipped / tokens,
-            "policy/ratio_max": self.ratio_max,
-            "policy/grad_norm": self.grad_norm / steps,
-            "policy/lr": self.lr,
-            "policy/optimizer_steps": float(self.steps),
-            "policy/skipped_steps": float(self.skipped_steps),
-            "policy/first_ratio_error": self.first_ratio_error,
-            "mismatch/kl": self.mismatch_kl / tokens,
-            "mismatch/token_mult_prob_error": self.mismatch_prob / tokens if self.tokens else 1.0,
-            "mismatch/masked": self.masked / tokens,
-        }
+        """Averages over tokens and steps."""
+        tokens, steps = max(self["tokens"], 1.0), max(self["policy/optimizer_steps"], 1.0)
+        metrics = {name: self[name] for name in (*_LARGEST, *_STEPS)}
+        metrics |= {name: self[name] / tokens for name in _PER_TOKEN}
+        metrics |= {name: self[name] / steps for name in ("policy/loss", "policy/grad_norm")}
+        if "value/loss" in self:
+            metrics["value/loss"] = self["value/loss"] / steps
+        if not self["tokens"]:
+            metrics["mismatch/token_mult_prob_error"] = 1.0  # of factors that are 1 where engine and learner agree
+        return metrics
 
 
 @dataclass(slots=True)
@@ -99,8 +88,8 @@ class Scores:
     normalised.
     """
 
-    log_ratio: dict[str, np.ndarray] = field(default_factory=dict)
-    values: dict[str, np.ndarray] = field(default_factory=dict)
+    log_ratio: Arrays = field(default_factory=dict)
+    values: Arrays = field(default_factory=dict)
 
     @classmethod
     def merge(cls, parts: Sequence[Scores]) -> Scores:
@@ -123,8 +112,8 @@ class UpdateBatch:
 
     minibatches: list[Minibatch]
     active: list[bool]  # by step: whether any learner has samples
-    advantages: dict[str, np.ndarray]
-    returns: dict[str, np.ndarray]
+    advantages: Arrays
+    returns: Arrays
     value_weights: list[float]
     rescaling: Rescaling | None = None  # of the critic's normalisation
     epochs: int = 1
@@ -144,61 +133,56 @@ class UpdateResult:
 
 
 def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """What the configured estimator makes of the groups, checked. Raises EstimatorError."""
+    """What the configured estimator makes of the groups. Raises EstimatorError for anything but finite numbers, one per
+    sampled token."""
     estimate = ESTIMATORS.get(settings.estimator)(experience, settings)
-    means, learns = estimate.summary(_sampled_lengths(experience.groups), settings.estimator)
-    return replace(estimate, means=means, learns=learns)
+    for trajectory in experience.trajectories:
+        tokens = np.asarray(estimate.advantages.get(trajectory.trajectory_id))
+        if tokens.shape != (trajectory.num_sampled,) or not np.isfinite(tokens).all():
+            raise EstimatorError(
+                f"algorithm.estimator {settings.estimator}: it must give one array per trajectory, by its id, with one "
+                "finite number per sampled token."
+            )
+    return estimate
 
 
 def divide(
-    groups: Sequence[TrajectoryGroup],
-    settings: AlgorithmSection,
-    rng: np.random.Generator,
-    estimate: Estimate | None = None,
-    *,
-    num_learners: int = 1,
-    max_new_tokens: int = 1,
+    groups: Sequence[TrajectoryGroup], run: PolicyConfig, rng: np.random.Generator, estimate: Estimate | None = None
 ) -> list[list[Minibatch]]:
-    """Divide groups into the steps of an epoch and these among learners: `[learner][step]`.
-
-    `max_new_tokens` is aggregation "constant"'s.
+    """Divide groups into the steps of an epoch and these among the run's learners: `[learner][step]`.
 
     Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
     number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL
     penalty or an entropy bonus gives them a gradient. Without `estimate` no advantage is known yet, and none is
     skipped.
     """
-    lengths = _sampled_lengths(groups)
-    order = rng.permutation(len(groups))
+    settings, num_learners = run.algorithm, max(run.learner.num_learners, 1)
+    advantages = None if estimate is None or settings.learns_without_advantage else estimate.advantages
     minibatches: list[list[Minibatch]] = [[] for _ in range(num_learners)]
-    skips = estimate is not None and not settings.learns_without_advantage
+    order = rng.permutation(len(groups))
     for members in np.array_split(order, min(settings.minibatches, max(len(groups), 1))):
-        weight = _weights([length for k in members for length in lengths[k]], settings.aggregation, max_new_tokens)
-        step = [Minibatch([], {}) for _ in range(num_learners)]
+        step = [groups[k].trajectories for k in members]
+        lengths = [t.num_sampled for group in step for t in group]
+        weight = _weights(lengths, settings.aggregation, run.rollout.max_new_tokens)
+        shares = [Minibatch([], {}) for _ in range(num_learners)]
         load = [0] * num_learners
-        kept = {
-            k: [
-                one
-                for n, one in enumerate(groups[k].trajectories)
-                if lengths[k][n] and (not skips or (estimate is not None and estimate.learns[k][n]))
-            ]
-            for k in members
-        }
+        kept = [
+            [t for t in group if t.num_sampled and (advantages is None or advantages[t.trajectory_id].any())]
+            for group in step
+        ]
         # Longest first onto the least loaded learner keeps the learners' work even.
-        for k in sorted(members, key=lambda k: -sum(map(len, kept[k]))):
-            if kept[k]:
-                learner = load.index(min(load))
-                step[learner].groups.append(kept[k])
-                step[learner].weights |= {one.trajectory_id: weight(one.num_sampled) for one in kept[k]}
-                load[learner] += sum(map(len, kept[k]))
-        for learner, minibatch in enumerate(step):
-            minibatches[learner].append(minibatch)
+        for group in sorted(filter(None, kept), key=lambda group: -sum(map(len, group))):
+            learner = load.index(min(load))
+            shares[learner].groups.append(group)
+            shares[learner].weights |= {t.trajectory_id: weight(t.num_sampled) for t in group}
+            load[learner] += sum(map(len, group))
+        for steps, share in zip(minibatches, shares, strict=True):
+            steps.append(share)
     return minibatches
 
 
 def update_batches(
     minibatches: Sequence[Sequence[Minibatch]],
-    groups: Sequence[TrajectoryGroup],
     estimate: Estimate,
     scale: ReturnScale | None = None,
     *,
@@ -210,18 +194,14 @@ def update_batches(
     `scored`: the learners have packed the minibatches already, so these are not sent again. `how`: fields of
     UpdateBatch that are equal for all learners.
     """
-    advantages, returns = {}, {}
-    for g, group in enumerate(groups):
-        for k, trajectory in enumerate(group.trajectories):
-            advantages[trajectory.trajectory_id] = estimate.advantages[g][k]
-            if estimate.returns is not None and scale is not None:
-                raw = estimate.returns[g][k]
-                returns[trajectory.trajectory_id] = ((raw - scale.mean) / scale.std).astype(np.float32)
+    returns: Arrays = {}
+    if scale is not None:
+        for name, tokens in estimate.returns.items():
+            returns[name] = ((tokens - scale.mean) / scale.std).astype(np.float32)
     steps = list(zip(*minibatches, strict=True))
     active = [any(part.groups for part in step) for step in steps]
-    value_weights = [
-        1.0 / max(sum(int(np.isfinite(returns[name]).sum()) for part in step for name in part.weights if returns), 1)
-        for step in steps
+    with_return = [
+        sum(int(np.isfinite(returns[n]).sum()) for part in step for n in part.weights if returns) for step in steps
     ]
     shares = []
     for own in minibatches:
@@ -230,18 +210,13 @@ def update_batches(
             UpdateBatch(
                 [] if scored else list(own),
                 active,
-                {name: advantages[name] for name in names},
+                {name: estimate.advantages[name] for name in names},
                 {name: returns[name] for name in names} if returns else {},
-                value_weights,
+                [1.0 / max(count, 1) for count in with_return],
                 **how,
             )
         )
     return shares
-
-
-def _sampled_lengths(groups: Sequence[TrajectoryGroup]) -> list[list[int]]:
-    """The numbers of sampled tokens per group and trajectory."""
-    return [[trajectory.num_sampled for trajectory in group.trajectories] for group in groups]
 
 
 def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> Callable[[int], float]:
@@ -257,11 +232,10 @@ def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> C
 
 def make_experience(
     groups: Sequence[TrajectoryGroup],
-    settings: AlgorithmSection,
+    run: PolicyConfig,
     rng: np.random.Generator,
     scores: Scores | None = None,
     *,
-    max_new_tokens: int = 1,
     kl_coef: float = 0.0,
     scale: ReturnScale | None = None,
 ) -> Experience:
@@ -271,34 +245,23 @@ def make_experience(
     trajectories, at their last turns. From the learners' `scores` come the values, as returns by `scale`, and the
     penalty -kl_coef (old - reference) of each token.
     """
-    turn_rewards = [
-        [np.array([turn.reward for turn in trajectory.turns]) for trajectory in group.trajectories] for group in groups
-    ]
-    if settings.overlong_buffer:
-        for group, rewards in zip(groups, turn_rewards, strict=True):
-            for trajectory, turns in zip(group.trajectories, rewards, strict=True):
-                turns[-1:] += overlong_penalty(trajectory.num_sampled, max_new_tokens, settings.overlong_buffer)
+    settings, most = run.algorithm, run.rollout.max_new_tokens
+    rewards: Arrays = {}
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        turns = rewards[trajectory.trajectory_id] = np.array([turn.reward for turn in trajectory.turns])
+        if settings.overlong_buffer:
+            turns[-1:] += overlong_penalty(trajectory.num_sampled, most, settings.overlong_buffer)
     if settings.shuffle_rewards:
-        trajectories = [turns for rewards in turn_rewards for turns in rewards]
-        for turns, total in zip(trajectories, rng.permutation([turns.sum() for turns in trajectories]), strict=True):
+        totals = rng.permutation([turns.sum() for turns in rewards.values()])
+        for turns, total in zip(rewards.values(), totals, strict=True):
             turns[:] = 0
             turns[-1:] = total
-    penalties = values = None
+    penalties, values = Arrays(), Arrays()
     if scores is not None and settings.kl_in_reward:
-        penalties = _per_token(groups, scores.log_ratio, lambda tokens: -kl_coef * tokens)
-    if scores is not None and scale is not None and scores.values:
-        values = _per_token(groups, scores.values, lambda tokens: tokens * scale.std + scale.mean)
-    return Experience(groups, turn_rewards, penalties, values)
-
-
-def _per_token(
-    groups: Sequence[TrajectoryGroup], arrays: Mapping[str, np.ndarray], change: Callable[[np.ndarray], np.ndarray]
-) -> PerToken:
-    """Arrays by trajectory id in the order of the groups; a trajectory without a sampled token has none."""
-    nothing = np.zeros(0, dtype=np.float32)
-    return [
-        [change(arrays.get(trajectory.trajectory_id, nothing)) for trajectory in group.trajectories] for group in groups
-    ]
+        penalties = {name: -kl_coef * tokens for name, tokens in scores.log_ratio.items()}
+    if scores is not None and scale is not None:
+        values = {name: tokens * scale.std + scale.mean for name, tokens in scores.values.items()}
+    return Experience(groups, rewards, penalties, values)
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from rl_vlm.learning.estimators import Rescaling
 from rl_vlm.models.devices import choose_order, choose_precision, use_fast_products
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state
-from rl_vlm.models.qwen_vl import CACHE_BYTES, Backbone
+from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import UserInputError
@@ -39,7 +39,7 @@ class Critic:
     """
 
     def __init__(self, model: nn.Module, section: CriticSection, width: int, adapter: ExtraLora | None = None) -> None:
-        self.loss_coef, self.clip, self.stop_gradient = section.loss_coef, section.clip, section.stop_gradient
+        self.loss_coef, self.clip = section.loss_coef, section.clip
         device = next(model.parameters()).device
         self.last = nn.Linear(section.hidden or width, 1, device=device)
         nn.init.zeros_(self.last.weight)
@@ -113,34 +113,8 @@ def value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float | None) ->
     return 0.5 * loss
 
 
-class Trainable(Protocol):
-    """The trained part of a model. `parameters` are float32: what the optimiser steps."""
-
-    parameters: list[nn.Parameter]
-
-    def weights(self) -> dict[str, Tensor]:
-        """The trained tensors by the names of their files, float32, not copied."""
-        ...
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put tensors with these names in place. Raises UserInputError for ones that do not fit."""
-        ...
-
-    def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """Tensors by these names as an immutable version, rounded where `dtype` is given."""
-        ...
-
-    def stepped(self) -> None:
-        """The optimiser has changed `parameters`."""
-        ...
-
-    def base(self) -> AbstractContextManager[None]:
-        """The model computes as before training inside this context."""
-        ...
-
-
 class LoraTraining:
-    """LoRA layers (float32), by peft's names."""
+    """What is trained of a model: LoRA layers (float32), by peft's names. `parameters` are what the optimiser steps."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._model, self._config = model, config
@@ -148,20 +122,23 @@ class LoraTraining:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def weights(self) -> dict[str, Tensor]:
+        """The trained tensors by the names of their files, float32, not copied."""
         return lora_state(self._model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put tensors with these names in place. Raises UserInputError for ones that do not fit."""
         load_lora_state(self._model, state)
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
+        """Tensors by these names as an immutable version, rounded where `dtype` is given."""
         return AdapterPayload.build(version, weights, self._config, dtype)
 
     def stepped(self) -> None:
-        """Nothing to do: the optimiser steps the layers themselves."""
+        """The optimiser has changed `parameters`, which are the layers themselves."""
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """See Trainable; the layers are switched off."""
+        """The model computes as before training inside this context: the layers are switched off."""
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
             layer.enable_adapters(False)
@@ -173,7 +150,7 @@ class LoraTraining:
 
 
 class FullTraining:
-    """All parameters, the vision tower's too.
+    """As `LoraTraining`, of all parameters, the vision tower's too.
 
     Those of a lower precision get float32 masters, which the optimiser steps.
 
@@ -200,7 +177,6 @@ class FullTraining:
         self.parameters = list(self._masters.values())
 
     def weights(self) -> dict[str, Tensor]:
-        """See Trainable; the masters."""
         return {name: master.detach() for name, master in self._masters.items()}
 
     @torch.no_grad()
@@ -215,7 +191,7 @@ class FullTraining:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """See Trainable; the model gets what the masters round to."""
+        """Give the model what the masters round to."""
         for name, own in self._own.items():
             if own is not self._masters[name]:
                 own.copy_(self._masters[name])
@@ -258,39 +234,34 @@ class PolicyModel:
         folder: the model folder.
         run: the run configuration (model, learner and seed are read).
         device: "cpu" or "cuda".
-        suppress: give the tokens that an engine never samples the probability 0, as reinforcement learning needs it;
-            supervised learning teaches the probabilities of the plain model.
-        cache_bytes, image_by_image: see `Backbone`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        run: PolicyConfig | SFTConfig,
-        device: str = "cpu",
-        *,
-        suppress: bool = True,
-        cache_bytes: int = CACHE_BYTES,
-        image_by_image: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, run: PolicyConfig | SFTConfig, device: str = "cpu") -> None:
         quiet_libraries()
         choose_precision(run.model.dtype, device)
-        if isinstance(run, PolicyConfig) and run.deterministic:
-            choose_order(device)
+        suppressed, cache_bytes, image_by_image = np.empty(0, dtype=np.int64), 0, False
+        self.text = load_text_side(folder, run.model.pixels)
+        if isinstance(run, PolicyConfig):
+            # The tokens that an engine never samples have probability 0. Supervised learning teaches the plain model's
+            # probabilities, and features that it kept would come from other batches after a resume.
+            suppressed = self.text.codec.suppressed_token_ids(self.text.vocab_size)
+            cache_bytes, image_by_image = run.model.image_cache_bytes, run.deterministic
+            if run.deterministic:
+                choose_order(device)
         self.lora: LoraConfig | None = None  # of a policy that is not trained whole
         shards_layers = isinstance(run, PolicyConfig) and run.learner.shards_layers
-        self.text = load_text_side(folder, run.model.pixels)
         self.model = load_model(folder, run.model.dtype, device, layers_on_host=shards_layers)
         self.trained = self._train(folder, run)
         if run.model.adapter is not None:
             self.load(initial_adapter(run.model))
-        checkpointed = self._checkpointed(run)
+        checkpointed: list[Any] = []  # parts whose layers the backward pass computes again
+        if run.learner.gradient_checkpointing:
+            parts = self.model.model
+            checkpointed = [parts.language_model, *([parts.visual] if run.model.train == "full" else ())]
         for part in checkpointed:
             part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
             part.train()
-        codec = self.text.codec
-        suppressed = codec.suppressed_token_ids(self.text.vocab_size) if suppress else np.empty(0, dtype=np.int64)
         head_dtype = run.model.head_dtype
         self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes, head_dtype, image_by_image)
         self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
@@ -303,7 +274,7 @@ class PolicyModel:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(device) if parameter.requires_grad else parameter.data
 
-    def _train(self, folder: Path, run: PolicyConfig | SFTConfig) -> Trainable:
+    def _train(self, folder: Path, run: PolicyConfig | SFTConfig) -> LoraTraining | FullTraining:
         if run.model.train == "full":
             dtype, device = run.model.dtype, str(next(self.model.parameters()).device)
             return FullTraining(
@@ -317,13 +288,6 @@ class PolicyModel:
         self.lora.base_model_name_or_path = str(folder)
         torch.manual_seed(run.seed)  # so that A is drawn the same in every learner
         return LoraTraining(self.model, self.lora)
-
-    def _checkpointed(self, run: PolicyConfig | SFTConfig) -> list[Any]:
-        """The parts whose layers the backward pass computes again."""
-        if not run.learner.gradient_checkpointing:
-            return []
-        parts = [self.model.model.language_model]
-        return [*parts, self.model.model.visual] if run.model.train == "full" else parts
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -339,25 +303,13 @@ class PolicyModel:
             own = ExtraLora(self.model, self.lora, "critic")
         return Critic(self.model, section, self.model.config.get_text_config().hidden_size, own)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The trained tensors by the names of their files (peft's for an adapter), float32, not copied."""
-        return self.trained.weights()
-
-    def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Put tensors that `weights` named in place. Raises UserInputError for ones that do not fit."""
-        self.trained.load(state)
-
     def payload(
         self, version: int, weights: Mapping[str, Tensor] | None = None, dtype: str | None = None
     ) -> WeightPayload:
         """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable
         version."""
-        return self.trained.payload(version, self.weights() if weights is None else weights, dtype)
+        return self.trained.payload(version, self.trained.weights() if weights is None else weights, dtype)
 
-    def load(self, adapter: WeightPayload) -> None:
+    def load(self, weights: WeightPayload) -> None:
         """Put a version's tensors in place. Raises UserInputError for one that does not fit."""
-        self.load_weights(adapter.state())
-
-    def without_adapter(self) -> AbstractContextManager[None]:
-        """The model computes as the base model inside this context."""
-        return self.trained.base()
+        self.trained.load(weights.state())

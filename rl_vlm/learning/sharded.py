@@ -8,17 +8,16 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+from rl_vlm.config import LearnerSection
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import AllReduce, Strategy
-
-if TYPE_CHECKING:
-    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 
 class FSDP2(AllReduce):
@@ -28,30 +27,21 @@ class FSDP2(AllReduce):
     gradients are added once per step. So is what a pass may leave out, because a learner that gathers alone would wait
     for ever: the vision tower (images are cached) and the embedding with the head (tied in small models; the head is
     read tile by tile).
-
-    Args:
-        offload: keep the shards in host memory.
     """
 
-    def __init__(self, offload: bool = False) -> None:
-        self._offload = offload
-
-    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        super().prepare(policy, optimizer)
+    def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer, learner: LearnerSection) -> None:
+        super().__init__(policy, optimizer)
         decoder = policy.model.model.language_model
         device = policy.backbone.device.type
         mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
-        offload = CPUOffloadPolicy(pin_memory=device == "cuda") if self._offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=device == "cuda") if learner.offload_params else OffloadPolicy()
         whole = {parameter for parameter in policy.model.parameters() if parameter.requires_grad}
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole, offload_policy=offload)
         # The root owns no parameter; it lets the layers share streams and gather ahead of each other.
-        whole.update(parameter for parameter in decoder.parameters() if not _is_shard(parameter))
+        shard = torch.distributed.tensor.DTensor
+        whole.update(parameter for parameter in decoder.parameters() if not isinstance(parameter, shard))
         fully_shard(decoder, mesh=mesh, ignored_params=whole)
-
-
-def _is_shard(parameter: torch.nn.Parameter) -> bool:
-    return isinstance(parameter, torch.distributed.tensor.DTensor)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -63,32 +53,21 @@ class Zero(Strategy):
 
     One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser,
     holds the frozen layers of the language model, in their own type. The vision tower, the embedding and the head stay
-    whole for the reasons that FSDP2 names.
-
-    Args:
-        stage: 1, 2 or 3.
-        offload_optimizer: moments and masters in host memory, where the step is made.
-        offload_params: the shards of the frozen layers in host memory.
+    whole for the reasons that FSDP2 names. The optimiser steps shards; its groups, with their learning rates, stay.
     """
 
-    def __init__(self, stage: int, offload_optimizer: bool = False, offload_params: bool = False) -> None:
-        self._stage, self._offload_optimizer, self._offload_params = stage, offload_optimizer, offload_params
-        self._frozen: Any = None
-
-    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        """See Strategy. The optimiser steps shards from now on; its groups, with their learning rates, stay."""
+    def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer, learner: LearnerSection) -> None:
         device = policy.backbone.device.type
-        initialize = _initialize(device)
         self._policy, self._optimizer, self._parameters = policy, optimizer, list(policy.parameters)
         offload = {"device": "cpu", "pin_memory": device == "cuda"}
         count = sum(parameter.numel() for parameter in self._parameters)
         zero: dict[str, Any] = {
-            "stage": min(self._stage, 2),
+            "stage": min(learner.zero_stage, 2),
             "overlap_comm": False,
             "reduce_bucket_size": min(count, _BUCKET),
             "allgather_bucket_size": min(count, _BUCKET),
         }
-        if self._offload_optimizer:
+        if learner.offload_optimizer:
             zero["offload_optimizer"] = offload
         # torch's AdamW everywhere: DeepSpeed's own are compiled on first use, which needs nvcc.
         trained = {
@@ -100,14 +79,14 @@ class Zero(Strategy):
             "managed_gradient_accumulation": False,
             "gradient_clipping": 1.0,  # see step
         }
-        self._engine = initialize(nn.ParameterList(self._parameters), optimizer, trained)
-        if self._stage == 3:
+        self._engine = _initialize(device, nn.ParameterList(self._parameters), optimizer, trained)
+        self._frozen: Any = None
+        if learner.zero_stage == 3:
             decoder = policy.model.model.language_model
             # Its layers are in host memory until they are sharded.
-            on_gpu = policy.backbone.device.type == "cuda"
-            settings = _layers_config(decoder, offload if self._offload_params else None, on_gpu)
+            settings = _layers_config(decoder, offload if learner.offload_params else None, on_gpu=device == "cuda")
             with _without(decoder, self._parameters):
-                self._frozen = initialize(decoder, None, settings, sharded_first=True)
+                self._frozen = _initialize(device, decoder, None, settings, sharded_first=True)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
@@ -157,8 +136,14 @@ class Zero(Strategy):
                 safe_set_full_optimizer_state(parameter, state[f"{name}.{k}"].to(parameter.device), name)
 
 
-def _initialize(device: str) -> Any:
-    """DeepSpeed's `initialize` for that kind of device, as a function of module, optimiser and settings."""
+def _initialize(
+    device: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: dict[str, Any],
+    sharded_first: bool = False,
+) -> Any:
+    """A DeepSpeed engine of a module and its optimiser on that kind of device."""
     os.environ["DS_ACCELERATOR"] = device
     os.environ["LOCAL_RANK"] = "0"  # Ray shows a learner its own GPU alone
     import deepspeed
@@ -168,24 +153,11 @@ def _initialize(device: str) -> Any:
     # same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
-
-    def initialize(
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        settings: dict[str, Any],
-        sharded_first: bool = False,
-    ) -> Any:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "steps_per_print": None,
-            **settings,
-        }
-        if sharded_first:  # weight by weight; the engine would bring the whole module to the device before
-            deepspeed.zero.Init(module=module, config_dict_or_path=config)
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
-
-    return initialize
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": None}
+    config = {**batch, **settings}
+    if sharded_first:  # weight by weight; the engine would bring the whole module to the device before
+        deepspeed.zero.Init(module=module, config_dict_or_path=config)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
 def _layers_config(decoder: Any, offload: dict[str, Any] | None, on_gpu: bool) -> dict[str, Any]:

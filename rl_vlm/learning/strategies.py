@@ -5,30 +5,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rl_vlm.config import LearnerSection
+from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import UserInputError
-
-if TYPE_CHECKING:
-    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
 
 POLICY_GROUP, CRITIC_GROUP = 0, 1  # of the optimiser's parameter groups
 _BUCKET = 50_000_000  # elements that are added at once
 
 
 class Strategy:
-    """How one learner makes an optimiser step: `backward` for each micro-batch, then `step`.
+    """How one learner makes an optimiser step of a policy: `backward` for each micro-batch, then `step`.
 
     Several learners derive theirs from it.
     """
 
-    def prepare(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-        """Set the policy and its optimiser, once, before the first step."""
+    def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
         self._policy, self._optimizer = policy, optimizer
         optimizer.zero_grad(set_to_none=True)
 
@@ -92,10 +90,13 @@ class AllReduce(Strategy):
         holders = torch.tensor([int(one.grad is not None) for one in parameters], device=parameters[0].device)
         torch.distributed.all_reduce(holders)
         held = [parameter for parameter, count in zip(parameters, holders.tolist(), strict=True) if count]
+        for parameter in held:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for bucket in _buckets(held):
-            vector = gradient_vector(bucket)
+            gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+            vector = parameters_to_vector(gradients)
             torch.distributed.all_reduce(vector)
-            set_gradients(bucket, vector)
+            vector_to_parameters(vector, gradients)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
@@ -111,29 +112,15 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn
         yield bucket
 
 
-def gradient_vector(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """All gradients as one vector; zero where a parameter has none."""
-    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
-
-
-def set_gradients(parameters: Sequence[torch.nn.Parameter], vector: Tensor) -> None:
-    """The inverse of `gradient_vector`."""
-    offset = 0
-    for parameter in parameters:
-        count = parameter.numel()
-        parameter.grad = vector[offset : offset + count].view_as(parameter)
-        offset += count
-
-
-def make_strategy(learner: LearnerSection) -> Strategy:
-    """The strategy of a learner group; the larger ones are imported where they are used."""
+def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Strategy:
+    """The strategy of a learner group, before the first step; the larger ones are imported where they are used."""
     if learner.strategy == "fsdp2":
         from rl_vlm.learning.sharded import FSDP2
 
-        return FSDP2(learner.offload_params)
+        return FSDP2(policy, optimizer, learner)
     if learner.zero_stage:
         from rl_vlm.learning.sharded import Zero
 
-        return Zero(learner.zero_stage, learner.offload_optimizer, learner.offload_params)
+        return Zero(policy, optimizer, learner)
     name = learner.strategy or ("all_reduce" if learner.num_learners > 1 else "single")
-    return AllReduce() if name == "all_reduce" else Strategy()
+    return (AllReduce if name == "all_reduce" else Strategy)(policy, optimizer)

@@ -5,28 +5,23 @@ Plain torch, without Ray: RLlib's learner and `examples/one_process.py` both run
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl_vlm.config import OptimizerSection, PolicyConfig, SFTConfig
-from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
 from rl_vlm.learning.losses import LOSSES, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
-from rl_vlm.learning.plan import TOKEN_SUMS, Scores, UpdateBatch, UpdateStats
-from rl_vlm.learning.policy_model import Critic, value_loss
+from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
+from rl_vlm.learning.policy_model import PolicyModel, value_loss
 from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
-from rl_vlm.models.loading import TextSide
-from rl_vlm.types import EncodedImage, RLVLMError, Trajectory
-
-if TYPE_CHECKING:
-    from rl_vlm.learning.policy_model import PolicyModel  # with peft and all of transformers, for env runners too
-    from rl_vlm.models.qwen_vl import Backbone
+from rl_vlm.models.qwen_vl import Backbone
+from rl_vlm.types import EncodedImage, RLVLMError, StopReason, Trajectory, TrajectoryStatus, Turn
 
 
 def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
@@ -38,60 +33,26 @@ def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
     return (most - own).tolist()  # type: ignore[no-any-return]
 
 
-def padding_batch(token_id: int) -> MicroBatch:
+def padding_batch(builder: BatchBuilder, token_id: int) -> MicroBatch:
     """One row of two tokens, the second sampled, with weight and advantage 0.
 
     `token_id` is one that the policy may sample.
     """
-    nothing, first = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64)
-    return MicroBatch(
-        input_ids=np.full((1, 2), token_id, dtype=np.int64),
-        position_ids=np.broadcast_to(np.arange(2, dtype=np.int64), (3, 1, 2)).copy(),
-        segments=np.array([[0, 1]], dtype=np.int16),
-        images=[],
-        row=first,
-        column=first,
-        target=np.full(1, token_id, dtype=np.int64),
-        behaviour=nothing,
-        sample=first,
-        turn=first,
-        counts=False,
-        weight=nothing,
-        advantage=nothing,
-        returns=np.full(1, np.nan, dtype=np.float32),
-    )
+    turns = (Turn(1, 2, 0, StopReason.END_OF_TURN),)
+    ids, mask, logprobs = np.full(2, token_id, np.int32), np.array([False, True]), np.zeros(2, np.float32)
+    (micro,) = builder.build([[Trajectory("", ids, mask, logprobs, turns, TrajectoryStatus.COMPLETED)]])
+    nothing = np.zeros(1, np.float32)
+    return replace(micro, counts=False, weight=nothing, advantage=nothing, returns=np.full(1, np.nan, np.float32))
 
 
-class WeightAverage:
-    """average = decay · average + (1 - decay) · weights after each optimiser step; it begins at the given weights.
+@torch.no_grad()
+def move_average(average: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
+    """average = decay · average + (1 - decay) · weights, after an optimiser step.
 
     A and B of LoRA are averaged each on their own, so the average is not that of their products.
     """
-
-    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        self._decay = decay
-        self._average = {name: tensor.detach().clone() for name, tensor in weights.items()}
-
-    @torch.no_grad()
-    def update(self, weights: Mapping[str, Tensor]) -> None:
-        """After an optimiser step."""
-        for name, average in self._average.items():
-            average.lerp_(weights[name].detach(), 1 - self._decay)
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The average by name, not copied."""
-        return self._average
-
-    def state(self) -> dict[str, Tensor]:
-        """The average by name, on the CPU."""
-        return {name: tensor.cpu().clone() for name, tensor in self._average.items()}
-
-    @torch.no_grad()
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned."""
-        for name, average in self._average.items():
-            average.copy_(state[name])
+    for name, tensor in average.items():
+        tensor.lerp_(weights[name].detach(), 1 - decay)
 
 
 def make_optimizer(policy: PolicyModel, run: PolicyConfig | SFTConfig) -> torch.optim.Optimizer:
@@ -126,68 +87,72 @@ class LossError(RLVLMError):
     """A registered loss does not keep to the seam."""
 
 
+class UnfitImagesError(RLVLMError):
+    """The learner makes another number of tokens of an image than the engine did."""
+
+
 PositionChange = Callable[[MicroBatch], np.ndarray]
+# Image positions that another program may have computed.
+_OTHER_POSITIONS: dict[str, PositionChange] = {
+    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
+    # Only in the first prompt: engines count on from there by themselves.
+    "zero_rows": lambda micro: np.concatenate(
+        [micro.position_ids[:1], np.where(micro.segments == 0, 0, micro.position_ids[1:])]
+    ),
+    "sequential": lambda micro: np.broadcast_to(
+        np.arange(micro.position_ids.shape[-1]), micro.position_ids.shape
+    ).copy(),
+}
+
+
+def predicting_states(backbone: Backbone, micro: MicroBatch) -> Tensor:
+    """The hidden states [N, D] that predict the sampled tokens."""
+    device = backbone.device
+    features = backbone.image_features(micro.images) if micro.images else ()
+    backbone.announce_images(micro.next_images)
+    hidden = backbone.hidden_states(
+        torch.from_numpy(micro.input_ids).to(device),
+        torch.from_numpy(micro.position_ids).to(device),
+        backbone.attention(micro.segments),
+        features,
+    )
+    return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
+
+
+def micro_logprobs(
+    backbone: Backbone, hidden: Tensor, micro: MicroBatch, temperature: float, entropy: Entropy = "none"
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities and, where asked for, entropies float32 [N] of the sampled tokens, from `predicting_states`."""
+    target = torch.from_numpy(micro.target).to(backbone.device)
+    return token_logprobs(backbone, hidden, target, temperature, entropy=entropy)
 
 
 class PolicyUpdater:
-    """Computes log-probabilities and losses for one model.
+    """Computes log-probabilities and losses of one policy, as a run configuration says."""
 
-    Args:
-        backbone: the model with trainable LoRA layers.
-        builder: packs minibatches.
-        settings: the loss and its constants.
-        temperature: the sampling temperature of the rollouts.
-        without_adapter: context in which the model computes as the base model, for the KL penalty.
-        critic: the value function, for PPO.
-        log_entropy: measure entropies even where no bonus needs them.
-        padding: a micro-batch that counts for nothing, where passes of learners wait for each other: all then make as
-            many.
-    """
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        builder: BatchBuilder,
-        settings: AlgorithmSection,
-        *,
-        temperature: float,
-        without_adapter: Callable[[], AbstractContextManager[None]] = nullcontext,
-        critic: Critic | None = None,
-        log_entropy: bool = True,
-        padding: MicroBatch | None = None,
-    ) -> None:
-        self._backbone = backbone
-        self._builder = builder
-        self._loss = LOSSES.get(settings.loss)
-        self._settings = settings
-        self._temperature = temperature
-        self._without_adapter = without_adapter
-        self._critic = critic
-        self._entropy: Entropy = "gradient" if settings.entropy_coef else "value" if log_entropy else "none"
-        self._padding = padding
+    def __init__(self, policy: PolicyModel, run: PolicyConfig) -> None:
+        self._backbone, self._critic, self._base_model = policy.backbone, policy.critic, policy.trained.base
+        self._text, self._builder = policy.text, make_builder(policy, run.learner)
+        self._settings, self._temperature = run.algorithm, run.rollout.temperature
+        self._loss = LOSSES.get(run.algorithm.loss)
+        measured: Entropy = "value" if run.learner.log_entropy else "none"
+        self._entropy: Entropy = "gradient" if run.algorithm.entropy_coef else measured
+        # A micro-batch that counts for nothing, where passes of learners wait for each other: all then make as many.
+        end = policy.text.codec.end_of_turn_id
+        self._padding = padding_batch(self._builder, end) if run.learner.in_step else None
         self._probed = False
         self._scored: list[list[MicroBatch]] = []
 
-    @torch.no_grad()
     def score(self, minibatches: Sequence[Minibatch]) -> Scores:
         """What an estimator needs to know of minibatches; the next UpdateBatch without minibatches means these."""
         self._scored = self._pack(minibatches)
+        self._look_back(self._scored, score=True)
         scores = Scores()
-        for step, micro_batches in enumerate(self._scored):
-            for micro in micro_batches:
-                hidden = self._predicting(micro)
-                micro.old = self._token_logprobs(hidden, micro)[0]
-                if step == 0 and not self._probed:
-                    micro.probe = micro.old
-                if self._settings.kl_in_reward or self._settings.kl_loss_coef:
-                    micro.reference = self._reference(micro)
-                    if micro.counts:
-                        scores.log_ratio |= micro.split((micro.old - micro.reference).cpu().numpy())
-                if self._critic is not None:
-                    shares = self._critic.shares_policy
-                    micro.values = self._critic.values(hidden) if shares else self._critic_values(micro)
-                    if micro.counts:
-                        scores.values |= micro.split(micro.values.cpu().numpy())
+        for micro in (micro for micro_batches in self._scored for micro in micro_batches if micro.counts):
+            if micro.old is not None and micro.reference is not None:
+                scores.log_ratio |= micro.split((micro.old - micro.reference).cpu().numpy())
+            if micro.values is not None:
+                scores.values |= micro.split(micro.values.cpu().numpy())
         return scores
 
     def pack(self, batch: UpdateBatch) -> list[list[MicroBatch]]:
@@ -209,20 +174,24 @@ class PolicyUpdater:
         return packed
 
     @torch.no_grad()
-    def _look_back(self, packed: Sequence[Sequence[MicroBatch]]) -> None:
-        """Log-probabilities with the weights as they are before the first step.
+    def _look_back(self, packed: Sequence[Sequence[MicroBatch]], score: bool = False) -> None:
+        """What depends on the weights as they are before the first step; with `score` also the critic's values.
 
-        The first minibatch needs no pass of its own: its old log-probabilities are its new ones.
+        Without it the first minibatch needs no pass of its own: its old log-probabilities are its new ones. Once per
+        process they are computed all the same: the shortcut must give what a separate pass gives.
         """
         for step, micro_batches in enumerate(packed):
+            probes = step == 0 and not self._probed
             for micro in micro_batches:
-                if step > 0:
-                    micro.old = self.logprobs(micro)[0]
-                elif not self._probed:
-                    # Once per process: the shortcut must give what a separate pass gives.
-                    micro.probe = self.logprobs(micro)[0]
-                if self._settings.kl_loss_coef:
-                    micro.reference = self._reference(micro)
+                if step or score or probes:
+                    logprobs, _, micro.values = self._evaluate(micro)
+                    micro.old = logprobs if step or score else None
+                    micro.probe = logprobs if probes else None
+                if self._settings.has_reference:
+                    with self._base_model():
+                        micro.reference = self.logprobs(micro)[0]
+                if score and self._critic is not None and micro.values is None:
+                    micro.values = self._critic_values(micro)
 
     def _pack(self, minibatches: Sequence[Minibatch]) -> list[list[MicroBatch]]:
         packed = [self._builder.build(minibatch.groups) for minibatch in minibatches]
@@ -259,18 +228,33 @@ class PolicyUpdater:
             if critic is not None:
                 # Gradient checkpointing computes layers anew on the way back, with the adapter that is active then.
                 with critic.active():
-                    strategy.backward(self.value_loss(micro, own))
+                    strategy.backward(self._value_loss(micro, self._critic_values(micro), own))
         norm = strategy.step(max_grad_norm, None if learn_policy else [CRITIC_GROUP])
         if norm is None:
-            stats.skipped_steps += 1
+            stats.add({"policy/skipped_steps": 1.0})
             return False
-        stats.grad_norm += norm
-        stats.steps += 1
+        stats.add({"policy/grad_norm": norm, "policy/optimizer_steps": 1.0})
         return True
 
     def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and, where asked for, entropies float32 [N] of the micro-batch's sampled tokens."""
-        return self._token_logprobs(self._predicting(micro), micro, entropy)
+        hidden = predicting_states(self._backbone, micro)
+        return micro_logprobs(self._backbone, hidden, micro, self._temperature, entropy)
+
+    def _evaluate(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `logprobs`, with the values of a critic that shares the policy's hidden states."""
+        if self._critic is None or not self._critic.shares_policy:
+            return *self.logprobs(micro, entropy), None
+        hidden = predicting_states(self._backbone, micro)
+        logprobs, entropies = micro_logprobs(self._backbone, hidden, micro, self._temperature, entropy)
+        return logprobs, entropies, self._critic.values(hidden)
+
+    def _critic_values(self, micro: MicroBatch) -> Tensor:
+        """The values of a forward pass of their own, in which the policy learns nothing."""
+        assert self._critic is not None
+        with self._critic.active(), torch.no_grad() if self._critic.shares_policy else nullcontext():
+            hidden = predicting_states(self._backbone, micro)
+        return self._critic.values(hidden)
 
     @torch.no_grad()
     def recompute(
@@ -283,94 +267,98 @@ class PolicyUpdater:
         computed.
         """
         logprobs: dict[str, np.ndarray] = {}
-        with nullcontext() if adapter else self._without_adapter():
+        with nullcontext() if adapter else self._base_model():
             for micro in self._builder.build([[trajectory] for trajectory in trajectories]):
                 if change is not None:
                     micro.position_ids = change(micro)
                 logprobs |= micro.split(self.logprobs(micro)[0].cpu().numpy())
         return [logprobs[trajectory.trajectory_id] for trajectory in trajectories]
 
-    @torch.no_grad()
-    def _reference(self, micro: MicroBatch) -> Tensor:
-        with self._without_adapter():
-            return self.logprobs(micro)[0]
+    def sight_logprobs(
+        self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
+    ) -> dict[str, list[np.ndarray]]:
+        """Log-probabilities float32 [T] of each trajectory's sampled tokens: "true", "blank", and by counterfactual,
+        with other images or positions, or without the adapter.
 
-    def _critic_values(self, micro: MicroBatch) -> Tensor:
-        assert self._critic is not None
-        with self._critic.active():
-            return self._critic.values(self._predicting(micro))
-
-    def _token_logprobs(
-        self, hidden: Tensor, micro: MicroBatch, entropy: Entropy = "none"
-    ) -> tuple[Tensor, Tensor | None]:
-        target = torch.from_numpy(micro.target).to(self._backbone.device)
-        return token_logprobs(self._backbone, hidden, target, self._temperature, entropy=entropy)
-
-    def _predicting(self, micro: MicroBatch) -> Tensor:
-        """The hidden states [N, D] that predict the sampled tokens."""
-        device = self._backbone.device
-        features = self._backbone.image_features(micro.images) if micro.images else ()
-        self._backbone.announce_images(micro.next_images)
-        hidden = self._backbone.hidden_states(
-            torch.from_numpy(micro.input_ids).to(device),
-            torch.from_numpy(micro.position_ids).to(device),
-            self._backbone.attention(micro.segments),
-            features,
-        )
-        return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
+        The names are those of evaluation/sight_faults.py; one that changes nothing is left out. Raises
+        UnfitImagesError.
+        """
+        for one in trajectories:
+            wanted = sum(self._text.images.count_tokens(image.width, image.height) for image in one.images)
+            there = int((one.token_ids == self._text.codec.image_token_id).sum())
+            if wanted != there:
+                raise UnfitImagesError(
+                    f"{one.trajectory_id} has {there} image tokens, and the learner makes {wanted} of its images."
+                )
+        blank = [replace(one, images=blanked(one.images)) for one in trajectories]
+        logprobs = {"true": self.recompute(trajectories), "blank": self.recompute(blank)}
+        if not counterfactuals:
+            return logprobs
+        if any(len(one.images) > 1 for one in trajectories):
+            logprobs["reversed"] = self.recompute([_shown(one, one.images[::-1]) for one in trajectories])
+        if len(trajectories) > 1:
+            # Those of its neighbour: 0 with those of 1 and the other way round, 2 and 3, ...
+            partners = [trajectories[k ^ 1 if k ^ 1 < len(trajectories) else 0] for k in range(len(trajectories))]
+            pairs = zip(trajectories, partners, strict=True)
+            logprobs["other"] = self.recompute([_shown(one, partner.images) for one, partner in pairs])
+        for name, change in _OTHER_POSITIONS.items():
+            logprobs[name] = self.recompute(trajectories, change)
+        logprobs["base"] = self.recompute(trajectories, adapter=False)
+        return logprobs
 
     def loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
         """The weighted loss of one micro-batch, a scalar with a gradient; adds to `stats`.
 
         With a critic on the policy's hidden states, the value loss is part of it.
         """
-        device = self._backbone.device
-        values = None
-        if self._critic is not None and self._critic.shares_policy:
-            hidden = self._predicting(micro)
-            new, entropy = self._token_logprobs(hidden, micro, self._entropy)
-            values = self._critic.values(hidden.detach() if self._critic.stop_gradient else hidden)
-        else:
-            new, entropy = self.logprobs(micro, self._entropy)
+        settings = self._settings
+        new, entropy, values = self._evaluate(micro, self._entropy)
         if micro.old is None:
             micro.old = new.detach()  # further epochs compare with the same old policy
         old = micro.old
         if micro.probe is not None and len(micro.probe):
             error = float(((new.detach() - micro.probe).exp() - 1).abs().max())
-            stats.first_ratio_error = max(stats.first_ratio_error, error)
+            stats.add({"policy/first_ratio_error": error})
             micro.probe, self._probed = None, True
-        behaviour = torch.from_numpy(micro.behaviour).to(device)
-        advantage = torch.from_numpy(micro.advantage).to(device)
-        weight = torch.from_numpy(micro.weight).to(device)
-        sample, turn = (torch.from_numpy(ids).to(device) for ids in (micro.sample, micro.turn))
-        terms = self._loss(TokenBatch(new, old, behaviour, advantage, sample, turn), self._settings)
+        behaviour, advantage, weight, sample, turn = (
+            torch.from_numpy(array).to(self._backbone.device)
+            for array in (micro.behaviour, micro.advantage, micro.weight, micro.sample, micro.turn)
+        )
+        terms = self._loss(TokenBatch(new, old, behaviour, advantage, sample, turn), settings)
         if terms.loss.shape != new.shape:
             raise LossError(
-                f"algorithm.loss {self._settings.loss}: it must give one number per token, shape {tuple(new.shape)}, "
+                f"algorithm.loss {settings.loss}: it must give one number per token, shape {tuple(new.shape)}, "
                 f"and gave {tuple(terms.loss.shape)}."
             )
-        correction, masked = mismatch_weights(old, behaviour, sample, self._settings)
+        correction, masked = mismatch_weights(old, behaviour, sample, settings)
         token_loss = terms.loss * correction
-        if self._settings.kl_loss_coef:
+        kl = torch.zeros_like(new)
+        if settings.kl_loss_coef:
             assert micro.reference is not None
-            kl = kl_estimate(new, micro.reference, self._settings.kl_estimator)
-            token_loss = token_loss + self._settings.kl_loss_coef * kl
-            stats.kl += float(kl.detach().sum())
-        if self._settings.entropy_coef:
+            kl = kl_estimate(new, micro.reference, settings.kl_estimator)
+            token_loss = token_loss + settings.kl_loss_coef * kl
+        if settings.entropy_coef:
             assert entropy is not None
-            token_loss = token_loss - self._settings.entropy_coef * entropy
+            token_loss = token_loss - settings.entropy_coef * entropy
         loss = (token_loss * weight).sum()
-        self._record(stats, loss, terms.ratio, terms.clipped, masked, entropy, old - behaviour, new, old)
+        with torch.no_grad():
+            change, gap = new - old, old - behaviour
+            sums = {
+                "policy/loss": loss,
+                "policy/clip_fraction": terms.clipped.float().sum(),
+                "policy/ratio_max": terms.ratio.max(),
+                "policy/kl": kl.sum(),
+                "policy/approx_kl": (change.expm1() - change).sum(),
+                "policy/entropy": new.new_tensor(float("nan")) if entropy is None else entropy.sum(),
+                "policy/token_logprob_mean": new.sum(),
+                "mismatch/kl": (gap.expm1() - gap).sum(),
+                "mismatch/token_mult_prob_error": gap.abs().exp().sum(),
+                "mismatch/masked": masked.float().sum(),
+            }
+            # One transfer for all: on a GPU each float() would wait for the device.
+            stats.add(dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)))
+            stats.add({"tokens": float(len(new))})
         return loss if values is None else loss + self._value_loss(micro, values, stats)
-
-    def value_loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
-        """The weighted value loss of one micro-batch, with a forward pass of its own; adds to `stats`."""
-        assert self._critic is not None
-        if not self._critic.shares_policy:
-            return self._value_loss(micro, self._critic_values(micro), stats)
-        with torch.no_grad():  # the warm-up: the policy stays as it is
-            hidden = self._predicting(micro)
-        return self._value_loss(micro, self._critic.values(hidden), stats)
 
     def _value_loss(self, micro: MicroBatch, values: Tensor, stats: UpdateStats) -> Tensor:
         assert self._critic is not None and micro.values is not None
@@ -378,47 +366,16 @@ class PolicyUpdater:
         target = torch.from_numpy(micro.returns).to(values.device)[known]
         per_token = value_loss(values[known], micro.values[known], target, self._critic.clip)
         loss = per_token.sum() * micro.value_weight
-        stats.value_loss += float(loss.detach())
+        stats.add({"value/loss": float(loss.detach())})
         return self._critic.loss_coef * loss
 
-    @staticmethod
-    @torch.no_grad()
-    def _record(
-        stats: UpdateStats,
-        loss: Tensor,
-        ratio: Tensor,
-        clipped: Tensor,
-        masked: Tensor,
-        entropy: Tensor | None,
-        gap: Tensor,
-        new: Tensor,
-        old: Tensor,
-    ) -> None:
-        change = new.detach() - old
-        # One transfer for all sums, in the order of TOKEN_SUMS: on a GPU each float() would wait for the device.
-        *sums, ratio_max = torch.stack(
-            [
-                loss.detach(),
-                clipped.float().sum(),
-                new.new_tensor(float("nan")) if entropy is None else entropy.detach().sum(),
-                (change.expm1() - change).sum(),
-                (gap.expm1() - gap).sum(),
-                gap.abs().exp().sum(),
-                new.detach().sum(),
-                masked.float().sum(),
-                ratio.detach().max(),
-            ]
-        ).tolist()
-        for name, value in zip(TOKEN_SUMS, sums, strict=True):
-            setattr(stats, name, getattr(stats, name) + value)
-        stats.tokens += len(ratio)
-        stats.ratio_max = max(stats.ratio_max, ratio_max)
 
-
-def linear_schedule(iteration: int, total: int, final_fraction: float) -> float:
-    """Learning-rate factor that falls linearly from 1 to `final_fraction` over `total` iterations and stays there."""
-    progress = min(max(iteration / max(total, 1), 0.0), 1.0)
-    return float(np.interp(progress, [0, 1], [1.0, final_fraction]))
+def lr_factor(learner: OptimizerSection, number: int, last: int) -> float:
+    """The share of `learner.lr` in iteration (or step) 0, 1, ... `last`; a linear schedule falls from 1 to
+    `lr_final_fraction` and stays there."""
+    if learner.lr_schedule == "constant":
+        return 1.0
+    return float(np.interp(number, [0, max(last, 1)], [1.0, learner.lr_final_fraction]))
 
 
 def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
@@ -433,93 +390,7 @@ def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder
     )
 
 
-def make_updater(policy: PolicyModel, run: PolicyConfig) -> PolicyUpdater:
-    """The policy update that a run configuration describes."""
-    return PolicyUpdater(
-        policy.backbone,
-        make_builder(policy, run.learner),
-        run.algorithm,
-        temperature=run.rollout.temperature,
-        without_adapter=policy.without_adapter,
-        critic=policy.critic,
-        log_entropy=run.learner.log_entropy,
-        padding=padding_batch(policy.text.codec.end_of_turn_id) if run.learner.in_step else None,
-    )
-
-
-# Counterfactuals: log-probabilities that a learner computes when it sees other images or positions, or runs without
-# its adapter.
-
-ImagesChange: TypeAlias = Callable[[Sequence[EncodedImage]], tuple[EncodedImage, ...]]
-
-
-Recompute: TypeAlias = Callable[..., list[np.ndarray]]  # `PolicyUpdater.recompute`
-
-
-class UnfitImagesError(RLVLMError):
-    """The learner makes another number of tokens of an image than the engine did."""
-
-
-def sight_logprobs(
-    trajectories: Sequence[Trajectory], recompute: Recompute, text: TextSide, counterfactuals: bool = True
-) -> dict[str, list[np.ndarray]]:
-    """Log-probabilities float32 [T] of the sampled tokens of each trajectory, "true", "blank" and by counterfactual.
-
-    The names are those of algorithms/sight.py; one that changes nothing is left out. Raises UnfitImagesError.
-    """
-    _check_tokens(trajectories, text)
-    logprobs = {"true": recompute(trajectories), "blank": recompute(_with_images(trajectories, blanked))}
-    if not counterfactuals:
-        return logprobs
-    if any(len(trajectory.images) > 1 for trajectory in trajectories):
-        logprobs["reversed"] = recompute(_with_images(trajectories, _reversed))
-    if len(trajectories) > 1:
-        logprobs["other"] = recompute(_exchanged(trajectories))
-    for name, change in (("no_rows", _without_rows), ("zero_rows", _zero_rows), ("sequential", _sequential)):
-        logprobs[name] = recompute(trajectories, change)
-    logprobs["base"] = recompute(trajectories, adapter=False)
-    return logprobs
-
-
-def _check_tokens(trajectories: Sequence[Trajectory], text: TextSide) -> None:
-    for trajectory in trajectories:
-        wanted = sum(text.images.count_tokens(image.width, image.height) for image in trajectory.images)
-        there = int((trajectory.token_ids == text.codec.image_token_id).sum())
-        if wanted != there:
-            raise UnfitImagesError(
-                f"{trajectory.trajectory_id} has {there} image tokens, and the learner makes {wanted} of its images."
-            )
-
-
-def _with_images(trajectories: Sequence[Trajectory], change: ImagesChange) -> list[Trajectory]:
-    return [replace(trajectory, images=change(trajectory.images)) for trajectory in trajectories]
-
-
-def _reversed(images: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
-    return tuple(resized(there, own.width, own.height) for there, own in zip(reversed(images), images, strict=True))
-
-
-def _exchanged(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Each trajectory with the images of its neighbour: 0 with those of 1 and the other way round, 2 and 3, ..."""
-    changed = []
-    for number, own in enumerate(trajectories):
-        partner = trajectories[number ^ 1] if number ^ 1 < len(trajectories) else trajectories[0]
-        pairs = zip(own.images, partner.images, strict=False)
-        images = [resized(there, here.width, here.height) for here, there in pairs]
-        changed.append(replace(own, images=(*images, *own.images[len(images) :])))
-    return changed
-
-
-def _without_rows(micro: MicroBatch) -> np.ndarray:
-    return np.stack([micro.position_ids[0]] * 3)
-
-
-def _zero_rows(micro: MicroBatch) -> np.ndarray:
-    """Only in the first prompt: engines count on from there by themselves."""
-    rows = np.where(micro.segments == 0, 0, micro.position_ids[1:])
-    return np.concatenate([micro.position_ids[:1], rows])
-
-
-def _sequential(micro: MicroBatch) -> np.ndarray:
-    shape = micro.position_ids.shape
-    return np.broadcast_to(np.arange(shape[-1]), shape).copy()
+def _shown(own: Trajectory, others: Sequence[EncodedImage]) -> Trajectory:
+    """The trajectory with these images in place of its own, as large as they were, as far as there are some."""
+    images = [resized(there, here.width, here.height) for here, there in zip(own.images, others, strict=False)]
+    return replace(own, images=(*images, *own.images[len(images) :]))

@@ -57,11 +57,6 @@ _THUMBNAIL = 16  # pixels: the size at which pictures are compared
 _NONE = np.empty((0, 0), np.float32)  # features of no pair
 
 
-def num_candidates(rule: Rule, count: int, large_batch: int) -> int:
-    """How many pairs a rule chooses `count` from."""
-    return count if rule == "uniform" else count * large_batch
-
-
 def select_pairs(
     rule: Rule, candidates: Sequence[SegmentPair], count: int, model: RewardEnsemble, known: np.ndarray = _NONE
 ) -> list[SegmentPair]:
@@ -446,7 +441,7 @@ class PairFeedback(Feedback):
 
         def draw(wanted: int) -> list[SegmentPair]:
             rule = labels.rule if self.sessions else "uniform"
-            drawn = num_candidates(rule, wanted, labels.large_batch)
+            drawn = wanted if rule == "uniform" else wanted * labels.large_batch
             candidates = replay.sample_pairs(drawn, self.settings.segment_length, rng, newest)
             known = np.stack(self._asked_features) if self._asked_features else _NONE
             return select_pairs(rule, candidates, wanted, self.model, known)

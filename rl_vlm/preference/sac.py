@@ -289,6 +289,9 @@ def _compile(loss: Loss) -> Loss:
     return call
 
 
+# With fewer updates on a GPU compiling takes longer than it saves; on a CPU it saves nothing.
+_WORTH_COMPILING = 100_000
+
 # SAC as an RLlib learner: its RLModule, its optimisers, and `update` on arrays of rows.
 
 ActorLayers = list[tuple[np.ndarray, np.ndarray]]  # (weight [out, in], bias [out])
@@ -332,8 +335,11 @@ class SACLearner(TorchLearner):
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """The updater has one Adam each for actor, critics and alpha."""
         config, self.networks = self.config.run_config, self.module[module_id].networks
-        seed = derive_seed(config.seed, 31)
-        self.updater = SACUpdater(self.networks, config.preference.sac, seed, self.config.compile_updates)
+        sac, seed = config.preference.sac, derive_seed(config.seed, 31)
+        planned = config.preference.total_steps * sac.updates_per_step
+        pays = config.learner.gpus_per_learner > 0 and planned >= _WORTH_COMPILING
+        compiled = sac.compile == "on" or (sac.compile == "auto" and pays)
+        self.updater = SACUpdater(self.networks, sac, seed, compiled)
 
     def _make_modules_ddp_if_necessary(self) -> None:
         """There is one learner, so DDP is not needed."""

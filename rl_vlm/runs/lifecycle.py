@@ -26,7 +26,7 @@ from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.algorithms.base import RunAlgorithmConfig
+    from rl_vlm.algorithms.base import RunAlgorithm
     from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
@@ -403,8 +403,8 @@ class RunLifecycle(BaseRun):
 
     @staticmethod
     @abstractmethod
-    def rllib_config(config: Any) -> type[RunAlgorithmConfig]:
-        """The class of the RLlib configuration, which takes seconds to import."""
+    def algorithm_class(config: Any) -> type[RunAlgorithm]:
+        """The RLlib algorithm, which takes seconds to import."""
 
     def _loop(self) -> None:
         """Start everything, train, stop everything."""
@@ -420,7 +420,7 @@ class RunLifecycle(BaseRun):
             started_service(self.config) if serves else nullcontext() as service,
         ):
             imports_done()
-            config = self.rllib_config(self.config).from_run_config(self.config, self.folder, service)
+            config = self.algorithm_class(self.config).from_run_config(self.config, self.folder, service)
             with self._algorithm(config):
                 self._train()
 

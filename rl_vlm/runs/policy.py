@@ -33,7 +33,7 @@ from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.algorithms.base import RunAlgorithmConfig
+    from rl_vlm.algorithms.base import RunAlgorithm
 
 
 # Sentences about metrics that usually mean a mistake in the environment, the prompt or the reward.
@@ -325,12 +325,12 @@ class PolicyRun(RunLifecycle):
         return evaluate_policy_run(config, **options)
 
     @staticmethod
-    def rllib_config(config: PolicyConfig) -> type[RunAlgorithmConfig]:
+    def algorithm_class(config: PolicyConfig) -> type[RunAlgorithm]:
         """See RunLifecycle."""
-        from rl_vlm.algorithms.grpo import GRPOConfig
-        from rl_vlm.algorithms.ppo import PPOConfig
+        from rl_vlm.algorithms.grpo import GRPO
+        from rl_vlm.algorithms.ppo import PPO
 
-        return PPOConfig if config.algorithm.name == "ppo" else GRPOConfig
+        return PPO if config.algorithm.name == "ppo" else GRPO
 
     def _check_fits(self, checkpoint: Path) -> None:
         """A minute before the algorithm would."""

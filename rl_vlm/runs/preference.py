@@ -37,7 +37,7 @@ from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.algorithms.base import RunAlgorithmConfig
+    from rl_vlm.algorithms.base import RunAlgorithm
 
 
 _MS_PER_FRAME = 50  # of a GIF
@@ -118,11 +118,11 @@ class PreferenceRun(RunLifecycle):
         return evaluate_preference_run(config, **options)
 
     @staticmethod
-    def rllib_config(config: PreferenceConfig) -> type[RunAlgorithmConfig]:
+    def algorithm_class(config: PreferenceConfig) -> type[RunAlgorithm]:
         """See RunLifecycle."""
-        from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+        from rl_vlm.algorithms.preference_sac import PreferenceSAC
 
-        return PreferenceSACConfig
+        return PreferenceSAC
 
     def _latest_checkpoint(self) -> Path | None:
         return latest_checkpoint(self.checkpoints, read_state)

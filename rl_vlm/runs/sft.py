@@ -109,7 +109,7 @@ class SFTRun(BaseRun):
         import torch
 
         from rl_vlm.learning.policy_model import PolicyModel
-        from rl_vlm.supervised.trainer import AnswerWriter, SFTTrainer
+        from rl_vlm.supervised.trainer import SFTTrainer
 
         job = self.job
         torch.set_num_threads(job.learner.num_threads)
@@ -117,10 +117,8 @@ class SFTRun(BaseRun):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.display.message(f"Loading {job.model.path} on {device} ...")
-        # No features of images are kept from step to step: they would come from other batches after a resume.
-        policy = PolicyModel(resolve_model(job.model.path), job, device, suppress=False, cache_bytes=0)
+        policy = PolicyModel(resolve_model(job.model.path), job, device)
         self.trainer = SFTTrainer(policy, job)
-        self.writer = AnswerWriter(policy, job.sft.max_length + job.sft.max_new_tokens, job.sft.max_new_tokens)
         if self.saved is not None:
             self.trainer.restore(self.saved.adapter, self.saved.moments)
             self.display.message(f"Resumed from step {self.done}.")
@@ -190,15 +188,12 @@ class SFTRun(BaseRun):
         self.display.evaluation(self.done, results)
 
     def _answers(self, held_out: Measured) -> dict[str, float]:
-        """How many last turns are written greedily word for word; a prompt that is too long counts as wrong."""
+        """How many last turns are written greedily word for word."""
         count = min(self.job.sft.eval_answers, len(held_out))
         if not count:
             return {}
-        asked = [self.data.encoder.prompt(one) for one in held_out.conversations(range(count))]
-        right = sum(
-            answer is not None and answer.strip() == prompt.reply.strip()
-            for answer, prompt in zip(self.writer.answers(asked), asked, strict=True)
-        )
+        asked = [self.data.encoder.encode(one) for one in held_out.conversations(range(count))]
+        right = sum(self.trainer.writes(asked))
         low, high = wilson_interval(right, count)
         return {
             "accuracy/default": right / count,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
-from rl_vlm.envs.data import BadRowError
-from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
+from rl_vlm.envs.data import IMAGE_MARKER, BadRowError, Row, Schema
+from rl_vlm.learning.batching import count_images
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import (
     EncodedImage,
@@ -26,161 +25,116 @@ from rl_vlm.types import (
     UserInputError,
 )
 
-IMAGE_MARKER = "<image>"
 ROLES: tuple[str, ...] = get_args(Role)
 _NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep them as JSON
 _IMAGE_KEYS = ("image", "path", "url", "image_url", "bytes")
 
-T = TypeVar("T")
 
-
-class ConversationError(UserInputError):
-    """A row is no conversation to learn from; the message says why, in half a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """The place of an image: as the data set has it, not decoded. None: the next of the row's `images`."""
 
     value: Any = None
 
 
-Turns = list[tuple[Role, tuple[str | Picture, ...]]]
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages (role, parts) up to the last assistant turn; the first message is never the assistant's.
+    """Messages up to the last assistant turn; the first message is never the assistant's.
 
-    where: file and line in words. folder: what image paths are relative to; None: paths are refused. has_thoughts: a
-    message had `reasoning_content`, which its text now begins with.
+    where: file and line in words. has_thoughts: a message had `reasoning_content`, which its text now begins with.
     """
 
-    turns: Turns
+    messages: list[Message]
     where: str
-    folder: Path | None
     has_thoughts: bool = False
 
-    def sizes(self) -> list[tuple[int, int]]:
-        """Width and height of each image, from its header. Raises BadRowError."""
-        return self._each(lambda data: check_header(data))
 
-    def decoded(self) -> list[EncodedImage]:
-        """The images. Raises BadRowError for one that is missing, damaged or too large."""
-        return self._each(lambda data: decode(data))
-
-    def _each(self, use: Callable[[bytes], T]) -> list[T]:
-        results = []
-        for number, picture in enumerate(_pictures(self.turns)):
-            try:
-                results.append(use(image_bytes(picture.value, self.folder)))
-            except ImageError as error:
-                raise BadRowError(f"{self.where}: image {number} {error}.") from error
-        return results
-
-    def messages(self, images: Sequence[EncodedImage]) -> list[Message]:
-        """The messages with these images in their places."""
-        return [Message(role, parts) for role, parts in _filled(self.turns, images)]
-
-
-def _pictures(turns: Turns) -> list[Picture]:
-    return [part for _, parts in turns for part in parts if isinstance(part, Picture)]
-
-
-def _filled(turns: Turns, images: Iterable[T]) -> list[tuple[Role, tuple[str | T, ...]]]:
-    """The turns with these images in place of the pictures."""
-    rest = iter(images)
-    return [(role, tuple(next(rest) if isinstance(part, Picture) else part for part in parts)) for role, parts in turns]
-
-
-def read_conversation(row: Mapping[str, Any], where: str, folder: Path | None) -> Conversation:
-    """The conversation of a row. Raises BadRowError, which begins with `where`.
+def read_conversation(row: Row) -> Conversation:
+    """The conversation of a row, whose images `row.image` makes. Raises BadRowError.
 
     `messages` is a list of {role, content}; content is a text or a list of {type: text, text} and {type: image}. An
     image part names its image itself (`image`, a path, bytes or data URI) or takes the next of the row's `images`, as
     does the marker `<image>` in a text. Without any of these the images come first. What follows the last assistant
     turn is left out. `reasoning_content` of the assistant's messages is their thought.
     """
-    try:
-        return _read(row, where, folder)
-    except ConversationError as error:
-        raise BadRowError(f"{where}: {error}.") from error
-
-
-def _read(row: Mapping[str, Any], where: str, folder: Path | None) -> Conversation:
-    messages = row.get("messages")
+    messages = row.cells.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ConversationError("`messages` is missing, empty or not a list")
-    if row.get("tools") not in _NO_TOOLS:
-        raise ConversationError("it has tools: write what they are into the system message, as the model is to be told")
-    column = row.get("images", row.get("file_names", row.get("file_name")))
+        raise BadRowError("`messages` is missing, empty or not a list.")
+    if row.cells.get("tools") not in _NO_TOOLS:
+        raise BadRowError("it has tools: write what they are into the system message, as the model is to be told.")
+    column = row.cells.get("images", row.cells.get("file_names", row.cells.get("file_name")))
     column = column if isinstance(column, list) else [] if column is None else [column]
     turns = [_turn(message, number) for number, message in enumerate(messages)]
     last = max((number for number, (role, _) in enumerate(turns) if role == "assistant"), default=-1)
     if last < 0:
-        raise ConversationError("no message is the assistant's, so there is nothing to learn")
-    _check_order(turns[: last + 1])
-    if column and not _pictures(turns):
-        first = next(number for number, (role, _) in enumerate(turns) if role != "system")
-        turns[first] = (turns[first][0], (*[Picture()] * len(column), *turns[first][1]))
-    pictures = _pictures(turns)
+        raise BadRowError("no message is the assistant's, so there is nothing to learn.")
+    _check_order([role for role, _ in turns[: last + 1]])
+    pictures = [part for _, parts in turns for part in parts if isinstance(part, Picture)]
+    if not pictures:
+        pictures = [Picture()] * len(column)
+        turns[1 if turns[0][0] == "system" else 0][1][:0] = pictures
     places = sum(picture.value is None for picture in pictures)
     if places != len(column):
-        raise ConversationError(f"{places} image placeholders in the messages and {len(column)} images")
+        raise BadRowError(f"{places} image placeholders in the messages and {len(column)} images.")
     rest = iter(column)
-    named = [Picture(next(rest)) if picture.value is None else picture for picture in pictures]
-    has_thoughts = any(message.get("reasoning_content") for message in messages[: last + 1])
-    return Conversation(_filled(turns, named)[: last + 1], where, folder, has_thoughts)
+
+    def shown(part: str | Picture) -> str | EncodedImage:
+        if isinstance(part, str):
+            return part
+        return row.image(next(rest) if part.value is None else part.value)
+
+    return Conversation(
+        [Message(role, tuple(map(shown, parts))) for role, parts in turns[: last + 1]],
+        row.where,
+        any(message.get("reasoning_content") for message in messages[: last + 1]),
+    )
 
 
-def _turn(message: Any, number: int) -> tuple[Role, tuple[str | Picture, ...]]:
+CONVERSATIONS = Schema(read_conversation, ("messages",), ("images", "tools"))
+
+
+def _turn(message: Any, number: int) -> tuple[Role, list[str | Picture]]:
     name = f"message {number}"
     if not isinstance(message, Mapping):
-        raise ConversationError(f"{name} is a {type(message).__name__} and not {{role, content}}")
+        raise BadRowError(f"{name} is a {type(message).__name__} and not {{role, content}}.")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise ConversationError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}")
+        raise BadRowError(f"{name} has the role {role!r}; roles are {', '.join(ROLES)}.")
     if message.get("tool_calls"):
-        raise ConversationError(f"{name} has tool_calls: write the call into its content, as the model is to write it")
+        raise BadRowError(f"{name} has tool_calls: write the call into its content, as the model is to write it.")
     items = content if isinstance(content, list) else [{"type": "text", "text": content}]
     parts = [part for item in items for part in _parts(item, name, role)]
     if role == "assistant" and not all(isinstance(part, str) for part in parts):
-        raise ConversationError(f"{name} is the assistant's and holds an image: a model answers in text")
+        raise BadRowError(f"{name} is the assistant's and holds an image: a model answers in text.")
     if not parts:
-        raise ConversationError(f"{name} is empty")
+        raise BadRowError(f"{name} is empty.")
     if thought := message.get("reasoning_content"):
         if role != "assistant" or not isinstance(thought, str):
-            raise ConversationError(f"{name} has a reasoning_content that is no text of the assistant")
+            raise BadRowError(f"{name} has a reasoning_content that is no text of the assistant.")
         parts = [with_thought(thought, "".join(part for part in parts if isinstance(part, str)))]
-    return role, tuple(parts)
+    return role, parts
 
 
 def _parts(item: Any, name: str, role: str) -> list[str | Picture]:
     kind = item.get("type") if isinstance(item, Mapping) else None
     if kind == "text" and isinstance(item.get("text"), str):
-        if role == "assistant":  # what is to be said is never split
-            return [item["text"]] if item["text"] else []
-        pieces: list[str | Picture] = []
-        for number, text in enumerate(item["text"].split(IMAGE_MARKER)):
-            pieces += [Picture(), text] if number else [text]
+        # What the assistant is to say is never split.
+        texts = [item["text"]] if role == "assistant" else item["text"].split(IMAGE_MARKER)
+        pieces = [piece for text in texts for piece in (Picture(), text)][1:]
         return [piece for piece in pieces if piece != ""]
     if kind in ("image", "image_url"):
         value = next((item[key] for key in _IMAGE_KEYS if item.get(key) is not None), None)
-        if isinstance(value, Mapping) and "url" in value:
-            value = value["url"]
-        return [Picture(value)]
-    raise ConversationError(f"{name} has a part that is neither {{type: text, text}} nor {{type: image}}")
+        return [Picture(value["url"] if isinstance(value, Mapping) and "url" in value else value)]
+    raise BadRowError(f"{name} has a part that is neither {{type: text, text}} nor {{type: image}}.")
 
 
-def _check_order(turns: Sequence[tuple[Role, Any]]) -> None:
-    roles = [role for role, _ in turns]
+def _check_order(roles: Sequence[Role]) -> None:
     if next((role for role in roles if role != "system"), "assistant") == "assistant":
-        raise ConversationError("it begins with the assistant: a message that is answered must come first")
+        raise BadRowError("it begins with the assistant: a message that is answered must come first.")
     if "system" in roles[1:]:
-        raise ConversationError("a system message comes after another message: only the first may be one")
+        raise BadRowError("a system message comes after another message: only the first may be one.")
     for number, pair in enumerate(itertools.pairwise(roles)):
         if pair == ("assistant", "assistant"):
-            raise ConversationError(f"messages {number} and {number + 1} are both the assistant's: join them")
+            raise BadRowError(f"messages {number} and {number + 1} are both the assistant's: join them.")
 
 
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -214,18 +168,6 @@ def after_opened_thought(text: str) -> tuple[str, str]:
 TooLong = Literal["leave_out", "truncate"]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the last assistant turn answers: token ids int32 [P] with one placeholder per image, and the images.
-
-    reply: that turn, as the model is to write it.
-    """
-
-    token_ids: np.ndarray
-    images: tuple[EncodedImage, ...]
-    reply: str
-
-
 class ConversationEncoder:
     """Encodes conversations for one model, span by span as rollouts are encoded.
 
@@ -245,32 +187,21 @@ class ConversationEncoder:
         self._too_long = too_long
 
     def length(self, conversation: Conversation) -> int | None:
-        """Tokens that are trained on or shown, read from headers of images alone; None: the conversation is left out.
+        """Tokens that are trained on or shown; None: the conversation is left out. Sizes of images are enough.
 
         Raises BadRowError.
         """
-        # The number of an image's tokens is the same when a camera's rotation exchanges width and height.
-        images = [EncodedImage("", b"", width, height) for width, height in conversation.sizes()]
-        trajectory = self._trajectory(conversation, images)
+        trajectory = self._trajectory(conversation)
         return None if trajectory is None else len(trajectory)
 
     def encode(self, conversation: Conversation) -> Trajectory:
-        """The conversation with its images, decoded. Raises BadRowError."""
-        trajectory = self._trajectory(conversation, conversation.decoded())
+        """The conversation with its images. Raises BadRowError."""
+        trajectory = self._trajectory(conversation)
         if trajectory is None:
             raise BadRowError(f"{conversation.where}: longer than sft.max_length ({self._max_length}).")
         return trajectory
 
-    def prompt(self, conversation: Conversation) -> Prompt:
-        """Everything before the last assistant turn. Raises BadRowError."""
-        *spans, (reply, _) = self._spans(conversation, conversation.decoded())
-        return Prompt(
-            np.concatenate([span.token_ids for span, _ in spans]),
-            tuple(image for span, _ in spans for image in span.images),
-            self._text.codec.decode(reply.token_ids),
-        )
-
-    def _spans(self, conversation: Conversation, images: Sequence[EncodedImage]) -> list[tuple[EncodedSpan, bool]]:
+    def _spans(self, conversation: Conversation) -> list[tuple[EncodedSpan, bool]]:
         """The conversation in order: what is given, and what the model says (True), by turns."""
         codec = self._text.codec
         if conversation.has_thoughts and not codec.opens_thought:
@@ -280,7 +211,7 @@ class ConversationEncoder:
             )
         spans: list[tuple[EncodedSpan, bool]] = []
         try:
-            for said, group in groupby(conversation.messages(images), key=lambda message: message.role == "assistant"):
+            for said, group in groupby(conversation.messages, key=lambda message: message.role == "assistant"):
                 messages: list[Message] = list(group)
                 if said:
                     given, reply = "", messages[0].text
@@ -298,13 +229,13 @@ class ConversationEncoder:
             raise BadRowError(f"{conversation.where}: {error}") from error
         return spans
 
-    def _trajectory(self, conversation: Conversation, images: Sequence[EncodedImage]) -> Trajectory | None:
+    def _trajectory(self, conversation: Conversation) -> Trajectory | None:
         """The whole conversation, or as much of it as fits; None: it is left out."""
         ids: list[np.ndarray] = []
         said: list[np.ndarray] = []
         shown: list[EncodedImage] = []
         length = 0
-        for span, is_reply in self._spans(conversation, images):
+        for span, is_reply in self._spans(conversation):
             expanded = self._expanded(span, conversation)
             ids.append(expanded)
             said.append(np.full(len(expanded), is_reply))
@@ -318,7 +249,7 @@ class ConversationEncoder:
             # Up to the last token that is said and fits: no image is cut, and nothing is shown that nobody answers.
             stop = int(np.flatnonzero(mask[: self._max_length])[-1]) + 1
             token_ids, mask = token_ids[:stop], mask[:stop]
-            shown = shown[: self._count_images(token_ids, shown)]
+            shown = shown[: count_images(token_ids, shown, self._text.images, self._text.codec.image_token_id)]
         changes = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
         return Trajectory(
             trajectory_id=conversation.where,
@@ -336,9 +267,3 @@ class ConversationEncoder:
             return expand_image_tokens(span.token_ids, self._text.codec.image_token_id, counts)
         except UserInputError as error:  # an image of a shape that the model cannot be shown
             raise BadRowError(f"{conversation.where}: {error}") from error
-
-    def _count_images(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> int:
-        """How many of the images have their placeholders in these ids."""
-        rest = int((token_ids == self._text.codec.image_token_id).sum())
-        ends = np.cumsum([self._text.images.count_tokens(image.width, image.height) for image in images])
-        return int(np.searchsorted(ends, rest, side="right"))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_vlm.config import SFTConfig
-from rl_vlm.envs.data import reject_shared_rows, split_slice
+from rl_vlm.envs.data import RowTable, reject_shared_rows, split_slice
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.supervised.conversations import Conversation, ConversationEncoder
-from rl_vlm.supervised.sources import ConversationTable, has_split, open_conversations
+from rl_vlm.supervised.sources import has_split, open_conversations
 from rl_vlm.types import Trajectory, UserInputError
 
 _SPLIT_STREAM, _ORDER_STREAM = 8, 9  # random numbers of their own
@@ -25,7 +25,7 @@ class Measured:
     """Conversations of a table: `rows` int64 [N], those that are used, and their tokens int64 [N]; `left_out` were too
     long."""
 
-    table: ConversationTable
+    table: RowTable[Conversation]
     rows: np.ndarray
     tokens: np.ndarray
     left_out: int
@@ -70,7 +70,7 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
     encoder = ConversationEncoder(text, sft.max_length, sft.too_long)
     train = open_conversations(sft.data, "train")
     rows = np.arange(len(train))
-    held_out: tuple[ConversationTable, np.ndarray] | None = None
+    held_out: tuple[RowTable[Conversation], np.ndarray] | None = None
     if sft.eval_fraction:
         rng = np.random.default_rng(derive_seed(job.seed, _SPLIT_STREAM))
         count = max(1, round(sft.eval_fraction * len(train)))
@@ -101,10 +101,10 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
 
 
 def _measure(
-    table: ConversationTable, rows: np.ndarray, encoder: ConversationEncoder, progress: Callable[[str], None]
+    table: RowTable[Conversation], rows: np.ndarray, encoder: ConversationEncoder, progress: Callable[[str], None]
 ) -> Measured:
     progress(f"Reading {len(rows)} conversations of {table.name} ...")
-    lengths = [encoder.length(table[int(row)]) for row in rows]
+    lengths = [encoder.length(table.outline(int(row))) for row in rows]
     kept = np.array([length is not None for length in lengths], dtype=bool)
     tokens = np.array([length for length in lengths if length is not None], dtype=np.int64)
     return Measured(table, rows[kept], tokens, int((~kept).sum()))

@@ -4,42 +4,22 @@ as the built-in `shapes`."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rl_vlm.envs.data import HUB_NAME, BadRowError, file_rows, hub_rows, local_files, split_slice
+from rl_vlm.envs.data import BadRowError, Rows, RowTable, local_files, open_table, split_slice
 from rl_vlm.envs.images import one_line
 from rl_vlm.files import write_atomic
 from rl_vlm.registry import provided
-from rl_vlm.supervised.conversations import Conversation, read_conversation
+from rl_vlm.supervised.conversations import CONVERSATIONS, Conversation
 from rl_vlm.types import Split, UserInputError
 
 BUILTIN_GROUP = "rl_vlm.conversations"  # entry points: a class of `Rows` that takes the split
-_COLUMNS, _OPTIONAL = ("messages",), ("images", "tools")
 _METADATA = "metadata.jsonl"
-_MAX_LINE = 256 * 2**20  # bytes
 
 
-class Rows(Protocol):
-    """Rows by number, each with its place in words and the folder of its image paths."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Row `index`. Raises BadRowError."""
-        ...
-
-    def where(self, index: int) -> str:
-        """File and line in words."""
-        ...
-
-    def folder(self, index: int) -> Path | None:
-        """The folder that image paths are relative to; None: there is none."""
-        ...
-
-
-class JsonLinesRows:
+class JsonLinesRows(Rows):
     """The lines of a .jsonl file; only their places are kept in memory. Empty lines are passed over."""
 
     def __init__(self, path: Path) -> None:
@@ -59,15 +39,10 @@ class JsonLinesRows:
         return len(self._places)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Line `index` of those that are not empty."""
-        _, offset = self._places[index]
         try:
             with self._path.open("rb") as file:
-                file.seek(offset)
-                line = file.readline(_MAX_LINE + 1)
-            if len(line) > _MAX_LINE:
-                raise BadRowError(f"{self.where(index)}: longer than {_MAX_LINE} bytes.")
-            row = json.loads(line)
+                file.seek(self._places[index][1])
+                row = json.loads(file.readline())
         except (OSError, ValueError, RecursionError) as error:
             raise BadRowError(f"{self.where(index)}: not JSON ({one_line(error)}).") from error
         if not isinstance(row, dict):
@@ -75,78 +50,40 @@ class JsonLinesRows:
         return row
 
     def where(self, index: int) -> str:
-        """File and line in words."""
         return f"{self._path}, line {self._places[index][0]}"
 
     def folder(self, index: int) -> Path:
-        """The folder of the file."""
         return self._path.parent
 
 
-class ConversationTable:
-    """A sequence of conversations; a row is read and checked when it is asked for."""
-
-    def __init__(self, rows: Rows, selected: range, name: str) -> None:
-        self.name = name
-        self._rows = rows
-        self.selected = selected  # rows of the file
-
-    def __len__(self) -> int:
-        return len(self.selected)
-
-    def __getitem__(self, index: int) -> Conversation:
-        """Conversation `index`; IndexError outside the table, BadRowError that names file and line if it is not
-        usable."""
-        row = self.selected[index]
-        return read_conversation(self._rows.row(row), self._rows.where(row), self._rows.folder(row))
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return (self[index] for index in range(len(self)))
-
-
-def open_conversations(source: str, split: Split) -> ConversationTable:
+def open_conversations(source: str, split: Split) -> RowTable[Conversation]:
     """Open a source, with an optional slice `source@[a:b]`. A single file holds one split, whichever is asked for.
 
     Raises UserInputError if there is no such source or it selects nothing.
     """
-    path_text, selected = split_slice(source)
-    rows = _rows(path_text, split)
+    name, selected = split_slice(source)
+    path = Path(name).expanduser()
+    lines = path if path.suffix == ".jsonl" else _jsonl_of(path, split)
+    if lines is not None:
+        rows: Rows = JsonLinesRows(lines)
+    elif not path.exists() and name in provided(BUILTIN_GROUP):
+        rows = builtin_rows(name, split)
+    else:
+        return open_table(CONVERSATIONS, source, split)
     chosen = range(len(rows))[selected]
     if not chosen:
         raise UserInputError(f"{source} selects none of the {len(rows)} conversations of its {split} split.")
-    return ConversationTable(rows, chosen, f"{source} ({split})" if not Path(path_text).is_file() else source)
+    return RowTable(CONVERSATIONS, rows, chosen, f"{source} ({split})")
 
 
 def has_split(source: str, split: Split) -> bool:
     """Whether a source that is no single file has conversations of its own for a split; of the hub's it is not
     known."""
     path = Path(split_slice(source)[0]).expanduser()
-    if not path.exists() and str(path) in provided(BUILTIN_GROUP):
-        return True
-    if not path.is_dir():
-        return False
-    return _jsonl_of(path, split) is not None or any(
-        list(folder.glob(f"{split}.parquet")) + list(folder.glob(f"{split}-*.parquet"))
-        for folder in (path, path / "data")
-    )
-
-
-def _rows(name: str, split: Split) -> Rows:
-    path = Path(name).expanduser()
     if path.is_dir():
-        found = _jsonl_of(path, split)
-        return JsonLinesRows(found) if found else file_rows(local_files(path, split), _COLUMNS, _OPTIONAL)
-    if path.is_file():
-        if path.suffix == ".parquet":
-            return file_rows([path], _COLUMNS, _OPTIONAL)
-        if path.suffix != ".jsonl":
-            raise UserInputError(f"{path} is neither .jsonl nor .parquet: conversations are read from these.")
-        return JsonLinesRows(path)
-    if name in provided(BUILTIN_GROUP):
-        return builtin_rows(name, split)
-    if not HUB_NAME.fullmatch(name) or path.suffix in (".jsonl", ".parquet"):
-        raise UserInputError(f"There is no file or folder {name!r}, and it is no name of a data set on the hub.")
-    return hub_rows(name, split, _COLUMNS, _OPTIONAL)
+        with suppress(UserInputError):
+            return bool(_jsonl_of(path, split) or local_files(path, split))
+    return not path.exists() and str(path) in provided(BUILTIN_GROUP)
 
 
 def builtin_rows(name: str, split: Split) -> Rows:

@@ -12,19 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.config import AlgorithmSection, SFTConfig
-from rl_vlm.engines.base import EngineError
-from rl_vlm.engines.decoder import Decoder
-from rl_vlm.engines.rows import PreparedRequest
+from rl_vlm.config import SFTConfig
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, linear_schedule, make_builder, make_optimizer
-from rl_vlm.models.qwen_vl import Backbone
+from rl_vlm.learning.update import lr_factor, make_builder, make_optimizer, micro_logprobs, predicting_states
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.supervised.conversations import Prompt
-from rl_vlm.types import GenerationRequest, RLVLMError, SamplingParams, Trajectory
+from rl_vlm.types import RLVLMError, Trajectory
+
+_ROWS = 128  # tokens whose logits are in memory at a time
 
 
 class OutOfMemoryError(RLVLMError):
@@ -41,11 +38,8 @@ class SFTTrainer:
         self._policy = policy
         self._learner = job.learner
         self._builder = make_builder(policy, job.learner)
-        # Its losses are not used, only its forward pass.
-        self._updater = PolicyUpdater(policy.backbone, self._builder, AlgorithmSection(), temperature=1.0)
         self._optimizer = make_optimizer(policy, job)
-        self._strategy = Strategy()
-        self._strategy.prepare(policy, self._optimizer)
+        self._strategy = Strategy(policy, self._optimizer)
 
     def step(self, batch: Sequence[Trajectory], lr: float) -> tuple[float, int, float | None]:
         """One optimiser step, in which every assistant token of the batch has the same weight. Raises OutOfMemoryError.
@@ -76,6 +70,24 @@ class SFTTrainer:
                 targets += len(micro.target)
         return total / max(targets, 1), targets
 
+    @torch.no_grad()
+    def writes(self, batch: Sequence[Trajectory]) -> list[bool]:
+        """Whether the greedy answer to what comes before is the last turn of each conversation, token by token.
+
+        No answer need be written for this: each token must be the likeliest of those that an engine samples.
+        """
+        backbone, text = self._policy.backbone, self._policy.text
+        never = torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size)).to(backbone.device)
+        right: dict[str, np.ndarray] = {}
+        for micro in self._pack(batch):
+            hidden = predicting_states(backbone, micro)
+            # The logits of some tokens at a time: all of them would fill the memory.
+            logits = (backbone.logits(rows).index_fill(1, never, -torch.inf) for rows in hidden.split(_ROWS))
+            likeliest = torch.cat([rows.argmax(-1) for rows in logits])
+            right |= micro.split(likeliest.cpu().numpy() == micro.target)
+        lengths = [one.turns[-1].stop - one.turns[-1].start for one in batch]
+        return [bool(right[one.trajectory_id][-length:].all()) for one, length in zip(batch, lengths, strict=True)]
+
     def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
         """Micro-batches of rows of similar length; conversations with the same beginning share a row where that
         pays."""
@@ -87,7 +99,8 @@ class SFTTrainer:
         return self._builder.build(list(groups.values()))
 
     def _logprobs(self, micro: MicroBatch) -> Tensor:
-        return self._updater.logprobs(micro)[0]
+        hidden = predicting_states(self._policy.backbone, micro)
+        return micro_logprobs(self._policy.backbone, hidden, micro, temperature=1.0)[0]
 
     def adapter(self, version: int) -> WeightPayload:
         """The adapter as it is."""
@@ -108,49 +121,4 @@ def learning_rate(job: SFTConfig, step: int, total: int) -> float:
     learner, warmup = job.learner, job.sft.warmup_steps
     if step < warmup:
         return learner.lr * (step + 1) / (warmup + 1)
-    if learner.lr_schedule == "linear":
-        return learner.lr * linear_schedule(step - warmup, total - 1 - warmup, learner.lr_final_fraction)
-    return learner.lr
-
-
-# Greedy answers of a model that is being trained, with the engine's own decoder and without a server.
-
-_ROWS = 64  # at a time
-
-
-class AnswerWriter:
-    """Answers prompts with the policy's present weights.
-
-    Args:
-        policy: the model.
-        max_context: tokens of a prompt and its answer; longer prompts get no answer.
-        max_new_tokens: of an answer.
-    """
-
-    def __init__(self, policy: PolicyModel, max_context: int, max_new_tokens: int) -> None:
-        codec = policy.text.codec
-        # With the token mask of an engine, which never samples special tokens.
-        suppressed = codec.suppressed_token_ids(policy.text.vocab_size)
-        head = policy.backbone.head_dtype
-        backbone = Backbone(policy.model, policy.text.images, suppressed, cache_bytes=0, head_dtype=head)
-        self._decoder = Decoder(backbone, codec, max_context=max_context)
-        self._codec = codec
-        self._sampling = SamplingParams(max_new_tokens, temperature=0.0)
-
-    @torch.inference_mode()
-    def answers(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """The greedy answer to each prompt; None where the prompt is too long."""
-        found: dict[str, str] = {}
-        for start in range(0, len(prompts), _ROWS):
-            requests = [
-                GenerationRequest(str(start + k), prompt.token_ids, self._sampling, prompt.images)
-                for k, prompt in enumerate(prompts[start : start + _ROWS])
-            ]
-            prepared = self._decoder.prepare(requests)
-            jobs = [job for job in prepared if not isinstance(job, EngineError)]
-            finished: list[PreparedRequest] = self._decoder.admit(jobs) if jobs else []
-            while self._decoder.num_rows:
-                finished += self._decoder.step()
-            for job in finished:
-                found[job.request.request_id] = self._codec.decode(job.samples[0].token_ids)
-        return [found.get(str(number)) for number in range(len(prompts))]
+    return learner.lr * lr_factor(learner, step - warmup, total - 1 - warmup)

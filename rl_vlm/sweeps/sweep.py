@@ -189,7 +189,7 @@ def _run_trials(
     # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides
     # when those of a population, and of a sweep that is resumed, go on.
     private, slots = starts_own_cluster(), {}
-    algorithm = kind_of(config).rllib_config(config)().algo_class  # type: ignore[call-arg]
+    algorithm = kind_of(config).algorithm_class(config)
     needs, cluster = TrialResources.of(config, sweep, trial_class(algorithm, sweep.space)), config
     if private:
         cluster = changed(config, {"resources.num_cpus": own_cpus(config, sweep, needs)})

@@ -67,7 +67,7 @@ def run_config(folder: Path, *changes: str) -> PolicyConfig:
 
 
 def build(run: PolicyConfig, folder: Path) -> Any:
-    return kind_of(run).rllib_config(run).from_run_config(run, folder).build_algo()
+    return kind_of(run).algorithm_class(run).from_run_config(run, folder).build_algo()
 
 
 def same(one: Checkpoint, other: Checkpoint, counts: bool = True) -> None:

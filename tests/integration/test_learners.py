@@ -13,7 +13,7 @@ from core_support import plan_update
 from learner_processes import groups
 from ray.rllib.core.learner.training_data import TrainingData
 
-from rl_vlm.algorithms.grpo import GRPOConfig
+from rl_vlm.algorithms.grpo import GRPO
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.learning.plan import UpdateResult
@@ -45,7 +45,7 @@ Arrays = dict[str, np.ndarray]
 
 def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Arrays, dict[str, float]]:
     """The adapter, its mean gradients and the last statistics after some updates with that many learners."""
-    config = GRPOConfig.from_run_config(run_config(folder, learners))
+    config = GRPO.from_run_config(run_config(folder, learners))
     config.served_model = ModelReference.of(str(folder))
     group = config.build_learner_group(rl_module_spec=config.get_multi_rl_module_spec(spaces={}))
     settings = AlgorithmSection(minibatches=2)
@@ -64,9 +64,11 @@ def update(folder: Path, learners: int, updates: int = 2) -> tuple[Arrays, Array
         adapter = next(result.adapter for result in results if result.adapter is not None)
         stats = type(results[0].stats).merge([result.stats for result in results])
         if learners == 0:
-            moments = group._learner.moments()
+            moments = group._learner.snapshot(1)[1]
         else:
-            (found,) = group.foreach_learner(func=lambda learner, *_, **__: learner.moments(), remote_actor_ids=[0])
+            (found,) = group.foreach_learner(
+                func=lambda learner, *_, **__: learner.snapshot(1)[1], remote_actor_ids=[0]
+            )
             moments = found.get()
         gradients = {name: tensor.numpy() for name, tensor in moments.items() if name.startswith("exp_avg.")}
         return {name: tensor.numpy() for name, tensor in adapter.state().items()}, gradients, stats.metrics()

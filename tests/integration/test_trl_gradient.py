@@ -13,7 +13,7 @@ from core_support import Sample, batch_of, run_config, train_sample
 
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.qwen_vl import ImageFeatures
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
@@ -82,7 +82,7 @@ def test_the_gradient_of_a_minibatch_is_trls(monkeypatch: pytest.MonkeyPatch) ->
     assert ours.keys() == theirs.keys()
     for name, parameter in ours.items():
         parameter.data.copy_(theirs[name].data)
-    updater = make_updater(policy, run)
+    updater = PolicyUpdater(policy, run)
     with torch.no_grad():  # TRL hands over pixels, not images
         out = policy.model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
     features = {

@@ -18,6 +18,7 @@ from core_support import (
     batch_of,
     builder_of,
     conversation,
+    gradient_vector,
     picture,
     pictures,
     reference_logprobs,
@@ -28,11 +29,10 @@ from hypothesis import strategies as st
 from policy_loop import Loop
 from torch import Tensor
 
-from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.config import parse_config
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import gradient_vector
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models import images
 from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, frame_patches
@@ -71,26 +71,17 @@ def various_groups(text: TextSide) -> list[list[Sample]]:
 
 def outcome(
     policy: PolicyModel, builder: BatchBuilder, groups: list[list[Sample]]
-) -> tuple[dict[bytes, Tensor], Tensor]:
-    """Log-probabilities by sample, and the LoRA gradient of a loss over all of them."""
-    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=TEMPERATURE)
+) -> tuple[dict[str, np.ndarray], Tensor]:
+    """Log-probabilities by trajectory, and the LoRA gradient of a loss over all of them."""
+    updater = PolicyUpdater(policy, parse_config({"rollout": {"temperature": TEMPERATURE}}))
     policy.model.zero_grad(set_to_none=True)
-    found: dict[bytes, Tensor] = {}
-    for micro in updater.pack(batch_of(groups))[0]:
+    batch, found = batch_of(groups), {}
+    for micro in built(builder, groups):
+        micro.set_weights(batch.minibatches[0].weights)
         logprobs, _ = updater.logprobs(micro)
-        weights = torch.from_numpy(micro.advantage * micro.weight)
-        (logprobs * weights).sum().backward()
-        start = 0
-        for number in range(len(logprobs)):
-            # The behaviour log-probabilities are random: they tell samples apart.
-            if number + 1 == len(logprobs) or micro.weight[number + 1] != micro.weight[start]:
-                found[micro.behaviour[start : number + 1].tobytes()] = logprobs[start : number + 1].detach()
-                start = number + 1
+        (logprobs * torch.from_numpy(micro.join(batch.advantages) * micro.weight)).sum().backward()
+        found |= micro.split(logprobs.detach().numpy())
     return found, gradient_vector(policy.parameters)
-
-
-def key(sample: Sample) -> bytes:
-    return sample.trajectory.logprobs[sample.trajectory.loss_mask].tobytes()
 
 
 def built(builder: BatchBuilder, groups: list[list[Sample]]) -> list[MicroBatch]:
@@ -106,10 +97,9 @@ def test_packed_and_separate_rows_agree(policy: PolicyModel, text: TextSide, max
     groups = various_groups(text)
     expected, expected_gradient = outcome(policy, builder_of(text, 1, share_prompts=False), groups)
     found, gradient = outcome(policy, builder_of(text, max_tokens), groups)
-    assert len(expected) == 9
-    assert found.keys() == expected.keys()
-    for name, logprobs in found.items():
-        assert torch.allclose(logprobs, expected[name], rtol=0, atol=1e-5)
+    assert len(expected) == 9 and found.keys() == expected.keys()
+    for name, logprobs in expected.items():
+        np.testing.assert_allclose(found[name], logprobs, rtol=0, atol=1e-5)
     assert torch.allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
     assert expected_gradient.abs().max() > 0.1
 
@@ -126,7 +116,7 @@ def test_packed_rows_equal_transformers_own_forward_pass(
         trajectory = sample.trajectory
         logprobs = reference_logprobs(tiny_folder, policy.model, trajectory.token_ids, trajectory.images, TEMPERATURE)
         logprobs = logprobs[torch.from_numpy(trajectory.loss_mask[1:])]
-        assert torch.allclose(found[key(sample)], logprobs.detach(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found[trajectory.trajectory_id], logprobs.detach(), rtol=0, atol=1e-5)
         (logprobs.sum() * float(sample.advantage[0]) * sample.weight).backward()
     assert torch.allclose(gradient, gradient_vector(policy.parameters), rtol=1e-4, atol=1e-5)
 
@@ -266,19 +256,6 @@ def groups(draw: Any, text: TextSide) -> list[list[Sample]]:
     return found
 
 
-def segment_outcome(
-    policy: PolicyModel, builder: BatchBuilder, samples: list[list[Sample]]
-) -> tuple[list[Tensor], Tensor]:
-    updater = PolicyUpdater(policy.backbone, builder, AlgorithmSection(tis_cap=None), temperature=0.7)
-    policy.model.zero_grad(set_to_none=True)
-    found = []
-    for micro in updater.pack(batch_of(samples))[0]:
-        logprobs, _ = updater.logprobs(micro)
-        (logprobs * torch.from_numpy(micro.advantage * micro.weight)).sum().backward()
-        found.append(logprobs.detach())
-    return found, gradient_vector(policy.parameters)
-
-
 @settings(max_examples=12, deadline=None)
 @given(st.data(), st.sampled_from([200, 4096]))
 def test_a_model_computes_the_same_over_random_groups_images_and_turns(
@@ -286,9 +263,9 @@ def test_a_model_computes_the_same_over_random_groups_images_and_turns(
 ) -> None:
     samples = data.draw(groups(text))
     builder = builder_of(text, max_tokens)
-    (ours, gradient), (expected, wanted) = (segment_outcome(policy, builder, samples) for policy in policies)
-    for one, other in zip(ours, expected, strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-5)
+    (ours, gradient), (expected, wanted) = (outcome(policy, builder, samples) for policy in policies)
+    for name, logprobs in expected.items():
+        np.testing.assert_allclose(ours[name], logprobs, rtol=0, atol=1e-5)
     # Against the whole gradient: an entry is a sum of up to a thousand terms, and rounds as they do.
     assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
 
@@ -310,8 +287,7 @@ def test_no_call_gets_a_mask_over_a_whole_row(
         return plain(*sides, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    updater = PolicyUpdater(policies[0].backbone, builder, AlgorithmSection(), temperature=1.0)
-    updater.logprobs(micro)
+    PolicyUpdater(policies[0], parse_config({})).logprobs(micro)
     prompt = int((micro.segments == 0).sum())
     text_config = policies[0].model.config.text_config
     groups = text_config.num_attention_heads // text_config.num_key_value_heads

@@ -8,13 +8,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from core_support import adapted_policy, batch_of, conversation, picture, run_config, text_side, train_sample
+from core_support import adapted_policy, run_config
 
 from rl_vlm.algorithms import checkpoint as module
 from rl_vlm.algorithms.checkpoint import (
@@ -25,12 +24,8 @@ from rl_vlm.algorithms.checkpoint import (
     write_checkpoint,
 )
 from rl_vlm.files import clean_leftovers
-from rl_vlm.learning.learner import VLMLearner
-from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import make_optimizer, make_updater
-from rl_vlm.models.lora import load_lora_state
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 
@@ -286,66 +281,6 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_appears(
     assert renamed == ["iteration-000001"]  # it appears at once
 
 
-# --- the optimiser goes on
-
-
-class Trainer:
-    """A policy and its optimiser, with the learner's own methods for moments and restoring."""
-
-    def __init__(self, folder: Path) -> None:
-        settings = {"learner__lr": 1e-2, "algorithm__aggregation": "token_mean"}
-        run = run_config(folder, **settings)
-        self.policy = PolicyModel(folder, run)
-        self.optimizer = make_optimizer(self.policy, run)
-        self.updater = make_updater(self.policy, run)
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, self.optimizer)
-        self.max_grad_norm = run.learner.max_grad_norm
-        vlm = SimpleNamespace(
-            policy=self.policy,
-            set_state=lambda state: load_lora_state(
-                self.policy.model, {k: torch.as_tensor(v) for k, v in state.items()}
-            ),
-        )
-        self.learner: Any = SimpleNamespace(_strategy=self.strategy, vlm=vlm, _average=None)
-
-    def train(self, batches: list[UpdateBatch]) -> None:
-        for batch in batches:
-            (packed,) = self.updater.pack(batch)
-            self.updater.step(self.strategy, packed, self.max_grad_norm, UpdateStats())
-
-    def checkpoint(self, version: int) -> Checkpoint:
-        return Checkpoint(self.policy.payload(version), VLMLearner.moments(self.learner), {})
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        arrays = {name: tensor.numpy() for name, tensor in checkpoint.adapter.state().items()}
-        VLMLearner.restore(self.learner, arrays, checkpoint.moments, checkpoint.extras)
-
-
-def test_two_and_two_steps_equal_four_byte_for_byte(tiny_folder: Path, tmp_path: Path) -> None:
-    rng, text = np.random.default_rng(0), text_side(tiny_folder)
-    minibatches = [
-        batch_of([[train_sample(conversation(text, rng, [picture(rng), "What?"], [4]), float(rng.normal()), 0.2)]])
-        for _ in range(4)
-    ]
-    whole, first = Trainer(tiny_folder), Trainer(tiny_folder)
-    whole.train(minibatches)
-    first.train(minibatches[:2])
-    folder = save_checkpoint(tmp_path, 2, first.checkpoint(2), keep=1)
-    second = Trainer(tiny_folder)
-    second.restore(read_checkpoint(folder))
-    assert second.policy.payload(2) == first.policy.payload(2)
-    second.train(minibatches[2:])
-    assert second.policy.payload(4) == whole.policy.payload(4)
-    ends = [trainer.checkpoint(4).moments for trainer in (whole, second)]
-    assert ends[0].keys() == ends[1].keys()
-    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-    without = Trainer(tiny_folder)
-    load_lora_state(without.policy.model, first.policy.payload(2).state())
-    without.train(minibatches[2:])
-    assert without.policy.payload(4).tensors != whole.policy.payload(4).tensors  # the moments matter
-
-
 def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
     payload: AdapterPayload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,8 +297,7 @@ def test_a_run_of_which_no_checkpoint_reads_is_not_begun_anew(
 def test_moments_of_another_optimiser_and_another_critic_are_refused(tiny_folder: Path) -> None:
     weights = [torch.nn.Parameter(torch.ones(4, 3))]
     for optimizer, name in ((torch.optim.Adafactor(weights), "exp_avg.0"), (torch.optim.AdamW(weights), "row_var.0")):
-        strategy = Strategy()
-        strategy._optimizer = optimizer
+        strategy = Strategy(None, optimizer)  # type: ignore[arg-type]
         with pytest.raises(UserInputError, match="keep learner.optimizer as it was"):
             strategy.restore({name: torch.zeros(4, 3), "step.0": torch.tensor(1.0)})
     critic = PolicyModel(tiny_folder, run_config(tiny_folder, algorithm__name="ppo")).critic

@@ -17,7 +17,7 @@ from ray._private import utils as ray_utils
 from ray.exceptions import AuthenticationError
 from tables import table
 
-from rl_vlm.algorithms.grpo import GRPOConfig
+from rl_vlm.algorithms.grpo import GRPO
 from rl_vlm.cli.output import log_to_stderr
 from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.models.reference import ModelReference
@@ -163,7 +163,7 @@ def replica_options(config: PolicyConfig) -> dict[str, Any]:
 
 def test_each_actor_asks_for_its_kind_of_node() -> None:
     config = run(**PLACEMENT)
-    rllib = GRPOConfig.from_run_config(config)
+    rllib = GRPO.from_run_config(config)
     asked = {
         "replicas_on": replica_options(config)["resources"],
         "learners_on": rllib.custom_resources_per_learner,

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from core_support import plan_update
+from core_support import plan_update, planned_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -67,7 +67,7 @@ def test_rewards_that_only_rounding_tells_apart_give_exactly_zero(normalization:
 def test_a_group_that_only_rounding_tells_apart_is_counted_as_one_without_a_gradient(estimator: str) -> None:
     settings = AlgorithmSection(estimator=estimator)
     plan = plan_update([group_of(ROUNDED, [2, 1, 3, 2])], settings, np.random.default_rng(0))
-    assert not plan.estimate.learns[0].any() and not plan.advantages[0].any()
+    assert not plan.advantages[0].any()
     assert not any(minibatch.groups for batch in plan.batches for minibatch in batch.minibatches)
 
 
@@ -112,10 +112,8 @@ def group_of(rewards: list[float], lengths: list[int]) -> TrajectoryGroup:
 def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
     rewards = [1.0, 0.0, 0.5, 1.0]
     group = group_of(rewards, [1, 2, 3, 4])
-    (advantages,) = ESTIMATORS.get("rloo")(
-        make_experience([group], AlgorithmSection(), np.random.default_rng(0)), AlgorithmSection()
-    ).advantages
-    for number, tokens in enumerate(advantages):
+    made = make_experience([group], planned_by(AlgorithmSection()), np.random.default_rng(0))
+    for number, tokens in enumerate(ESTIMATORS.get("rloo")(made, AlgorithmSection()).advantages.values()):
         others = np.delete(rewards, number).mean()
         assert tokens.dtype == np.float32 and tokens.tolist() == pytest.approx(
             [rewards[number] - others] * (number + 1)
@@ -123,16 +121,11 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda group: [[np.zeros(3), np.zeros(2)]], "one number per sampled token"),
-        (lambda group: [[np.zeros(3)]], "one array per trajectory"),
-        (lambda group: [], "one array per trajectory"),
-        (lambda group: [[np.full(3, np.nan), np.zeros(1)]], "not finite"),
-    ],
+    "made",
+    [{"0": np.zeros(3), "1": np.zeros(2)}, {"0": np.zeros(3)}, {}, {"0": np.full(3, np.nan), "1": np.zeros(1)}],
 )
-def test_an_estimator_that_does_not_keep_to_the_seam_is_named(made: object, message: str) -> None:
-    register_estimator("test_wrong")(lambda experience, settings: Estimate(made(experience.groups)))  # type: ignore[operator]
+def test_an_estimator_that_does_not_keep_to_the_seam_is_named(made: dict[str, np.ndarray]) -> None:
+    register_estimator("test_wrong")(lambda experience, settings: Estimate(made))
     with pytest.raises(EstimatorError):
         plan_update([group_of([0, 0], [3, 1])], AlgorithmSection(estimator="test_wrong"), np.random.default_rng(0))
 
@@ -151,7 +144,11 @@ def experience_of(
         for g, group in enumerate(groups)
     ]
     rewards = [[np.array([reward for _, reward, _ in turns]) for turns in group] for group in groups]
-    return Experience(made, rewards, token_rewards)
+    return Experience(made, by_name(rewards), by_name(token_rewards or []))
+
+
+def by_name(arrays: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
+    return {f"{g}:{n}": array for g, group in enumerate(arrays) for n, array in enumerate(group)}
 
 
 def estimate(name: str, experience: Experience, **changes: Any) -> Estimate:
@@ -187,21 +184,20 @@ def test_reinforce_pp_is_the_return_of_each_token_over_the_batch(with_penalty: b
             raw += [sum(rewards[t:]) for t in range(len(rewards))]
     mean = sum(raw) / len(raw)
     std = (sum((value - mean) ** 2 for value in raw) / len(raw)) ** 0.5
-    flat = np.concatenate([tokens for group in found.advantages for tokens in group])
+    flat = np.concatenate(list(found.advantages.values()))
     assert flat.dtype == np.float32
     assert flat.tolist() == pytest.approx([3 * (value - mean) / (std + 1e-6) for value in raw], abs=1e-6)
-    assert [[len(tokens) for tokens in group] for group in found.advantages] == [[5, 1, 7], [3, 4, 1]]
+    assert list(map(len, found.advantages.values())) == [5, 1, 7, 3, 4, 1]
 
 
 def test_reinforce_pp_knows_no_group() -> None:
     """A group whose members are all right is still told so, unlike with the group's mean."""
     groups: list[list[list[TurnSpec]]] = [[[(2, 1.0, "")]] * 2, [[(2, 0.0, "")]] * 2]
     experience = experience_of(groups)
-    assert [tokens.tolist() for tokens in estimate("reinforce_pp", experience).advantages[0]] == [
-        pytest.approx([1, 1], abs=1e-5)
-    ] * 2
+    advantages = estimate("reinforce_pp", experience).advantages
+    assert [advantages[f"0:{n}"].tolist() for n in range(2)] == [pytest.approx([1, 1], abs=1e-5)] * 2
     for name in ("group", "rloo", "reinforce_pp_baseline", "gigpo"):
-        assert not any(tokens.any() for group in estimate(name, experience).advantages for tokens in group)
+        assert not any(tokens.any() for tokens in estimate(name, experience).advantages.values())
 
 
 def test_reinforce_pp_baseline_subtracts_the_groups_mean_first() -> None:
@@ -215,16 +211,16 @@ def test_reinforce_pp_baseline_subtracts_the_groups_mean_first() -> None:
             lengths.append(length)
     mean = sum(raw) / len(raw)
     std = (sum((value - mean) ** 2 for value in raw) / len(raw)) ** 0.5
-    flat = np.concatenate([tokens for group in found.advantages for tokens in group])
+    flat = np.concatenate(list(found.advantages.values()))
     assert flat.tolist() == pytest.approx([(value - mean) / (std + 1e-6) for value in raw], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_a_batch_of_equal_rewards_gives_exactly_zero(name: str) -> None:
     groups: list[list[list[TurnSpec]]] = [[[(length, 0.1, "")] for length in (1, 3, 2)] for _ in range(3)]
-    assert not any(tokens.any() for group in estimate(name, experience_of(groups)).advantages for tokens in group)
-    assert estimate(name, experience_of([])).advantages == []
-    assert estimate(name, experience_of([[[], []]])).advantages[0][0].tolist() == []
+    assert not any(tokens.any() for tokens in estimate(name, experience_of(groups)).advantages.values())
+    assert estimate(name, experience_of([])).advantages == {}
+    assert estimate(name, experience_of([[[], []]])).advantages["0:0"].tolist() == []
 
 
 # --- GiGPO
@@ -274,7 +270,7 @@ def test_gigpo_is_the_episode_advantage_plus_that_of_turns_from_the_same_state(
                 ]
                 step = relative([returns[place] for place in places], normalization)[places.index((n, k))]
                 expected += [episode[n] + weight * step] * length
-            assert found.advantages[g][n].tolist() == pytest.approx(expected, abs=1e-6)
+            assert found.advantages[f"{g}:{n}"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_gigpo_without_known_or_repeated_states_is_grpo() -> None:
@@ -285,16 +281,14 @@ def test_gigpo_without_known_or_repeated_states_is_grpo() -> None:
     ]
     for groups in (unknown, alone):
         experience = experience_of(groups)
-        for ours, grpo in zip(
-            estimate("gigpo", experience).advantages, estimate("group", experience).advantages, strict=True
-        ):
-            assert all(np.allclose(a, b, atol=1e-7) for a, b in zip(ours, grpo, strict=True))
+        ours, grpo = (estimate(name, experience).advantages for name in ("gigpo", "group"))
+        assert all(np.allclose(ours[name], grpo[name], atol=1e-7) for name in grpo)
 
 
 def test_equal_states_of_other_groups_are_not_compared() -> None:
     """They are other tasks, which may look alike."""
     groups: list[list[list[TurnSpec]]] = [[[(1, 1.0, "s")], [(1, 1.0, "s")]], [[(1, 0.0, "s")], [(1, 0.0, "s")]]]
-    assert not any(t.any() for group in estimate("gigpo", experience_of(groups)).advantages for t in group)
+    assert not any(tokens.any() for tokens in estimate("gigpo", experience_of(groups)).advantages.values())
 
 
 # --- what holds for every estimator
@@ -313,11 +307,11 @@ def test_permuting_a_group_permutes_its_advantages(name: str, groups: list[list[
     after = estimate(
         name, experience_of([[group[k] for k in order] for group, order in zip(groups, orders, strict=True)])
     ).advantages
-    for old, new, order in zip(before, after, orders, strict=True):
+    for g, order in enumerate(orders):
         for place, k in enumerate(order):
-            assert new[place].dtype == np.float32
+            new = after[f"{g}:{place}"]
             # Equal rewards differ in the last digit of a mean that is added up in another order.
-            assert np.allclose(new[place], old[k], atol=1e-4)
+            assert new.dtype == np.float32 and np.allclose(new, before[f"{g}:{k}"], atol=1e-4)
 
 
 # --- GAE over tokens, turns and both, against Stable-Baselines3 and hand values; returns and their normalisation
@@ -394,7 +388,9 @@ def experience(values: Any = None) -> Experience:
         TrajectoryGroup("b", 1, [trajectory("b:0", [(1, 1.0)]), trajectory("b:1", [])]),
     ]
     scores = None if values is None else Scores(values=values)
-    return make_experience(groups, AlgorithmSection(name="ppo"), np.random.default_rng(0), scores, scale=ReturnScale())
+    return make_experience(
+        groups, planned_by(AlgorithmSection(name="ppo")), np.random.default_rng(0), scores, scale=ReturnScale()
+    )
 
 
 VALUES = {
@@ -406,14 +402,10 @@ VALUES = {
 def test_advantages_are_normalised_over_all_tokens_of_the_batch_and_returns_are_not() -> None:
     raw = generalized_advantages(experience(VALUES), AlgorithmSection(name="ppo", advantage_normalization="none"))
     normalised = generalized_advantages(experience(VALUES), AlgorithmSection(name="ppo", advantage_scale=3.0))
-    flat = np.concatenate([t for group in raw.advantages for t in group])
-    expected = 3 * (flat - flat.mean()) / flat.std(ddof=1)
-    found = np.concatenate([t for group in normalised.advantages for t in group])
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert raw.advantages[0][0].tolist() == pytest.approx([0.9, 0.8, 0.7, 0.6])
-    assert raw.returns is not None and normalised.returns is not None
-    assert [r.tolist() for r in normalised.returns[0]] == [[1.0] * 4, [0.0] * 3]
-    assert [len(r) for r in normalised.returns[1]] == [1, 0]
+    flat, found = (np.concatenate(list(one.advantages.values())) for one in (raw, normalised))
+    np.testing.assert_allclose(found, 3 * (flat - flat.mean()) / flat.std(ddof=1), atol=1e-5)
+    assert raw.advantages["a:0"].tolist() == pytest.approx([0.9, 0.8, 0.7, 0.6])
+    assert [returns.tolist() for returns in normalised.returns.values()] == [[1.0] * 4, [0.0] * 3, [1.0], []]
 
 
 def test_advantages_that_only_rounding_tells_apart_are_exactly_zero_when_normalised() -> None:
@@ -422,9 +414,9 @@ def test_advantages_that_only_rounding_tells_apart_are_exactly_zero_when_normali
     groups = [TrajectoryGroup("g", 0, paid)]
     settings = AlgorithmSection(name="ppo", estimator="gae")
     scores = Scores(values={one.trajectory_id: np.zeros(1, np.float32) for one in paid})
-    one = make_experience(groups, settings, np.random.default_rng(0), scores, scale=ReturnScale())
+    one = make_experience(groups, planned_by(settings), np.random.default_rng(0), scores, scale=ReturnScale())
     found = generalized_advantages(one, settings).advantages
-    assert [tokens.tolist() for tokens in found[0]] == [[0.0]] * 3
+    assert [tokens.tolist() for tokens in found.values()] == [[0.0]] * 3
 
 
 def test_without_a_critic_it_says_so() -> None:
@@ -488,7 +480,6 @@ def test_the_penalty_is_paid_per_token_and_sums_into_the_reward_of_a_trajectory(
     groups = [TrajectoryGroup("a", 0, [trajectory("a:0", [(2, 1.0)]), trajectory("a:1", [(1, 0.5)])])]
     scores = Scores(log_ratio={"a:0": np.array([0.5, -0.25], np.float32), "a:1": np.array([2.0], np.float32)})
     settings = AlgorithmSection(kl_in="reward", kl_coef=0.1)
-    made = make_experience(groups, settings, np.random.default_rng(0), scores, kl_coef=0.2)
-    assert made.token_rewards is not None
-    assert made.token_rewards[0][0].tolist() == pytest.approx([-0.1, 0.05])
+    made = make_experience(groups, planned_by(settings), np.random.default_rng(0), scores, kl_coef=0.2)
+    assert made.token_rewards["a:0"].tolist() == pytest.approx([-0.1, 0.05])
     assert made.rewards[0].tolist() == pytest.approx([0.95, 0.1])

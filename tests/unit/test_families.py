@@ -32,7 +32,7 @@ from transformers import (
 
 from rl_vlm.chat import mrope_positions
 from rl_vlm.engines.decoder import Decoder
-from rl_vlm.learning.update import make_updater
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Message
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
@@ -122,7 +122,7 @@ def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
         done += decoder.step()
     answers = {job.request.request_id: decoder.completion(job) for job in done}
     assert all(gap(folder, policy.model, asked, answers[asked.request_id]) < 5e-5 for asked in requests)
-    updater = make_updater(policy, run_config(folder, rollout__temperature=0.7))
+    updater = PolicyUpdater(policy, run_config(folder, rollout__temperature=0.7))
     prompt = [images[0], "What is it? " * 4]
     members = [conversation(text, rng, prompt, [3, 4], [["again", images[1]]]) for _ in range(3)]
     ((micro,),) = updater.pack(batch_of([[train_sample(member, 1.0, 1.0) for member in members]]))

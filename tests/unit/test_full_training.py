@@ -32,7 +32,7 @@ from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import make_optimizer, make_updater
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer
 from rl_vlm.models.export import export_model
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.weights import FullPayload, find_trained, read_payload
@@ -56,7 +56,7 @@ def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_fold
     policy, run = full_policy(tiny_folder, learner__gradient_checkpointing=checkpointing)
     assert policy.model.model.visual.is_gradient_checkpointing == checkpointing
     one = trajectory(tiny_folder)
-    updater = make_updater(policy, run)
+    updater = PolicyUpdater(policy, run)
     (packed,) = updater.pack(batch_of([[train_sample(one, 1.0, 1.0)]]))
     logprobs, _ = updater.logprobs(packed[0])
     logprobs.sum().backward()
@@ -73,18 +73,18 @@ def test_the_gradient_of_every_parameter_is_that_of_plain_transformers(tiny_fold
 
 def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -> None:
     policy, run = full_policy(tiny_folder, model__dtype="bfloat16", learner__lr=1e-6)
-    optimizer, strategy = make_optimizer(policy, run), Strategy()
-    strategy.prepare(policy, optimizer)
-    updater = make_updater(policy, run)
+    optimizer = make_optimizer(policy, run)
+    strategy = Strategy(policy, optimizer)
+    updater = PolicyUpdater(policy, run)
     own = dict(policy.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in own.items()}
-    masters = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    masters = {name: tensor.clone() for name, tensor in policy.trained.weights().items()}
     for _ in range(2):
         for packed in updater.pack(batch_of([[train_sample(trajectory(tiny_folder), 1.0, 1.0)]])):
             strategy.backward(updater.logprobs(packed[0])[0].sum())
         assert all(parameter.grad is None for parameter in own.values())  # freed as soon as they are added
         assert strategy.step(1.0) is not None
-    after = policy.weights()
+    after = policy.trained.weights()
     name = "model.language_model.layers.0.mlp.up_proj.weight"
     assert own[name].dtype == torch.bfloat16 and after[name].dtype == torch.float32
     assert 0 < (after[name] - masters[name]).abs().max() < 1e-5
@@ -99,9 +99,9 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_masters(tiny_folder: Path) -
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_reference_is_the_model_as_it_came(tiny_folder: Path, dtype: str, kept: bool) -> None:
     policy, run = full_policy(tiny_folder, algorithm__kl_coef=0.1 if kept else 0.0, model__dtype=dtype)
-    updater, one = make_updater(policy, run), trajectory(tiny_folder)
+    updater, one = PolicyUpdater(policy, run), trajectory(tiny_folder)
     base = updater.recompute([one])[0]
-    policy.load_weights(FullWeightsOf(tiny_folder).payload(1).state())
+    policy.load(FullWeightsOf(tiny_folder).payload(1))
     assert np.abs(updater.recompute([one])[0] - base).max() > 0.1
     assert np.array_equal(updater.recompute([one], adapter=False)[0], base)
     assert np.abs(updater.recompute([one])[0] - base).max() > 0.1  # and it is gone again

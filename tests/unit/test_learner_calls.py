@@ -25,7 +25,6 @@ from rl_vlm.algorithms.learners import (
     LearnerLostError,
     LearnerOutOfMemoryError,
     Learners,
-    UpdateDeadline,
     on_all_learners,
     on_every_learner,
     on_one_learner,
@@ -79,49 +78,25 @@ class Result:
         return self.value
 
 
-class LiveGroup:
-    """Learners that are called, as RLlib does it: one that raises, whatever it is, is taken for dead."""
-
-    is_local = False
-
-    def __init__(self, count: int) -> None:
-        self.config = SimpleNamespace(num_learners=count)
-        self._learners = [SimpleNamespace(_learner_index=k, calls=0) for k in range(count)]
-        self.dead: set[int] = set()
-        self._worker_manager = SimpleNamespace(
-            healthy_actor_ids=lambda: [k for k in range(count) if k not in self.dead],
-            num_healthy_actors=lambda: count - len(self.dead),
-        )
-
-    def foreach_learner(
-        self, function: Any, timeout_seconds: float, remote_actor_ids: list[int] | None = None
-    ) -> list[Result]:
-        results = []
-        for learner in self._worker_manager.healthy_actor_ids() if remote_actor_ids is None else remote_actor_ids:
-            try:
-                results.append(Result(function(self._learners[learner]), learner))
-            except Exception as error:
-                self.dead.add(learner)
-                results.append(Result(error, learner))
-        return results
-
-
 class Group:
-    """A learner group with given answers; `asked` lists who was asked. The first `update` are answers to an update in time."""
+    """As RLlib's group of learners: it calls them, and takes one that raises, whatever it raises, for dead.
+
+    Those in `dead` have died, and nobody has noticed yet. `update` are the first answers to an update, or what it
+    raises; `asked` lists who was called.
+    """
 
     is_local = False
 
-    def __init__(self, *values: Any, update: Any = ()) -> None:
-        self._values = values
-        self._update = update
-        self.asked: list[int] = []
+    def __init__(self, count: int, dead: Sequence[int] = (), update: Any = ()) -> None:
+        self.config = SimpleNamespace(num_learners=count)
+        self.asked, self.known_dead, self._dead, self._update = list[int](), set[int](), dead, update
+        self._learners = [SimpleNamespace(_learner_index=k) for k in range(count)]
         self._worker_manager = SimpleNamespace(
-            healthy_actor_ids=lambda: list(range(len(values))),
+            healthy_actor_ids=lambda: [k for k in range(count) if k not in self.known_dead],
             foreach_actor_async=self._begin,
             fetch_ready_async_reqs=self._fetch,
         )
         self._ready: list[Result] = []
-        self._raised: set[int] = set()
 
     def foreach_learner(
         self,
@@ -130,10 +105,21 @@ class Group:
         remote_actor_ids: list[int] | None = None,
         healthy_only: bool = True,
     ) -> list[Result]:
-        chosen = range(len(self._values)) if remote_actor_ids is None else remote_actor_ids
-        chosen = [k for k in chosen if not healthy_only or k not in self._raised]
-        self.asked += chosen
-        return [Result(self._values[k]) for k in chosen]
+        chosen = range(len(self._learners)) if remote_actor_ids is None else remote_actor_ids
+        called = [k for k in chosen if not healthy_only or k not in self.known_dead]
+        self.asked += called
+        return [self._noticed(self._call(function, k)) for k in called]
+
+    def _call(self, function: Any, learner: int) -> Result:
+        try:
+            return Result(RuntimeError("died") if learner in self._dead else function(self._learners[learner]), learner)
+        except Exception as error:
+            return Result(error, learner)
+
+    def _noticed(self, result: Result) -> Result:
+        if not result.ok:
+            self.known_dead.add(result.actor_id)
+        return result
 
     def _begin(self, method: str, tag: str, kwargs: list[dict[str, Any]], remote_actor_ids: list[int]) -> None:
         assert method == "update" and len(kwargs) == len(remote_actor_ids)
@@ -144,37 +130,27 @@ class Group:
 
     def _fetch(self, tags: str, timeout_seconds: float) -> list[Result]:
         assert tags == self._tag
-        found = [self._ready.pop(0)] if self._ready else []
-        self._raised |= {result.actor_id for result in found if not result.ok}  # as RLlib does
-        return found
-
-
-def test_the_first_learner_that_answers_counts() -> None:
-    assert on_one_learner(Group(RuntimeError("died"), 7), lambda _: 0) == 7
-
-
-@pytest.mark.parametrize("values", [(), (RuntimeError("died"),)])
-def test_a_dead_learners_exception_is_never_an_answer(values: tuple[Any, ...]) -> None:
-    with pytest.raises(LearnerLostError):
-        on_one_learner(Group(*values), lambda _: 0)
-
-
-def test_every_learner_must_answer() -> None:
-    on_every_learner(Group(1, 2), lambda _: 0)
-    with pytest.raises(LearnerLostError):
-        on_every_learner(Group(1, RuntimeError("died")), lambda _: 0)
+        return [self._noticed(self._ready.pop(0))] if self._ready else []
 
 
 def unfit(learner: Any) -> Any:
     raise UnfitImagesError("t0 has 4 image tokens, and the learner makes 6 of its images.")
 
 
+def test_a_dead_learners_exception_is_never_an_answer() -> None:
+    assert on_one_learner(Group(2, dead=[0]), lambda _: 7) == 7
+    on_every_learner(Group(2), lambda _: 0)
+    for call, count, dead in ((on_one_learner, 0, ()), (on_one_learner, 1, (0,)), (on_every_learner, 2, (1,))):
+        with pytest.raises(LearnerLostError):
+            call(Group(count, dead), lambda _: 0)
+
+
 @pytest.mark.parametrize("call", [on_one_learner, on_all_learners, on_every_learner])
 def test_an_error_on_purpose_is_an_answer_and_no_death(call: Any) -> None:
-    group = LiveGroup(2)
+    group = Group(2)
     with pytest.raises(UnfitImagesError):
         call(group, unfit)
-    assert not group.dead
+    assert not group.known_dead
     assert call(group, lambda learner: learner._learner_index) == (None if call is on_every_learner else 0)
 
 
@@ -209,7 +185,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_update_that_does_not_fit_is_not_a_dead_learner(no_ray: None, error: Exception) -> None:
-    algorithm = Supervisor(Group(True, True, update=error))
+    algorithm = Supervisor(Group(2, update=error))
     with pytest.raises(LearnerOutOfMemoryError):
         algorithm.update(["batch", "batch"])
     assert algorithm.replaced == 0
@@ -218,10 +194,10 @@ def test_an_update_that_does_not_fit_is_not_a_dead_learner(no_ray: None, error: 
 @pytest.mark.parametrize(
     ("group", "why"),
     [
-        (Group(True, RuntimeError("dead"), update=RuntimeError("Connection closed by peer")), "a collective broke"),
-        (Group(True, update=["one result"]), "RLlib left out a dead learner"),
-        (Group(True, True, update=["one result"]), "one is silent, though it lives"),
-        (Group(RuntimeError("dead"), update=NodeOutOfMemoryError("killed by the memory monitor")), "Ray killed it"),
+        (Group(2, dead=[1], update=RuntimeError("Connection closed by peer")), "a collective broke"),
+        (Group(1, update=["one result"]), "RLlib left out a dead learner"),
+        (Group(2, update=["one result"]), "one is silent, though it lives"),
+        (Group(1, dead=[0], update=NodeOutOfMemoryError("killed by the memory monitor")), "Ray killed it"),
     ],
 )
 def test_dead_learners_are_replaced(no_ray: None, group: Group, why: str) -> None:
@@ -232,30 +208,30 @@ def test_dead_learners_are_replaced(no_ray: None, group: Group, why: str) -> Non
 
 def test_a_learner_that_has_died_is_replaced_without_asking_those_that_wait_for_it(no_ray: None) -> None:
     """NCCL lets them wait for ever, and they would not answer."""
-    group = Group(True, True, update=ActorDiedError())
+    group = Group(2, update=ActorDiedError())
     algorithm = Supervisor(group)
     assert algorithm.update(["batch", "batch"]) is None and algorithm.replaced == 1
     assert group.asked == []
 
 
-def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch() -> None:
-    deadline = UpdateDeadline(1800.0)
-    assert deadline.of("scores") == deadline.of(1) == 1800.0
-    deadline.took("scores", 20.0)
-    deadline.took("scores", 15.0)
-    assert deadline.of("other scores") == 200.0 and deadline.of(1) == 1800.0
-    deadline.took(1, 0.1)
-    assert deadline.of(2) == 120.0
-    deadline.took(1, 1000.0)
-    assert deadline.of(2) == 1800.0
-    deadline.forget()
-    assert deadline.of("scores") == 1800.0
-    update = UpdateBatch([], [False, False], {}, {}, [])
-    deadline.took(update, 0.05)  # nothing was to be learned
-    assert deadline.of(update) == 1800.0
-    deadline.took(replace(update, active=[False, True]), 30.0)
-    assert deadline.of(update) == 300.0
-    assert UpdateDeadline(5.0).of("any") == 5.0
+def test_learners_get_ten_times_as_long_as_they_took_for_such_a_batch(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Supervisor(Group(1, update=["result"]))
+    update = UpdateBatch([], [False], {}, {}, [])
+
+    def took(batch: Any, seconds: float) -> float:
+        """What such batches may take after one that took so long."""
+        ticks = iter([0.0, seconds])
+        monkeypatch.setattr(learners, "time", SimpleNamespace(monotonic=float, perf_counter=lambda: next(ticks)))
+        assert learner.update([batch]) == ["result"]
+        return learner.timeout_s(type(batch))
+
+    assert learner.timeout_s(str) == learner.timeout_s(int) == 1800.0
+    assert took("scores", 20.0) == took("other scores", 15.0) == 200.0 and learner.timeout_s(int) == 1800.0
+    assert (took(1, 0.1), took(2, 1000.0)) == (120.0, 1800.0)
+    assert took(update, 0.05) == 1800.0  # nothing was to be learned
+    assert took(replace(update, active=[True]), 30.0) == 300.0
 
 
 class Replacing(Learners):
@@ -319,23 +295,23 @@ def test_the_trained_weights_come_back_after_an_evaluation_that_fails() -> None:
 
 
 def test_one_learner_that_refuses_among_several_is_heard() -> None:
-    group = LiveGroup(3)
+    group = Group(3)
     with pytest.raises(UnfitImagesError):
         on_all_learners(group, lambda learner: unfit(learner) if learner._learner_index == 2 else 1)
     with pytest.raises(LearnerLostError, match="Not all learners answered: division"):
         on_all_learners(group, lambda learner: 1 / 0)
-    assert group.dead == {0, 1, 2}
+    assert group.known_dead == {0, 1, 2}
 
 
 def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> None:
-    algorithm = Supervisor(Group(True, True, update=RuntimeError("a defect")))
+    algorithm = Supervisor(Group(2, update=RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         algorithm.update(["batch", "batch"])
     assert algorithm.replaced == 0
 
 
 def test_answers_come_in_the_order_of_the_batches(no_ray: None) -> None:
-    assert Supervisor(Group(True, True, update=["first", "second"])).update(["batch", "batch"]) == ["first", "second"]
+    assert Supervisor(Group(2, update=["first", "second"])).update(["batch", "batch"]) == ["first", "second"]
 
 
 def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:

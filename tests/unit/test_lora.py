@@ -72,7 +72,7 @@ def test_peft_loads_the_folder_and_computes_the_same(
     with torch.no_grad():
         expected = reference_logits(tiny_folder, theirs.base_model.model, ids, [])
         assert torch.equal(reference_logits(tiny_folder, policy.model, ids, []), expected)
-        with policy.without_adapter():
+        with policy.trained.base():
             base = reference_logits(tiny_folder, policy.model, ids, [])
         assert torch.equal(base, reference_logits(tiny_folder, plain_model(tiny_folder), ids, []))
     assert (base - expected).abs().max() > 0.1
@@ -80,7 +80,7 @@ def test_peft_loads_the_folder_and_computes_the_same(
 
 def test_switching_the_adapter_off_and_on_leaves_it_trainable(tiny_folder: Path) -> None:
     policy = adapted_policy(tiny_folder)
-    with policy.without_adapter():
+    with policy.trained.base():
         pass
     assert all(parameter.requires_grad for parameter in policy.parameters)
     trainable = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
@@ -322,7 +322,7 @@ def test_supervised_training_reaches_the_tower(tiny_folder: Path) -> None:
         None,
         [f"model.path={tiny_folder}", "model.lora.target_modules=vision", "sft.batch_size=4", "sft.data=shapes@[:4]"],
     )
-    policy = PolicyModel(tiny_folder, settings, suppress=False, cache_bytes=0)
+    policy = PolicyModel(tiny_folder, settings)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in policy.parameters:

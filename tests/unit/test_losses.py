@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from core_support import Sample, plan_update
 from torch import Tensor
 
+from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES, AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, mismatch_weights, sample_means
@@ -232,9 +234,9 @@ class GivenLogprobs(PolicyUpdater):
     """The update with log-probabilities that a test chooses instead of a model's."""
 
     def __init__(self, settings: AlgorithmSection) -> None:
-        backbone: Any = SimpleNamespace(device=torch.device("cpu"))
-        builder: Any = None
-        super().__init__(backbone, builder, settings, temperature=1.0)
+        policy = MagicMock(critic=None)
+        policy.backbone.device = torch.device("cpu")
+        super().__init__(policy, PolicyConfig(algorithm=settings))
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def logprobs(self, micro: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor]:
@@ -372,7 +374,7 @@ def agree(
     assert value == pytest.approx(expected, abs=2e-6)
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
     assert expected_gradient.abs().max() > 1e-3
-    assert stats.loss == pytest.approx(expected, abs=2e-6)
+    assert stats["policy/loss"] == pytest.approx(expected, abs=2e-6)
     return stats, metrics
 
 
@@ -385,12 +387,12 @@ def test_loss_and_gradient_equal_those_of_trl(trainer: Any, loss: str, name: str
     # Their fraction is over all tokens, ours over those that have an advantage or a penalty.
     clipped = metrics["clip_ratio/region_mean"][0] * numbers.mask.sum()
     if config.dual_clip is None:  # they do not count what it stops
-        assert stats.clipped == pytest.approx(clipped, abs=1e-3)
+        assert stats["policy/clip_fraction"] == pytest.approx(clipped, abs=1e-3)
     else:
-        assert stats.clipped > clipped + 1
-    assert stats.clipped > 3
+        assert stats["policy/clip_fraction"] > clipped + 1
+    assert stats["policy/clip_fraction"] > 3
     if config.kl_coef:
-        assert stats.kl / stats.tokens == pytest.approx(metrics["kl"][0], rel=1e-5)
+        assert stats["policy/kl"] / stats["tokens"] == pytest.approx(metrics["kl"][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "clip-higher"])
@@ -407,12 +409,12 @@ def test_gspo_and_its_gradient_equal_those_of_trl(trainer: Any, name: str, parts
 def test_cispo_and_sapo_and_their_gradients_equal_those_of_trl(trainer: Any, loss: str, name: str, parts: int) -> None:
     own = {"cispo_cap": 1.2} if loss == "cispo" else {"sapo_tau_pos": 0.8, "sapo_tau_neg": 1.5}
     stats, _ = agree(trainer, Numbers(seed=8), loss, settings_of(loss, **CONSTANTS[name], **own), parts)
-    assert (stats.clipped > 3) is (loss == "cispo")
+    assert (stats["policy/clip_fraction"] > 3) is (loss == "cispo")
 
 
 def test_the_gspo_preset_equals_trl_with_the_published_bounds(trainer: Any) -> None:
     stats, _ = agree(trainer, Numbers(seed=9), "grpo", settings_of("gspo", tis_cap=None), parts=2)
-    assert 0 < stats.clipped < stats.tokens  # bounds this narrow stop about half of the tokens
+    assert 0 < stats["policy/clip_fraction"] < stats["tokens"]  # bounds this narrow stop about half of the tokens
 
 
 def test_the_rloo_preset_takes_the_first_step_of_trls_trainer(trainer: Any) -> None:
@@ -451,7 +453,7 @@ def test_the_rloo_preset_takes_the_first_step_of_trls_trainer(trainer: Any) -> N
 def test_the_entropy_bonus_of_the_token_mean_equals_that_of_trl(trainer: Any) -> None:
     numbers, config = Numbers(seed=3), settings_of("dapo", tis_cap=None, entropy_coef=0.05)
     stats, metrics = agree(trainer, numbers, "dapo", config, parts=2)
-    assert stats.entropy / stats.tokens == pytest.approx(metrics["entropy"][0], rel=1e-5)
+    assert stats["policy/entropy"] / stats["tokens"] == pytest.approx(metrics["entropy"][0], rel=1e-5)
 
 
 def test_mismatch_and_change_are_measured_from_the_right_policies() -> None:
@@ -460,7 +462,7 @@ def test_mismatch_and_change_are_measured_from_the_right_policies() -> None:
     gap = (numbers.old - numbers.behaviour)[numbers.mask]
     change = (numbers.new - numbers.old)[numbers.mask]
     figures = stats.metrics()
-    assert stats.tokens == numbers.mask.sum()
+    assert stats["tokens"] == numbers.mask.sum()
     assert figures["mismatch/kl"] == pytest.approx(np.mean(np.exp(gap) - 1 - gap), rel=1e-4)
     assert figures["mismatch/token_mult_prob_error"] == pytest.approx(np.mean(np.exp(np.abs(gap))), rel=1e-4)
     assert figures["policy/approx_kl"] == pytest.approx(np.mean(np.exp(change) - 1 - change), rel=1e-4)
@@ -536,7 +538,7 @@ def test_masked_tokens_have_no_gradient_and_are_counted(mismatch: str) -> None:
     compared = gap.exp() if mismatch == "mask" else ((gap * mask).sum(1) / mask.sum(1)).exp()[:, None].expand_as(gap)
     outside: Tensor = ((compared < 0.8) | (compared > 1.25)) & mask
     assert 0 < outside.sum() < mask.sum()
-    assert stats.masked == float(outside.sum())
+    assert stats["mismatch/masked"] == float(outside.sum())
     assert stats.metrics()["mismatch/masked"] == pytest.approx(float(outside.sum() / mask.sum()))
     assert not gradient[outside].any()
     _, whole, plain = ours(numbers, settings_of("dapo", mismatch="none", entropy_coef=1e-9), parts=3)

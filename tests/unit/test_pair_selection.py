@@ -17,7 +17,6 @@ from rl_vlm.preference.feedback import (
     disagreement,
     entropy,
     k_center,
-    num_candidates,
     pair_features,
     select_pairs,
 )
@@ -87,8 +86,7 @@ def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) ->
         else RewardModelSection(architecture="mlp", hidden=8)
     )
     model = RewardEnsemble((48, 48, 3) if kind == "image" else (5,), options)
-    candidates = random_pairs(num_candidates(rule, 4, 5), size=48)
-    assert len(candidates) == (4 if rule == "uniform" else 20)
+    candidates = random_pairs(4 if rule == "uniform" else 20, size=48)
     for known in ([], random_pairs(3, seed=5, size=48)):
         chosen = select_pairs(rule, candidates, 4, model, pair_features(known, model.input_kind))
         assert len({id(one) for one in chosen}) == 4 and all(any(one is c for c in candidates) for one in chosen)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import task_support
 import torch
-from core_support import Plan, Sample, adapted_policy, builder_of, conversation, picture, plan_update
+from core_support import Plan, Sample, adapted_policy, conversation, gradient_vector, picture, plan_update, planned_by
 
+from rl_vlm.config import parse_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.learning.estimators import group_advantages
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, overlong_penalty
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy, gradient_vector
+from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import TextSide
 from rl_vlm.types import Trajectory, TrajectoryGroup, Turn
@@ -212,7 +213,7 @@ def test_long_answers_lose_reward_only_with_a_buffer() -> None:
     group = TrajectoryGroup("g", 0, [bare("short", 3, 10, 1.0), bare("long", 3, 18, 1.0), bare("none", 3, 0, 0.0)])
     for buffer, expected in ((8, [1.0, 1 - 6 / 8, 0.0]), (0, [1.0, 1.0, 0.0])):
         settings = AlgorithmSection(overlong_buffer=buffer)
-        found = make_experience([group], settings, np.random.default_rng(0), max_new_tokens=20)
+        found = make_experience([group], planned_by(settings, max_new_tokens=20), np.random.default_rng(0))
         assert found.rewards[0].tolist() == pytest.approx(expected)
     assert group.rewards.tolist() == [1.0, 1.0, 0.0]  # what is logged
     plan = plan_of([group], overlong_buffer=8, max_new_tokens=20, advantage_normalization="none")
@@ -223,10 +224,10 @@ def test_the_control_permutes_the_penalty_too() -> None:
     """Else a policy would learn its length from it."""
     groups = bare_groups(6)
     settings = AlgorithmSection(overlong_buffer=20, shuffle_rewards=True)
-    plain = make_experience(
-        groups, settings.model_copy(update={"shuffle_rewards": False}), np.random.default_rng(0), max_new_tokens=30
+    shuffled, plain = (
+        make_experience(groups, planned_by(chosen, max_new_tokens=30), np.random.default_rng(0))
+        for chosen in (settings, settings.model_copy(update={"shuffle_rewards": False}))
     )
-    shuffled = make_experience(groups, settings, np.random.default_rng(0), max_new_tokens=30)
     before, after = np.concatenate(plain.rewards), np.concatenate(shuffled.rewards)
     assert sorted(after) == pytest.approx(sorted(before))
     assert not np.allclose(after, before)
@@ -266,13 +267,7 @@ def groups(text: TextSide) -> list[TrajectoryGroup]:
 
 def gradient(policy: PolicyModel, text: TextSide, batches: Sequence[UpdateBatch], **settings: Any) -> torch.Tensor:
     """The sum of what each learner's part of one step adds."""
-    updater = PolicyUpdater(
-        policy.backbone,
-        builder_of(text, 300),
-        AlgorithmSection(**settings),
-        temperature=1.0,
-        without_adapter=policy.without_adapter,
-    )
+    updater = PolicyUpdater(policy, parse_config({"algorithm": settings, "learner": {"micro_batch_tokens": 300}}))
     total = torch.zeros_like(gradient_vector(policy.parameters))
     for batch in batches:  # one learner each
         policy.model.zero_grad(set_to_none=True)
@@ -322,15 +317,14 @@ def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(
     plan = plan_of(groups)
     expected = gradient(policy, text, plan.batches)
     before = torch.cat([p.detach().reshape(-1).clone() for p in policy.parameters])
-    updater = PolicyUpdater(policy.backbone, builder_of(text, 300), AlgorithmSection(), temperature=1.0)
+    updater = PolicyUpdater(policy, parse_config({"learner": {"micro_batch_tokens": 300}}))
     norm = float(expected.norm())
     for max_norm, scale in ((10 * norm, 1.0), (norm / 4, 0.25)):
-        strategy, stats = Strategy(), UpdateStats()
-        strategy.prepare(policy, torch.optim.SGD(policy.parameters, lr=1.0))
+        strategy, stats = Strategy(policy, torch.optim.SGD(policy.parameters, lr=1.0)), UpdateStats()
         updater.step(strategy, updater.pack(plan.batches[0])[0], max_norm, stats)
         after = torch.cat([p.detach().reshape(-1) for p in policy.parameters])
         assert torch.allclose(before - after, scale * expected, rtol=1e-3, atol=1e-5)
-        assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert stats["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
         with torch.no_grad():
             restore(policy, before)
 
@@ -353,7 +347,7 @@ def test_steps_without_an_advantage_are_inactive_for_all_learners() -> None:
     teaching = TrajectoryGroup("t", 9, [bare(f"t:{n}", 5, 3, float(n)) for n in range(4)])
     plan = plan_of([*flat, teaching], minibatches=4, num_learners=2)
     assert sorted(plan.active) == [False, False, False, True]
-    assert sum(not learns.any() for learns in plan.estimate.learns) == 3
+    assert sum(not advantages.any() for advantages in plan.advantages) == 3
     for step, active in enumerate(plan.active):
         assert bool(samples_of(plan, step)) is active
     assert plan_of(flat, minibatches=3).active == [False] * 3

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import conversation, picture, plan_update, randomize, run_config, text_side
+from core_support import conversation, gradient_vector, picture, plan_update, randomize, run_config, text_side
 from tables import table
 
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from rl_vlm.algorithms.ppo import PPO
 from rl_vlm.config import PolicyConfig, parse_config
-from rl_vlm.learning.estimators import ReturnScale
+from rl_vlm.learning.estimators import ReturnScale, flat
 from rl_vlm.learning.learner import VLMLearner
 from rl_vlm.learning.plan import (
     Scores,
@@ -27,9 +28,8 @@ from rl_vlm.learning.plan import (
     update_batches,
 )
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy, gradient_vector
-from rl_vlm.learning.update import PolicyUpdater, WeightAverage, make_optimizer, make_updater
-from rl_vlm.models.lora import load_lora_state
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average
 from rl_vlm.types import TrajectoryGroup
 
 KINDS = ["head", "adapter"]
@@ -64,44 +64,42 @@ class Half:
 
     def __init__(self, run: PolicyConfig, folder: Path) -> None:
         self.run, self.policy = run, PolicyModel(folder, run)
-        self.updater: PolicyUpdater = make_updater(self.policy, run)
+        self.updater = PolicyUpdater(self.policy, run)
         self.optimizer = make_optimizer(self.policy, run)
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, self.optimizer)
+        self.strategy = Strategy(self.policy, self.optimizer)
         self.scale = ReturnScale()
-        self.average = WeightAverage(self.policy.weights(), 0.9)
+        self.average = {name: tensor.detach().clone() for name, tensor in self.policy.trained.weights().items()}
 
     def score(self, groups: list[TrajectoryGroup], learners: int = 1) -> list[UpdateBatch]:
         """Each learner's share of the update; the scale moves on."""
         settings, rng = self.run.algorithm, np.random.default_rng(3)
-        self.shares = divide(groups, settings, rng, num_learners=learners)
+        shared = self.run.learner.model_copy(update={"num_learners": learners})
+        self.shares = divide(groups, self.run.model_copy(update={"learner": shared}), rng)
         scores = Scores.merge([self.updater.score(share) for share in self.shares])
-        experience = make_experience(groups, settings, rng, scores, kl_coef=settings.kl_coef, scale=self.scale)
+        experience = make_experience(groups, self.run, rng, scores, kl_coef=settings.kl_coef, scale=self.scale)
         estimate = estimate_advantages(experience, settings)
         before = self.scale
-        self.scale = before.observe(np.concatenate([tokens for group in estimate.returns or [] for tokens in group]))
+        self.scale = before.observe(flat(estimate.returns))
         rescaling = before.rescaling_to(self.scale)
-        return update_batches(self.shares, groups, estimate, self.scale, scored=True, rescaling=rescaling)
+        return update_batches(self.shares, estimate, self.scale, scored=True, rescaling=rescaling)
 
     def packed(self, groups: list[TrajectoryGroup]) -> list[Any]:
         """The scored micro-batches of each step."""
         return self.updater.pack(self.score(groups)[0])
 
-    def train(self, groups: list[TrajectoryGroup], learn_policy: bool = True) -> UpdateStats:
-        stats = UpdateStats()
-        for micro_batches in self.packed(groups):
-            self.updater.step(self.strategy, micro_batches, 1.0, stats, learn_policy)
-            self.average.update(self.policy.weights())
+    def train(self, *updates: list[TrajectoryGroup], learn_policy: bool = True) -> UpdateStats:
+        """The statistics of the last update."""
+        for groups in updates:
+            stats = UpdateStats()
+            for micro_batches in self.packed(groups):
+                self.updater.step(self.strategy, micro_batches, 1.0, stats, learn_policy)
+                move_average(self.average, self.policy.trained.weights(), 0.9)
         return stats
 
     @property
     def learner(self) -> Any:
         """What `VLMLearner`'s own methods need of it."""
-
-        def set_state(state: dict[str, Any]) -> None:
-            load_lora_state(self.policy.model, {name: torch.as_tensor(array) for name, array in state.items()})
-
-        vlm = SimpleNamespace(policy=self.policy, set_state=set_state)
+        vlm = SimpleNamespace(policy=self.policy)
         return SimpleNamespace(_strategy=self.strategy, vlm=vlm, _average=self.average)
 
     def gradients(self, packed: list[Any], learn_policy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,11 +114,9 @@ class Half:
 
 
 def bytes_of(half: Half) -> bytes:
-    critic = half.policy.critic
-    assert critic is not None
-    tensors = [*half.policy.weights().values(), *critic.state().values(), *half.average.state().values()]
-    tensors += [half.strategy.state()[name] for name in sorted(half.strategy.state())]
-    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    weights, moments, extras, _ = VLMLearner.snapshot(half.learner, 1)
+    tensors = [tensor for _, tensor in sorted((moments | extras).items())]
+    return b"".join([bytes(weights.tensors), *(tensor.detach().numpy().tobytes() for tensor in tensors)])
 
 
 def disturb_head(half: Half) -> None:
@@ -145,9 +141,9 @@ def test_the_critic_does_not_change_the_policys_log_probabilities(tiny_folder: P
             for parameter in half.policy.critic.parameters:
                 parameter.normal_(0, 0.5)
     groups = make_groups(tiny_folder)
-    (minibatches,) = divide(groups, run.algorithm, np.random.default_rng(0))
+    (minibatches,) = divide(groups, run, np.random.default_rng(0))
     scores = half.updater.score(minibatches)
-    theirs = make_updater(plain, run_config(tiny_folder, learner__micro_batch_tokens=300))
+    theirs = PolicyUpdater(plain, run_config(tiny_folder, learner__micro_batch_tokens=300))
     for micro in (micro for step in half.packed(groups) for micro in step):
         assert micro.old is not None and torch.equal(micro.old, theirs.logprobs(micro)[0])
     values = np.concatenate(list(scores.values.values()))
@@ -157,16 +153,15 @@ def test_the_critic_does_not_change_the_policys_log_probabilities(tiny_folder: P
 
 def test_each_loss_trains_its_own_part(tiny_folder: Path) -> None:
     groups = make_groups(tiny_folder)
-    for kind, stop_gradient in (("head", False), ("head", True), ("adapter", False)):
-        half = Half(ppo_run(tiny_folder, critic__kind=kind, critic__stop_gradient=stop_gradient), tiny_folder)
+    for kind in KINDS:
+        half = Half(ppo_run(tiny_folder, critic__kind=kind), tiny_folder)
         plain = Half(ppo_run(tiny_folder, critic__kind=kind, critic__loss_coef=1e-9), tiny_folder)
         for each in (half, plain):
             randomize(each.policy, 1)
             disturb_head(each)
         found, critic = half.gradients(half.packed(groups))
         without, _ = plain.gradients(plain.packed(groups))
-        shared = kind == "head" and not stop_gradient
-        assert torch.allclose(found, without, rtol=1e-4, atol=1e-6) == (not shared)
+        assert torch.allclose(found, without, rtol=1e-4, atol=1e-6) == (kind == "adapter")
         assert critic.abs().sum() > 0
         # In the warm-up the critic learns alone.
         policy, critic = half.gradients(half.packed(groups), learn_policy=False)
@@ -200,7 +195,7 @@ def test_a_two_step_update_without_a_critic_equals_the_one_step(tiny_folder: Pat
     run = run_config(tiny_folder, learner__micro_batch_tokens=300, algorithm__entropy_coef=1e-9)
     half = PolicyModel(tiny_folder, run)
     randomize(half, 1)
-    updater = make_updater(half, run)
+    updater = PolicyUpdater(half, run)
     batches = plan_update(groups, run.algorithm, np.random.default_rng(0)).batches
     found = []
     for scored in (True, False):
@@ -219,7 +214,7 @@ def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kin
     half = Half(ppo_run(tiny_folder, critic__kind=kind), tiny_folder)
     disturb_head(half)
     groups = make_groups(tiny_folder)
-    (minibatches,) = divide(groups, half.run.algorithm, np.random.default_rng(0))
+    (minibatches,) = divide(groups, half.run, np.random.default_rng(0))
 
     def returns() -> np.ndarray:
         values = half.updater.score(minibatches).values
@@ -232,26 +227,29 @@ def test_values_keep_their_meaning_when_the_scale_changes(tiny_folder: Path, kin
     np.testing.assert_allclose(returns(), before, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("head", "adamw"), ("adapter", "adamw"), ("adapter", "adafactor")])
-def test_two_and_two_updates_equal_four_byte_for_byte(tiny_folder: Path, kind: str, optimizer: str) -> None:
-    run = ppo_run(
-        tiny_folder, critic__kind=kind, learner__lr=1e-2, learner__optimizer=optimizer, algorithm__minibatches=2
-    )
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("", "adamw"), ("head", "adamw"), ("adapter", "adamw"), ("adapter", "adafactor")]
+)
+def test_two_and_two_updates_equal_four_byte_for_byte(
+    tiny_folder: Path, tmp_path: Path, kind: str, optimizer: str
+) -> None:
+    changes = {"learner__lr": 1e-2, "learner__optimizer": optimizer, "algorithm__minibatches": 2}
+    run = ppo_run(tiny_folder, critic__kind=kind, **changes) if kind else run_config(tiny_folder, **changes)
     batches = [make_groups(tiny_folder, seed=k) for k in range(4)]
-    whole = Half(run, tiny_folder)
-    for batch in batches:
-        whole.train(batch)
-    first = Half(run, tiny_folder)
-    for batch in batches[:2]:
-        first.train(batch)
-    second = Half(run, tiny_folder)
-    arrays = {name: tensor.detach().numpy().copy() for name, tensor in first.policy.weights().items()}
-    VLMLearner.restore(second.learner, arrays, VLMLearner.moments(first.learner), VLMLearner.extras(first.learner))
-    second.scale = first.scale
-    assert bytes_of(second) == bytes_of(first) != bytes_of(Half(run, tiny_folder))
-    for batch in batches[2:]:
-        second.train(batch)
+    whole, first, second, forgetful = (Half(run, tiny_folder) for _ in range(4))
+    whole.train(*batches)
+    first.train(*batches[:2])
+    weights, moments, extras, random = VLMLearner.snapshot(first.learner, 1)
+    write_checkpoint(tmp_path, Checkpoint(weights, moments, {}, extras))
+    saved = read_checkpoint(tmp_path)
+    for half, kept in ((second, saved.moments), (forgetful, {})):
+        VLMLearner.restore(half.learner, saved.adapter, kept, saved.extras, random)
+        half.scale = first.scale
+    assert bytes_of(second) == bytes_of(first) != bytes_of(forgetful)
+    for half in (second, forgetful):
+        half.train(*batches[2:])
     assert bytes_of(second) == bytes_of(whole)
+    assert forgetful.policy.payload(4).tensors != whole.policy.payload(4).tensors  # the moments matter
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,7 +258,7 @@ def test_the_critic_learns_what_trajectories_are_worth(tiny_folder: Path, kind: 
     half = Half(ppo_run(tiny_folder, critic__kind=kind, critic__lr=1e-2, critic__clip=None), tiny_folder)
     groups = make_groups(tiny_folder)
     before = [p.detach().clone() for p in half.policy.parameters]
-    losses = [half.train(groups, learn_policy=False).value_loss for _ in range(60)]
+    losses = [half.train(groups, learn_policy=False)["value/loss"] for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]
     assert all(torch.equal(a, b) for a, b in zip(before, half.policy.parameters, strict=True))
 
@@ -306,6 +304,6 @@ def test_ratios_are_probed_before_the_first_step_with_a_critic_too(tiny_folder: 
     micro.probe = micro.probe + 0.1
     stats = UpdateStats()
     half.updater.loss(micro, stats)
-    assert stats.first_ratio_error == pytest.approx(1 - np.exp(-0.1), rel=1e-3)
+    assert stats["policy/first_ratio_error"] == pytest.approx(1 - np.exp(-0.1), rel=1e-3)
     half.updater.loss(micro, again := UpdateStats())  # after a step it may differ
-    assert again.first_ratio_error == 0
+    assert again["policy/first_ratio_error"] == 0

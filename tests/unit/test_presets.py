@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tables import table
 
-from rl_vlm.algorithms.grpo import GRPOConfig
-from rl_vlm.algorithms.preference_sac import PreferenceSACConfig
+from rl_vlm.algorithms.base import RunAlgorithm
+from rl_vlm.algorithms.grpo import GRPO
+from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import PolicyConfig, load_config, parse_config, save_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.config.loading import apply_overrides
@@ -101,16 +102,16 @@ def test_a_preset_replaces_the_one_of_a_resolved_configuration(preset: str) -> N
 # --- RLlib's configurations that follow from a run's
 
 
-@pytest.mark.parametrize(("config", "learner"), [(GRPOConfig, VLMLearner), (PreferenceSACConfig, SACLearner)])
+@pytest.mark.parametrize(("algorithm", "learner"), [(GRPO, VLMLearner), (PreferenceSAC, SACLearner)])
 def test_nothing_that_rllib_calls_deprecated_is_set(
-    config: type, learner: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    algorithm: type[RunAlgorithm], learner: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Ray's loggers do not propagate, and the deprecation note is a log record.
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("ray")]
     for logger in loggers:
         logger.addHandler(caplog.handler)
     try:
-        made = config.from_run_config(config().run_config, tmp_path)
+        made = algorithm.from_run_config(algorithm.get_default_config().run_config, tmp_path)
     finally:
         for logger in loggers:
             logger.removeHandler(caplog.handler)
@@ -118,8 +119,9 @@ def test_nothing_that_rllib_calls_deprecated_is_set(
     assert [record.message for record in caplog.records if "deprecat" in record.message.lower()] == []
 
 
-@pytest.mark.parametrize("config", [GRPOConfig, PreferenceSACConfig])
-def test_keys_of_a_tune_space_change_the_run(config: type) -> None:
+@pytest.mark.parametrize("algorithm", [GRPO, PreferenceSAC])
+def test_keys_of_a_tune_space_change_the_run(algorithm: type[RunAlgorithm]) -> None:
+    config = algorithm.get_default_config
     given = {"run_config": config().run_config.model_dump(), "learner.num_threads": 3, "seed": 7}
     made = config().update_from_dict(given)
     assert (made.run_config.learner.num_threads, made.run_config.seed, made.seed) == (3, 7, 7)

@@ -24,7 +24,7 @@ from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import WeightAverage, make_optimizer, make_updater, sight_logprobs
+from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.preference.reward_model import Examples, RewardEnsemble
 from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater
@@ -95,24 +95,23 @@ class Learned:
             self.policy.critic.last.weight.data.copy_(
                 torch.randn(self.policy.critic.last.weight.shape, generator=generator)
             )
-        self.updater = make_updater(self.policy, run)
-        self.strategy = Strategy()
-        self.strategy.prepare(self.policy, make_optimizer(self.policy, run))
-        self.average = WeightAverage(self.policy.weights(), 0.9)
+        self.updater = PolicyUpdater(self.policy, run)
+        self.strategy = Strategy(self.policy, make_optimizer(self.policy, run))
+        self.average = {name: tensor.detach().clone() for name, tensor in self.policy.trained.weights().items()}
         self.stats = UpdateStats()
         data, settings, rng = groups(folder), run.algorithm, np.random.default_rng(3)
         trajectories = [one for group in data for one in group.trajectories]
-        self.logprobs = sight_logprobs(trajectories[:2], self.updater.recompute, self.policy.text, True)
-        minibatches = divide(data, settings, rng)
+        self.logprobs = self.updater.sight_logprobs(trajectories[:2])
+        minibatches = divide(data, run, rng)
         scores = self.updater.score(minibatches[0])
         scale = ReturnScale()
-        experience = make_experience(data, settings, rng, Scores.merge([scores]), kl_coef=settings.kl_coef, scale=scale)
-        (batch,) = update_batches(minibatches, data, estimate_advantages(experience, settings), scale, scored=True)
+        experience = make_experience(data, run, rng, Scores.merge([scores]), kl_coef=settings.kl_coef, scale=scale)
+        (batch,) = update_batches(minibatches, estimate_advantages(experience, settings), scale, scored=True)
         for packed in self.updater.pack(batch):
             self.updater.step(self.strategy, packed, 1.0, self.stats)
-            self.average.update(self.policy.weights())
+            move_average(self.average, self.policy.trained.weights(), 0.9)
         self.payload = self.policy.payload(2)
-        self.averaged = self.policy.payload(2, self.average.weights)
+        self.averaged = self.policy.payload(2, self.average)
 
     def restored(self) -> dict[str, torch.Tensor]:
         """The moments after they were saved and loaded."""
@@ -124,7 +123,6 @@ class Learned:
         if critic is not None:
             assert all(type(tensor) is torch.Tensor for tensor in critic.state().values())
             critic.restore(critic.state())
-        self.average.restore(self.average.state())
         return self.strategy.state()
 
 
@@ -163,8 +161,8 @@ def test_a_learner_on_a_gpu_does_what_one_on_a_cpu_does(tiny_folder: Path, name:
     for key, found in there.logprobs.items():
         for one, other in zip(found, cpu.logprobs[key], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, **near)
-    assert there.stats.grad_norm == pytest.approx(
-        cpu.stats.grad_norm, rel=1e-3 if run.model.dtype == "float32" else 0.2
+    assert there.stats["policy/grad_norm"] == pytest.approx(
+        cpu.stats["policy/grad_norm"], rel=1e-3 if run.model.dtype == "float32" else 0.2
     )
     for here, other in ((cpu.payload, there.payload), (cpu.averaged, there.averaged)):
         check_close(here, other, 1e-6 if run.model.dtype == "float32" else 1e-3)
@@ -184,7 +182,7 @@ def test_supervised_steps_on_a_gpu_are_those_of_a_cpu(tiny_folder: Path, tmp_pat
             job = SFTConfig.model_validate(
                 {"model": {"path": str(tiny_folder)}, "sft": {"data": str(tmp_path / "x.jsonl")}}
             )
-            policy = PolicyModel(tiny_folder, job, where, suppress=False)
+            policy = PolicyModel(tiny_folder, job, where)
             trainer = SFTTrainer(policy, job)
             batch = groups(tiny_folder)[0].trajectories
             before = trainer.evaluate([batch])
@@ -241,7 +239,8 @@ def test_an_engine_on_a_gpu_answers_as_one_on_a_cpu(tiny_folder: Path, name: str
             return whole.payload(version)
         generator = torch.Generator().manual_seed(version)
         return policy.payload(
-            version, {key: 0.2 * torch.randn(one.shape, generator=generator) for key, one in policy.weights().items()}
+            version,
+            {key: 0.2 * torch.randn(one.shape, generator=generator) for key, one in policy.trained.weights().items()},
         )
 
     found = {}

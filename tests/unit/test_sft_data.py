@@ -18,10 +18,10 @@ from PIL import Image
 
 from rl_vlm.config import load_sft_config
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.supervised.conversations import Conversation, Picture
+from rl_vlm.supervised.conversations import Conversation
 from rl_vlm.supervised.dataset import JobData, open_job_data
 from rl_vlm.supervised.sources import open_conversations, write_example
-from rl_vlm.types import UserInputError
+from rl_vlm.types import EncodedImage, Message, UserInputError
 
 REPLY = {"role": "assistant", "content": "Two."}
 
@@ -44,16 +44,12 @@ def row(content: Any, images: Any = None, **rest: Any) -> dict[str, Any]:
 
 def shape(conversation: Conversation) -> list[tuple[str, list[str]]]:
     """Roles and parts, images by their colour."""
-    colours = [image.to_pil().getpixel((0, 0)) for image in conversation.decoded()]
-    rest = iter({(255, 0, 0): "RED", (0, 0, 255): "BLUE"}[colour] for colour in colours)  # type: ignore[index]
-    return [
-        (role, [next(rest) if isinstance(part, Picture) else part for part in parts])
-        for role, parts in conversation.turns
-    ]
+    names = {(255, 0, 0): "RED", (0, 0, 255): "BLUE"}
 
+    def shown(part: Any) -> str:
+        return names[part.to_pil().getpixel((0, 0))] if isinstance(part, EncodedImage) else part
 
-def shape_of_text(conversation: Conversation) -> list[list[str | None]]:
-    return [[None if isinstance(part, Picture) else part for part in parts] for _, parts in conversation.turns]
+    return [(message.role, list(map(shown, message.parts))) for message in conversation.messages]
 
 
 # --- forms
@@ -120,9 +116,7 @@ def test_the_built_in_conversations_are_those_of_the_files_that_it_writes(tmp_pa
         built_in, files = open_conversations("shapes", split), open_conversations(str(tmp_path / "data"), split)  # type: ignore[arg-type]
         assert len(built_in) == len(files)
         for index in (0, 7, 199):
-            assert [role for role, _ in built_in[index].turns] == [role for role, _ in files[index].turns]
-            assert shape_of_text(built_in[index]) == shape_of_text(files[index])
-            assert built_in[index].decoded() == files[index].decoded()
+            assert built_in[index].messages == files[index].messages
     with pytest.raises(UserInputError, match="choose another"):
         write_example(tmp_path / "data")
 
@@ -198,8 +192,9 @@ def test_a_bad_row_gets_one_sentence_with_file_and_line(kind: str, tiny_folder: 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere.jsonl", "There is no file or folder"),
-        ("a.txt", "neither .jsonl nor .parquet"),
+        ("nowhere.jsonl", "Cannot read .*nowhere.jsonl: No such file"),
+        ("no/where", "There is no file or folder"),
+        ("a.txt", "is not a readable parquet file"),
         ("a.jsonl@[5:]", "selects none of the 1 conversations"),
         ("a.jsonl@[x]", "a slice is written"),
         ("b.parquet", "lacks the column messages"),
@@ -275,4 +270,4 @@ def test_long_conversations_are_counted_and_left_out_or_cut_after_a_whole_answer
 def test_a_marker_that_the_assistant_writes_is_text(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Which marker?"}, {"role": "assistant", "content": "It is <image>."}]
     (found,) = open_conversations(str(write_lines(tmp_path / "a.jsonl", [{"messages": messages}])), "train")
-    assert found.turns[-1] == ("assistant", ("It is <image>.",))
+    assert found.messages[-1] == Message("assistant", ("It is <image>.",))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from rl_vlm.models.lora import load_lora_state, lora_state
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.ownership import files_in, run_files
 from rl_vlm.supervised.dataset import open_job_data
-from rl_vlm.supervised.trainer import AnswerWriter, SFTTrainer, learning_rate
+from rl_vlm.supervised.trainer import SFTTrainer, learning_rate
 from rl_vlm.types import Message, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def job(folder: Path, *overrides: str) -> Any:
 
 def policy_of(settings: Any, scale: float = 0.1) -> PolicyModel:
     """A policy whose adapter already does something."""
-    policy = PolicyModel(Path(settings.model.path), settings, suppress=False, cache_bytes=0)
+    policy = PolicyModel(Path(settings.model.path), settings)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in policy.parameters:
@@ -80,9 +81,9 @@ def test_loss_and_gradient_equal_those_of_trl(micro_batch_tokens: int, tiny_fold
     conversations = data.train.conversations(range(8))
     rows = [
         {
-            "prompt": [{"role": "user", "content": one.turns[0][1][1]}],
-            "completion": [{"role": "assistant", "content": one.turns[-1][1][0]}],
-            "images": [one.decoded()[0].to_pil()],
+            "prompt": [{"role": "user", "content": one.messages[0].text}],
+            "completion": [{"role": "assistant", "content": one.messages[-1].text}],
+            "images": [one.messages[0].images[0].to_pil()],
         }
         for one in conversations
     ]
@@ -202,27 +203,34 @@ def test_the_learning_rate_rises_and_falls(tiny_folder: Path) -> None:
 # --- answers
 
 
-def test_greedy_answers_are_those_of_transformers(tiny_folder: Path) -> None:
+def test_the_last_turn_is_the_greedy_answer_where_transformers_writes_it(tiny_folder: Path) -> None:
     settings = job(tiny_folder)
     policy = policy_of(settings, scale=0.02)
     data = open_job_data(settings, policy.text)
-    asked = data.train.conversations(range(4))
-    answers = AnswerWriter(policy, 200, 8).answers([data.encoder.prompt(one) for one in asked])
     suppressed = policy.text.codec.suppressed_token_ids(policy.text.vocab_size).tolist()
-    for conversation, answer in zip(asked, answers, strict=True):
-        image, question = conversation.decoded()[0], str(conversation.turns[0][1][1])
-        chat = [
-            {
-                "role": "user",
-                "content": [{"type": "image", "image": image.to_pil()}, {"type": "text", "text": question}],
-            }
-        ]
+    answered: list[Trajectory] = []
+    for conversation in data.train.conversations(range(4)):
+        (image,), question = conversation.messages[0].images, conversation.messages[0].text
+        content = [{"type": "image", "image": image.to_pil()}, {"type": "text", "text": question}]
         inputs = processor(tiny_folder).apply_chat_template(
-            chat, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-        )
-        ids = policy.model.generate(**inputs, max_new_tokens=8, do_sample=False, suppress_tokens=suppressed)
-        new = ids[0, inputs["input_ids"].shape[1] :].numpy()
-        assert answer == policy.text.codec.decode(new)
+            [{"role": "user", "content": content}],
+            tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True,
+        )  # fmt: skip
+        ids = policy.model.generate(**inputs, max_new_tokens=8, do_sample=False, suppress_tokens=suppressed)[0].numpy()
+        start = inputs["input_ids"].shape[1]
+        trajectory = data.encoder.encode(conversation)
+        np.testing.assert_array_equal(trajectory.token_ids[: trajectory.turns[-1].start], ids[:start])
+        other = ids.copy()
+        other[-1] = policy.text.codec.encode_text("no")[0]
+        for name, tokens in (("greedy", ids), ("other", other)):
+            turns = (replace(trajectory.turns[-1], start=start, stop=len(tokens)),)
+            answered.append(
+                Trajectory(
+                    f"{conversation.where} {name}", tokens.astype(np.int32), np.arange(len(tokens)) >= start,
+                    np.zeros(len(tokens), np.float32), turns, trajectory.status, trajectory.images,
+                )
+            )  # fmt: skip
+    assert SFTTrainer(policy, settings).writes(answered) == [True, False] * 4
 
 
 # --- runs
@@ -348,7 +356,7 @@ def test_a_policy_starts_from_the_adapter_and_its_reference_is_the_base_model(
     policy = PolicyModel(tiny_folder, run_config(tiny_folder, model__adapter=str(finished)))
     assert policy.payload(1).tensors == (finished / "adapter/adapter_model.safetensors").read_bytes()
     ids = policy.text.codec.encode_prompt([Message.of("user", "How many?")]).token_ids
-    with torch.no_grad(), policy.without_adapter():
+    with torch.no_grad(), policy.trained.base():
         base = reference_logits(tiny_folder, policy.model, ids, [])
         assert torch.equal(base, reference_logits(tiny_folder, plain_model(tiny_folder), ids, []))
 

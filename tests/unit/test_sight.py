@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from rl_vlm.evaluation.sight_faults import (
     learner_is_blind,
     raise_or_tell,
 )
-from rl_vlm.learning.update import sight_logprobs
+from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.env_pool import EnvPool
@@ -70,7 +71,6 @@ class InProcess:
         self.run_config = self.loop.run
         self.test_sizes = {"": 100}
         self.pool = EnvPool(TwoPictures, timeout_s=30.0, inline=True)
-        self.text = self.loop.policy.text
         self.rollouts = SimpleNamespace(evaluate=self.evaluate)
         self.updates, self.learners = 0, self
 
@@ -91,10 +91,7 @@ class InProcess:
         return nullcontext()
 
     def call(self, function: Any) -> Any:
-        def logprobs(trajectories: Sequence[Trajectory], counterfactuals: bool) -> dict[str, list[np.ndarray]]:
-            return sight_logprobs(trajectories, self.loop.updater.recompute, self.text, counterfactuals)
-
-        return function(SimpleNamespace(sight_logprobs=logprobs))
+        return function(SimpleNamespace(updater=self.loop.updater))
 
     def learn(self, updates: int = 3) -> None:
         for _ in range(updates):
@@ -170,7 +167,9 @@ def test_an_engine_that_serves_a_stale_adapter_under_a_new_name_is_found_one_ite
 
 def test_a_learner_with_another_image_size_is_found(tiny_folder: Path) -> None:
     parts = InProcess(tiny_folder)
-    parts.text = load_text_side(tiny_folder, PixelLimits(1024, 1024))
+    learner = copy(parts.loop.policy)
+    learner.text = load_text_side(tiny_folder, PixelLimits(1024, 1024))
+    parts.loop.updater = PolicyUpdater(learner, parts.run_config)
     assert parts.faults() == ["image_size"]
 
 
@@ -190,9 +189,7 @@ def test_figures_during_training_say_how_much_answers_depend_on_images(tiny_fold
     groups = parts.loop.sample(size=2)
     figures, faults = probe.measure(groups)
     assert faults == [] and figures["sight/gap"] < EXACT[0]
-    by_hand = sight_logprobs(
-        [group.trajectories[0] for group in groups], parts.loop.updater.recompute, parts.text, False
-    )
+    by_hand = parts.loop.updater.sight_logprobs([group.trajectories[0] for group in groups], False)
     ratio = np.concatenate(by_hand["blank"]) - np.concatenate(by_hand["true"])
     assert figures["sight/kl_blank"] == pytest.approx(np.mean(np.exp(ratio) - 1 - ratio), abs=1e-7)
     parts.updates = 7

@@ -226,7 +226,7 @@ def test_population_based_training_needs_values_that_it_can_vary(changes: dict[s
 # --- how many trials fit
 
 
-ALGORITHM = kind_of(RUN).rllib_config(RUN)().algo_class
+ALGORITHM = kind_of(RUN).algorithm_class(RUN)
 NEEDS = TrialResources.of(RUN, sweep(), trial_class(ALGORITHM, ["seed"]))
 
 

@@ -12,6 +12,7 @@ from core_support import (
     adapted_policy,
     batch_of,
     conversation,
+    gradient_vector,
     picture,
     plain_model,
     reference_logprobs,
@@ -22,11 +23,12 @@ from core_support import (
 from policy_loop import Loop, check_agreement
 from torch import Tensor
 
+from rl_vlm.config import LearnerSection
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy, gradient_vector
-from rl_vlm.learning.update import linear_schedule, make_optimizer, make_updater
+from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import PolicyUpdater, lr_factor, make_optimizer
 from rl_vlm.types import StopReason
 
 # --- engine and learner
@@ -71,7 +73,12 @@ def test_the_ratio_is_exactly_one_until_the_weights_change(loop: Loop) -> None:
         for micro in minibatch:
             loop.updater.loss(micro, stats)
     assert packed[0][0].old is not None
-    assert (stats.ratio_max, stats.clipped, stats.approx_kl, stats.first_ratio_error) == (1.0, 0.0, 0.0, 0.0)
+    assert (
+        stats["policy/ratio_max"],
+        stats["policy/clip_fraction"],
+        stats["policy/approx_kl"],
+        stats["policy/first_ratio_error"],
+    ) == (1.0, 0.0, 0.0, 0.0)
 
 
 def test_old_logprobs_are_those_before_the_first_step(loop: Loop) -> None:
@@ -80,8 +87,8 @@ def test_old_logprobs_are_those_before_the_first_step(loop: Loop) -> None:
     first, second = UpdateStats(), UpdateStats()
     loop.step(packed[0], first)
     loop.step(packed[1], second)
-    assert (first.ratio_max, first.clipped, first.approx_kl) == (1.0, 0.0, 0.0)
-    assert second.ratio_max > 1.001
+    assert (first["policy/ratio_max"], first["policy/clip_fraction"], first["policy/approx_kl"]) == (1.0, 0.0, 0.0)
+    assert second["policy/ratio_max"] > 1.001
     for minibatch, expected in zip(packed, before, strict=True):
         for micro, value in zip(minibatch, expected, strict=True):
             assert micro.old is not None
@@ -97,8 +104,8 @@ def test_further_epochs_compare_with_the_same_old_policy(loop: Loop) -> None:
         now = values(loop, packed[0])
         loop.step(packed[0], stats)
         expected = max(float((new - old).exp().max()) for new, old in zip(now, before, strict=True))
-        assert stats.ratio_max == pytest.approx(expected, rel=1e-6)
-        assert (stats.ratio_max == 1.0) is (epoch == 0)
+        assert stats["policy/ratio_max"] == pytest.approx(expected, rel=1e-6)
+        assert (stats["policy/ratio_max"] == 1.0) is (epoch == 0)
 
 
 def test_a_forward_pass_that_does_not_repeat_itself_shows_in_the_ratio(
@@ -120,7 +127,7 @@ def test_a_forward_pass_that_does_not_repeat_itself_shows_in_the_ratio(
     for minibatch in packed:
         for micro in minibatch:
             loop.updater.loss(micro, stats)
-    assert stats.ratio_max > 1.001
+    assert stats["policy/ratio_max"] > 1.001
 
 
 def test_importance_weights_correct_from_the_engine_to_the_old_policy(loop: Loop) -> None:
@@ -162,12 +169,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step(loop: Loop, poison: float)
     packed[1][0].weight = weight * np.float32(poison)
     loop.step(packed[1], bad)
     packed[1][0].weight = weight
-    assert (bad.steps, bad.skipped_steps, bad.grad_norm) == (0, 1, 0.0)
+    assert (bad["policy/optimizer_steps"], bad["policy/skipped_steps"], bad["policy/grad_norm"]) == (0, 1, 0.0)
     assert torch.equal(flat(loop.policy), before)
     after = loop.optimizer.state_dict()["state"]
     assert all(torch.equal(after[k][name], tensor) for k, fields in kept.items() for name, tensor in fields.items())
     loop.step(packed[1], bad)
-    assert (bad.steps, bad.skipped_steps) == (1, 1)
+    assert (bad["policy/optimizer_steps"], bad["policy/skipped_steps"]) == (1, 1)
     assert torch.isfinite(flat(loop.policy)).all()
     assert not torch.equal(flat(loop.policy), before)
 
@@ -187,7 +194,7 @@ def fixed_batch(folder: Path, advantage: float) -> UpdateBatch:
 def kl_setup(folder: Path, estimator: str, scale: float, **dotted: Any) -> tuple[PolicyModel, Any]:
     settings = {"algorithm__kl_coef": 0.5, "algorithm__kl_estimator": estimator, **dotted}
     policy = adapted_policy(folder, scale=scale, **settings)
-    return policy, make_updater(policy, run_config(folder, **settings))
+    return policy, PolicyUpdater(policy, run_config(folder, **settings))
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -207,7 +214,7 @@ def test_the_reference_of_the_kl_penalty_is_the_model_without_its_adapter(tiny_f
         gap = (new - reference).double()
         expected += float({"k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}[estimator].sum())
     assert abs(expected) > 1
-    assert stats.kl == pytest.approx(expected, rel=1e-4)
+    assert stats["policy/kl"] == pytest.approx(expected, rel=1e-4)
     assert float(loss.detach()) == pytest.approx(0.1 * 0.5 * expected, rel=1e-4)
 
 
@@ -215,15 +222,14 @@ def test_the_entropy_bonus_raises_the_entropy(tiny_folder: Path) -> None:
     settings = {"algorithm__entropy_coef": 5.0, "learner__lr": 5e-3}
     run = run_config(tiny_folder, **settings)
     policy = adapted_policy(tiny_folder, scale=0.3, **settings)
-    updater = make_updater(policy, run)
-    strategy = Strategy()
-    strategy.prepare(policy, make_optimizer(policy, run))
+    updater = PolicyUpdater(policy, run)
+    strategy = Strategy(policy, make_optimizer(policy, run))
     (packed,) = updater.pack(fixed_batch(tiny_folder, 0.0))
     entropies = []
     for _ in range(5):
         stats = UpdateStats()
         updater.step(strategy, packed, 1.0, stats)
-        assert stats.skipped_steps == 0
+        assert stats["policy/skipped_steps"] == 0
         entropies.append(stats.metrics()["policy/entropy"])
     assert np.all(np.diff(entropies) > 0)
 
@@ -236,7 +242,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_folder: Pat
     for checkpointing in (False, True):
         settings = {"learner__gradient_checkpointing": checkpointing}
         policy = adapted_policy(tiny_folder, **settings)
-        updater = make_updater(policy, run_config(tiny_folder, **settings))
+        updater = PolicyUpdater(policy, run_config(tiny_folder, **settings))
         passes = 0
 
         def count(*_: Any) -> None:
@@ -260,8 +266,11 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_folder: Pat
 
 
 def test_statistics_of_several_learners_add_up() -> None:
-    one = UpdateStats(tokens=10, loss=1.0, clipped=2, entropy=5, ratio_max=1.5, grad_norm=3.0, steps=2, kl=1.0)
-    two = UpdateStats(tokens=30, loss=0.5, clipped=0, entropy=15, ratio_max=1.2, grad_norm=3.0, steps=2, kl=3.0)
+    names = ("policy/loss", "policy/clip_fraction", "policy/entropy", "policy/ratio_max", "policy/kl", "tokens")
+    one = UpdateStats(zip(names, (1.0, 2, 5, 1.5, 1.0, 10), strict=True))
+    two = UpdateStats(zip(names, (0.5, 0, 15, 1.2, 3.0, 30), strict=True))
+    for part in (one, two):
+        part.add({"policy/grad_norm": 3.0, "policy/optimizer_steps": 2})
     figures = UpdateStats.merge([one, two]).metrics()
     assert figures["policy/loss"] == pytest.approx(0.75)  # per step
     assert figures["policy/clip_fraction"] == pytest.approx(2 / 40)
@@ -275,5 +284,6 @@ def test_statistics_of_several_learners_add_up() -> None:
 
 
 def test_the_learning_rate_falls_linearly_and_then_stays() -> None:
-    assert [linear_schedule(k, 10, 0.1) for k in (0, 5, 10, 20)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert linear_schedule(3, 0, 0.5) == 0.5
+    learner = LearnerSection(lr_schedule="linear", lr_final_fraction=0.1)
+    assert [lr_factor(learner, k, 10) for k in (0, 5, 10, 20)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert lr_factor(learner, 3, 0) == 0.1 and lr_factor(LearnerSection(), 5, 10) == 1.0
