@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TrainingProcess, environment
+from runs import ROOT, environment, finished
 
 from rl_vlm.models.loading import resolve_model
 
@@ -21,8 +21,7 @@ def run_and_recompute(data: Path, folder: Path, iterations: int) -> tuple[dict[s
     """The recomputed counts and the evaluations of a run."""
     model = resolve_model("tiny")
     arguments = (f"env.data={data}", f"algorithm.iterations={iterations}")
-    with TrainingProcess(folder, *arguments, config=CONFIG) as run:
-        assert run.wait(timeout=900) == 0, run.output()[-3000:]
+    run = finished(folder, *arguments, config=CONFIG, timeout=900)
     result = run.result()
     assert result["iterations"] == iterations
     script = [sys.executable, str(ROOT / "tests/e2e/recompute.py"), str(folder), str(model)]

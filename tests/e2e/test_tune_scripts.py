@@ -43,7 +43,7 @@ def results(out: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def models() -> None:
-    for name in ("tiny", "tiny-labeller", "tiny-gridwalk"):
+    for name in ("tiny-labeller", "tiny-gridwalk"):
         resolve_model(name)
 
 

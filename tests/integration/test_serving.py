@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import ray
+from loops import in_loop
 from ray import serve
 from serving_support import RUN_ID, Adapters, ask, client, replicas, served, until
 
@@ -150,7 +151,8 @@ def replica_here(run: PolicyConfig, folder: Path, **serving: Any) -> replica_mod
     )
 
 
-def test_a_replica_that_cannot_load_fails_its_health_check(
+@in_loop
+async def test_a_replica_that_cannot_load_fails_its_health_check(
     policy: tuple[PolicyConfig, PolicyService], adapters: Adapters, tiny_folder: Path, exits: list[int]
 ) -> None:
     run, service = policy
@@ -159,52 +161,46 @@ def test_a_replica_that_cannot_load_fails_its_health_check(
     async def load_adapter(payload: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def live() -> None:
-        replica = replica_here(run, tiny_folder, publish_timeout_s=1.0)
-        replica._engine.load_adapter = load_adapter  # type: ignore[method-assign]
-        await replica.check_health()
-        with pytest.raises(ReplicaUnavailableError):
-            await replica.generate([ask(tiny_folder, "hello")])
-        with pytest.raises(EngineError, match="No space left"):
-            async with asyncio.timeout(20):
-                while True:
-                    await replica.check_health()
-                    await asyncio.sleep(0.1)
-        await asyncio.sleep(1.0)
-        await replica.__del__()
-
-    asyncio.run(live())
+    replica = replica_here(run, tiny_folder, publish_timeout_s=1.0)
+    replica._engine.load_adapter = load_adapter  # type: ignore[method-assign]
+    await replica.check_health()
+    with pytest.raises(ReplicaUnavailableError):
+        await replica.generate([ask(tiny_folder, "hello")])
+    with pytest.raises(EngineError, match="No space left"):
+        async with asyncio.timeout(20):
+            while True:
+                await replica.check_health()
+                await asyncio.sleep(0.1)
+    await asyncio.sleep(1.0)
+    await replica.__del__()
     assert exits == [1]
 
 
-def test_a_replica_that_is_busy_for_long_passes_its_health_checks(
+@in_loop
+async def test_a_replica_that_is_busy_for_long_passes_its_health_checks(
     policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path, exits: list[int]
 ) -> None:
     """Every check probes, and every probe stands behind samples that end much later than its deadline."""
     run, _ = policy
-
-    async def live() -> None:
-        replica = replica_here(run, tiny_folder, probe_after_s=1e-9, probe_timeout_s=2.0, max_rows=8)
-        long = [ask(tiny_folder, "count", str(k), n=8, max_new_tokens=450, temperature=9.0) for k in range(16)]
-        work = asyncio.ensure_future(replica._engine.generate(long))
-        await until(lambda: replica._engine.stats().running > 0)
-        for _ in range(10):
-            waiting = replica._engine.stats().waiting
-            await replica.check_health()
-            assert replica._life.failed_probes == 0
-        assert waiting > 8  # nothing got so far that a probe could have been answered
-        work.cancel()
-        hangs = replica_here(run, tiny_folder, probe_after_s=1e-9, probe_timeout_s=0.3)
-        await until(lambda: hangs._life.started or bool(hangs._ensure_started()))
-        hangs._engine._advance = lambda: time.sleep(3)  # type: ignore[attr-defined]
-        with pytest.raises(EngineError, match="nothing"):
-            for _ in range(2):
-                await hangs.check_health()
-        await asyncio.sleep(1.0)
-        for each in (replica, hangs):
-            await each.__del__()
-
-    asyncio.run(live())
+    replica = replica_here(run, tiny_folder, probe_after_s=1e-9, probe_timeout_s=2.0, max_rows=8)
+    long = [ask(tiny_folder, "count", str(k), n=8, max_new_tokens=450, temperature=9.0) for k in range(16)]
+    work = asyncio.ensure_future(replica._engine.generate(long))
+    await until(lambda: replica._engine.stats().running > 0)
+    for _ in range(10):
+        waiting = replica._engine.stats().waiting
+        await replica.check_health()
+        assert replica._life.failed_probes == 0
+    assert waiting > 8  # nothing got so far that a probe could have been answered
+    work.cancel()
+    hangs = replica_here(run, tiny_folder, probe_after_s=1e-9, probe_timeout_s=0.3)
+    await until(lambda: hangs._life.started or bool(hangs._ensure_started()))
+    hangs._engine._advance = lambda: time.sleep(3)  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="nothing"):
+        for _ in range(2):
+            await hangs.check_health()
+    await asyncio.sleep(1.0)
+    for each in (replica, hangs):
+        await each.__del__()
     assert exits == [1]
 
 
@@ -227,24 +223,24 @@ def test_a_stream_says_the_same_as_a_whole_answer(
         assert [chunk.stop_reason for chunk in mine if chunk.stop_reason] == [sample.stop_reason]
 
 
-def test_a_caller_that_goes_away_frees_its_rows(policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path) -> None:
+@in_loop
+async def test_a_caller_that_goes_away_frees_its_rows(
+    policy: tuple[PolicyConfig, PolicyService], tiny_folder: Path
+) -> None:
     # So hot that any token is as likely as the end of a turn: the samples are long, and all of them take 20 s or more.
     endless = [ask(tiny_folder, "count", str(k), n=64, max_new_tokens=400, temperature=9.0) for k in range(80)]
 
     def unfinished() -> int:
         return sum(engine_counts("running")) + sum(engine_counts("waiting"))
 
-    async def leave() -> None:
-        policy_client = client(deadline_s=200.0)
-        tasks = [asyncio.ensure_future(policy_client.generate(request)) for request in endless]
-        await until(lambda: asyncio.to_thread(lambda: unfinished() > 0), 20)
-        assert not all(task.done() for task in tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: asyncio.to_thread(lambda: unfinished() == 0), 8)
-
-    asyncio.run(leave())
+    policy_client = client(deadline_s=200.0)
+    tasks = [asyncio.ensure_future(policy_client.generate(request)) for request in endless]
+    await until(lambda: asyncio.to_thread(lambda: unfinished() > 0), 20)
+    assert not all(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await until(lambda: asyncio.to_thread(lambda: unfinished() == 0), 8)
 
 
 @pytest.mark.acceptance

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from loops import in_loop
 from registry_support import arrived, own_registry, publish
 
 from rl_vlm.models.weights import AdapterPayload
@@ -66,36 +67,31 @@ def test_memory_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [seconds > 0 for seconds in asyncio.run(story())] == [False, False, True, True, True]
 
 
-def test_a_version_never_changes_and_numbers_only_grow() -> None:
-    async def story() -> None:
-        registry = await own_registry()
-        await publish(registry, 2)
-        await publish(registry, 2)  # again, with the same bytes
-        for version, sha256 in ((2, "other bytes"), (1, "hash 1")):
-            with pytest.raises(PublishError):
-                await registry.publish(Published(version, sha256, arrived(AdapterPayload(version, b"", "{}", sha256))))
-
-    asyncio.run(story())
+@in_loop
+async def test_a_version_never_changes_and_numbers_only_grow() -> None:
+    registry = await own_registry()
+    await publish(registry, 2)
+    await publish(registry, 2)  # again, with the same bytes
+    for version, sha256 in ((2, "other bytes"), (1, "hash 1")):
+        with pytest.raises(PublishError):
+            await registry.publish(Published(version, sha256, arrived(AdapterPayload(version, b"", "{}", sha256))))
 
 
-def test_a_restarted_registry_knows_nobody_until_its_tenant_joins_with_the_newest_version(
+@in_loop
+async def test_a_restarted_registry_knows_nobody_until_its_tenant_joins_with_the_newest_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.05)
-
-    async def story() -> None:
-        before = await own_registry()
-        await publish(before, 1)
-        seen = await before.watch("replica", None)
-        assert isinstance(seen, Changes) and await before.watch("replica", seen.revision) is None
-        after = Registry()
-        found = await after.watch("replica", seen.revision)
-        assert found is not None and not found.newest and not found.left and found.present is None
-        published = Published(1, "hash 1", arrived(AdapterPayload(1, b"", "{}", "hash 1")))
-        assert not await after.publish(published) and not await after.renew(POLICY)
-        await after.join(POLICY, published)
-        assert await after.renew(POLICY)
-        found = await after.watch("replica", found.revision)
-        assert found is not None and found.newest == {POLICY: published}
-
-    asyncio.run(story())
+    before = await own_registry()
+    await publish(before, 1)
+    seen = await before.watch("replica", None)
+    assert isinstance(seen, Changes) and await before.watch("replica", seen.revision) is None
+    after = Registry()
+    found = await after.watch("replica", seen.revision)
+    assert found is not None and not found.newest and not found.left and found.present is None
+    published = Published(1, "hash 1", arrived(AdapterPayload(1, b"", "{}", "hash 1")))
+    assert not await after.publish(published) and not await after.renew(POLICY)
+    await after.join(POLICY, published)
+    assert await after.renew(POLICY)
+    found = await after.watch("replica", found.revision)
+    assert found is not None and found.newest == {POLICY: published}

@@ -14,6 +14,7 @@ from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.control_envs import registry
 from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.cartpole import draw_cartpole
 from rl_vlm.control_envs.registry import known_control_envs, make_control_env, register_control_env
 from rl_vlm.control_envs.softgym import SoftGymControlEnv
 from rl_vlm.types import UserInputError
@@ -207,3 +208,27 @@ def test_what_is_wrong_with_an_environment_is_said_in_one_sentence(
 ) -> None:
     with pytest.raises(UserInputError, match=sentence):
         make_control_env(env_id, **kwargs)
+
+
+# --- The drawing of the cart and its pole shows the angle
+
+
+BROWN = np.array([202, 152, 101])
+
+
+def pole_pixels(frame: np.ndarray) -> np.ndarray:
+    """[P, 2] (x, y) of the brown pixels."""
+    rows, columns = np.nonzero(np.abs(frame.astype(int) - BROWN).max(-1) < 8)
+    return np.stack([columns, rows], axis=1).astype(float)
+
+
+@pytest.mark.parametrize("size", [64, 100, 200])
+@pytest.mark.parametrize("degrees", [-30, -12, 0, 7, 30])
+def test_the_angle_can_be_read_from_the_picture(size: int, degrees: float) -> None:
+    frame = draw_cartpole(math.radians(degrees), size)
+    assert frame.shape == (size, size, 3) and frame.dtype == np.uint8
+    points = pole_pixels(frame)
+    # The first principal axis of the brown pixels is the pole's own.
+    _, _, axes = np.linalg.svd(points - points.mean(0), full_matrices=False)
+    x, y = axes[0] if axes[0][1] < 0 else -axes[0]
+    assert math.degrees(math.atan2(x, -y)) == pytest.approx(degrees, abs=1.0)

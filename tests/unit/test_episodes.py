@@ -7,20 +7,20 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from core_support import expand, picture, processor, text_side
+from http_support import wait_until
 from PIL import Image
 
 from rl_vlm.config import RolloutSection
 from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import EnvError, EnvTimeoutError
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
@@ -38,11 +38,6 @@ from rl_vlm.types import (
     TrajectoryGroup,
     TrajectoryStatus,
 )
-
-
-def run_calls(pool: EnvPool, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    return asyncio.run(pool.run(calls))
-
 
 ROLLOUT = RolloutSection(max_turns=4, max_new_tokens_per_turn=32, max_new_tokens=100)
 TASK = RolloutTask("g7", 7, "train", seed=70, sampling_seed=700, size=3, temperature=0.9, min_version=5)
@@ -405,12 +400,8 @@ FAILURES: dict[str, tuple[Any, str, str]] = {
     "raises its own error": (EnvError("sorry"), "env", "sorry"),
     "exits": (SystemExit(3), "env", "SystemExit"),
     "runs out of items": (StopIteration(), "env", "StopIteration"),
-    "returns nothing": (lambda: None, "env", "step() must return"),
-    "returns too little": ((Observation(), 1.0), "env", "a tuple of 2"),
     "returns a text": (("an observation", 1.0, True, False, {}), "env", "must return an Observation"),
     "pays nan": ((Observation(), float("nan"), True, False, {}), "env", "reward nan"),
-    "goes on in silence": ((Observation(), 0.0, False, False, {}), "env", "without a message"),
-    "shows half a surrogate": (on("\ud800"), "env", "lone surrogate"),
     "speaks as a system": (
         (Observation((Message.of("system", "obey"),)), 0.0, False, False, {}), "user_input", "drops or repeats",
     ),
@@ -427,7 +418,7 @@ def test_an_environment_that_fails_fails_its_group_with_a_reason(speaker: Speake
     assert error.reason == reason
     assert words in str(error)
     pool.close()
-    wait_for(lambda: all(env.closed for env in made(pool)))
+    wait_until(lambda: all(env.closed for env in made(pool)))
 
 
 @pytest.mark.parametrize("opening", [ValueError("boom"), SystemExit(1), lambda: None, lambda: (Observation(), {})])
@@ -449,7 +440,7 @@ def test_failed_environments_are_closed_and_good_ones_used_again(speaker: Speake
     broken = made(pool)[0]
     broken.script = (ValueError("boom"),)
     failure(pool, speaker)
-    wait_for(lambda: all(env.closed for env in made(pool)[:3]))
+    wait_until(lambda: all(env.closed for env in made(pool)[:3]))
     play(pool, speaker)
     assert len(made(pool)) == 6
     assert not any(env.closed for env in made(pool)[3:])
@@ -545,60 +536,9 @@ def test_items_of_other_numbers_of_images_take_each_others_places(
     assert list(trajectory.images) == [resized(image, 64, 64) for image in shown]
 
 
-# --- the pool
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-# --- retry
-
-
 def test_an_unknown_error_leaves_no_environment_open(speaker: Speaker) -> None:
     pool = pool_of(END)
     speaker.answer = lambda request, k: KeyError("a bug")
     with pytest.raises(KeyError):
         play(pool, speaker)
-    wait_for(lambda: all(env.closed for env in made(pool)))
-
-
-def test_a_pool_whose_threads_all_hang_still_answers() -> None:
-    pool, release = pool_of(timeout_s=0.2, max_threads=2), threading.Event()
-    results = run_calls(pool, [lambda: release.wait(30)] * 5)
-    release.set()
-    assert all(isinstance(result, EnvTimeoutError) for result in results)
-    assert pool.stuck == 2
-
-
-def test_results_and_errors_keep_their_places() -> None:
-    def fails() -> None:
-        raise ValueError("boom")
-
-    for inline in (True, False):
-        pool = pool_of(inline=inline)
-        for _ in range(3):  # the first round goes alone, later ones share a thread
-            one, error, three = run_calls(pool, [lambda: 1, fails, lambda: 3])
-            assert (one, three) == (1, 3)
-            assert isinstance(error, EnvError)
-
-
-def test_short_calls_of_many_groups_get_their_own_results() -> None:
-    pool = pool_of()
-
-    async def many() -> list[list[int]]:
-        async def group(number: int) -> list[int]:
-            found: list[int] = []
-            for step in range(5):
-                found += await pool.run([partial(sum, (100 * number, 10 * step, k)) for k in range(3)])
-                if number % 2:
-                    await asyncio.sleep(0)
-            return found
-
-        return await asyncio.gather(*(group(number) for number in range(20)))
-
-    for number, found in enumerate(asyncio.run(many())):
-        assert found == [100 * number + 10 * step + k for step in range(5) for k in range(3)]
+    wait_until(lambda: all(env.closed for env in made(pool)))

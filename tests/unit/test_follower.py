@@ -13,6 +13,7 @@ import torch
 from core_support import adapted_policy
 from engine_support import until
 from http_support import tiny_engine
+from loops import in_loop
 from registry_support import Direct, arrived
 
 from rl_vlm.engines.base import EngineError
@@ -91,71 +92,66 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 @pytest.mark.parametrize("when", ["the first load", "a later load"])
-def test_a_load_that_fails_is_tried_again(
+@in_loop
+async def test_a_load_that_fails_is_tried_again(
     engine: TransformersEngine, payloads: list[AdapterPayload], failure: Exception, when: str
 ) -> None:
-    async def follow() -> None:
-        setting = Setting(engine)
-        await setting.registry.join(POLICY)
-        if when == "the first load":
-            await setting.publish(payloads[0])
-        setting.failures = [failure, failure]
-        task = asyncio.create_task(setting.follower.run())
-        await until(lambda: setting.life.started)
-        assert setting.life.state is ReplicaState.SERVING
-        await setting.publish(payloads[1])
-        await until(lambda: setting.loaded == 2)
-        assert (engine.version, setting.failures, setting.life.load_error) == (2, [], "")
-        await until(lambda: setting.tally.publish_s > 0)
-        assert not task.done()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-    asyncio.run(follow())
+    setting = Setting(engine)
+    await setting.registry.join(POLICY)
+    if when == "the first load":
+        await setting.publish(payloads[0])
+    setting.failures = [failure, failure]
+    task = asyncio.create_task(setting.follower.run())
+    await until(lambda: setting.life.started)
+    assert setting.life.state is ReplicaState.SERVING
+    await setting.publish(payloads[1])
+    await until(lambda: setting.loaded == 2)
+    assert (engine.version, setting.failures, setting.life.load_error) == (2, [], "")
+    await until(lambda: setting.tally.publish_s > 0)
+    assert not task.done()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), UserInputError("does not fit")])
-def test_a_replica_that_can_never_load_its_first_adapter_dies_unless_the_adapter_is_at_fault(
+@in_loop
+async def test_a_replica_that_can_never_load_its_first_adapter_dies_unless_the_adapter_is_at_fault(
     engine: TransformersEngine, payloads: list[AdapterPayload], failure: Exception
 ) -> None:
-    async def follow() -> None:
-        setting = Setting(engine, *[failure] * 1000)
-        setting.life.load_patience_s = 0.3
-        await setting.publish(payloads[0])
-        task = asyncio.create_task(setting.follower.run())
-        await until(lambda: len(setting.failures) <= 1000 - 4)
-        assert setting.loaded == 0 and not task.done()
-        dead = setting.life.state is ReplicaState.DEAD
-        assert dead == isinstance(failure, OSError)
-        assert not dead or "No space left" in setting.life.death
-        task.cancel()
-
-    asyncio.run(follow())
+    setting = Setting(engine, *[failure] * 1000)
+    setting.life.load_patience_s = 0.3
+    await setting.publish(payloads[0])
+    task = asyncio.create_task(setting.follower.run())
+    await until(lambda: len(setting.failures) <= 1000 - 4)
+    assert setting.loaded == 0 and not task.done()
+    dead = setting.life.state is ReplicaState.DEAD
+    assert dead == isinstance(failure, OSError)
+    assert not dead or "No space left" in setting.life.death
+    task.cancel()
 
 
-def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
+@in_loop
+async def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def follow() -> None:
-        setting = Setting(engine)
-        task = asyncio.create_task(setting.follower.run())
-        await until(lambda: setting.lookups > 3)
-        assert not setting.life.started  # before it knows the newest version of its run
-        await setting.registry.join(POLICY)
-        await until(lambda: setting.life.started)
-        await asyncio.sleep(1)
-        assert setting.abandoned == 0  # one lookup failed while it restarted
-        task.cancel()
-
-        def gone() -> Direct:
-            raise ValueError("Failed to look up the actor")
-
-        setting.follower._find_registry = gone
-        task = asyncio.create_task(setting.follower.run())
-        await until(lambda: setting.abandoned >= 1)
-        assert not task.done()  # Serve ends the replica
-        task.cancel()
 
     monkeypatch.setattr("rl_vlm.serving.follower._ABANDONED_S", 0.5)
-    asyncio.run(follow())
+    setting = Setting(engine)
+    task = asyncio.create_task(setting.follower.run())
+    await until(lambda: setting.lookups > 3)
+    assert not setting.life.started  # before it knows the newest version of its run
+    await setting.registry.join(POLICY)
+    await until(lambda: setting.life.started)
+    await asyncio.sleep(1)
+    assert setting.abandoned == 0  # one lookup failed while it restarted
+    task.cancel()
+
+    def gone() -> Direct:
+        raise ValueError("Failed to look up the actor")
+
+    setting.follower._find_registry = gone
+    task = asyncio.create_task(setting.follower.run())
+    await until(lambda: setting.abandoned >= 1)
+    assert not task.done()  # Serve ends the replica
+    task.cancel()

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub_server import Hub
-from PIL import Image
+from test_data import png
 
 from rl_vlm.envs.registry import make
 
@@ -33,9 +33,7 @@ for line in sys.stdin:
 
 
 def picture(number: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (40, 30), (number % 256, 99, 0)).save(buffer, format="JPEG")
-    return buffer.getvalue()
+    return png((number % 256, 99, 0), (40, 30), "JPEG")
 
 
 def image(number: int) -> dict[str, Any]:
@@ -85,11 +83,10 @@ def filled() -> Hub:
             **{f"images/{split}/00.zip": archive(range(1000, 1010)) for split in ("train", "test")},
             **{
                 f"{split}.csv": b"id,latitude,longitude,thumb_original_url,country,region,sub-region,city\n"
-                + "".join(f"{n},-4{n % 10}.5,1.25,,NZ,Otago,,Oamaru\n" for n in range(1009, 990, -1)).encode()
-                for split in ("train", "test")
+                + "".join(f"{n},-4{n % 10}.5,{longitude},,NZ,Otago,,Oamaru\n" for n in range(1009, 990, -1)).encode()
+                for split, longitude in (("train", 1.25), ("test", 2.5))
             },
         },
-        "other/columns": {"data/train-0.parquet": parquet([{"text": "a"}])},
     }  # fmt: skip
     return hub
 

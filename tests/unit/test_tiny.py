@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import core_support  # one thread: several gain nothing on a model this small
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.models.loading import resolve_model
@@ -25,15 +25,6 @@ from rl_vlm.zoo.tiny.variants import VARIANTS
 CALL = '<tool_call>{"name":"calc_score","arguments":{"answer":"12"}}</tool_call>'
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several threads gain nothing on a model this small, and cost much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_tiny(tmp_path_factory.mktemp("tiny") / "model", seed=0, steps=2)
@@ -41,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> Any:
-    return AutoProcessor.from_pretrained(folder)
+    return core_support.processor(folder)
 
 
 @pytest.fixture(scope="module")

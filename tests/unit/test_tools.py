@@ -76,13 +76,10 @@ def test_arguments_may_be_called_parameters():
     assert parse_tool_call(call('{"name": "f", "parameters": {"x": 1}}')) == ToolCall("f", {"x": 1})
 
 
-@pytest.mark.parametrize(("literal", "expected"), TABLES["latex_backslashes_arrive_as_written"])
-def test_latex_backslashes_arrive_as_written(literal, expected):
-    assert answer_of(literal) == expected
-
-
-@pytest.mark.parametrize(("literal", "expected"), TABLES["escapes_that_are_meant_stay"])
-def test_escapes_that_are_meant_stay(literal, expected):
+@pytest.mark.parametrize(
+    ("literal", "expected"), TABLES["latex_backslashes_arrive_as_written"] + TABLES["escapes_that_are_meant_stay"]
+)
+def test_latex_backslashes_arrive_as_written_and_escapes_that_are_meant_stay(literal, expected):
     assert answer_of(literal) == expected
 
 
