@@ -180,11 +180,3 @@ def test_what_was_under_way_is_resumed(tmp_path: Path) -> None:
     run = finished(tmp_path / "run", *arguments, "--resume", config=ASYNC)
     assert "Resumed from iteration 10" in run.output()
     assert run.result()["trajectories"] == 20 * 16 * 8
-
-
-@pytest.mark.acceptance
-def test_it_reaches_the_accuracy_of_the_quickstart(tmp_path: Path) -> None:
-    run = finished(tmp_path / "run", config=ASYNC)
-    result = run.result()
-    assert result["accuracy_after"] >= 0.90
-    assert "too_old" not in result["dropped"]

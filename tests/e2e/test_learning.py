@@ -36,6 +36,7 @@ def gains_at_most(gain: float, *names: str) -> Check:
 # What holds after a run on several seeds, in how many seconds, and what holds after a run with shuffled rewards.
 PROOFS: dict[str, tuple[int, float | None, Check, Check]] = {
     "quickstart": (3, 300, learned_to_count, stays_at_chance),
+    "async_tiny": (1, None, learned_to_count, stays_at_chance),
     "ppo_tiny": (3, 300, learned_to_count, stays_at_chance),
     "ppo_critic_adapter_tiny": (3, 300, learned_to_count, stays_at_chance),
     "full_tiny": (1, None, lambda before, after: learned_to_count(before, after, 0.95), stays_at_chance),

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,17 @@ import psutil
 import pytest
 import yaml
 from ports import free_ports
-from runs import ROOT, environment
+from runs import ROOT, CommandProcess, environment, iterations_done
 
 from rl_vlm.config import PolicyConfig, load_config
 
 SCRIPT = ROOT / "cluster" / "slurm" / "preference.sbatch"
+
+
+class BashProcess(CommandProcess):
+    """A script in the background, in the environment of a job."""
+
+    program = ("bash",)
 
 
 def bash(env: dict[str, str], *command: Any, patience: float = 120) -> subprocess.CompletedProcess[str]:
@@ -176,17 +181,10 @@ def test_a_job_that_ends_early_saves_requeues_and_goes_on(tmp_path: Path) -> Non
     run_dir = tmp_path / "run"
     arguments = ["preference.labels.source=scripted", "preference.steps_per_iteration=100"]
     changes = {"TASK_ENV": "cartpole_tiny", "RUN_DIR": str(run_dir), "ARTIFACT_ROOT": str(tmp_path / "scratch")}
-    job = subprocess.Popen(["bash", SCRIPT, *arguments], env=variables(tmp_path, **changes), start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not (run_dir / "progress.csv").is_file() or len((run_dir / "progress.csv").read_text().splitlines()) < 8:
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(120) == 0
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+    with BashProcess(SCRIPT, *arguments, **variables(tmp_path, **changes)) as job:
+        job.wait_until(lambda: iterations_done(run_dir) >= 7, "iterations", timeout=120)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(120) == 0, job.output()[-3000:]
     assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
     done = bash(variables(tmp_path, **changes), SCRIPT, *arguments, "preference.total_steps=1500", patience=300)
@@ -336,26 +334,18 @@ def test_a_job_over_two_nodes_saves_is_requeued_and_goes_on(tmp_path: Path) -> N
     # 1.5 logical CPUs, which no node has; kinds of nodes that both offer.
     known["NODE_RESOURCES"] = '{"any_node": 1}'
     settings = ["evaluation.every=0", "resources.env_runners_on=any_node", "logging.checkpoint_every=1000"]
-    command = ["bash", str(NODES_SCRIPT), "configs/quickstart.yaml", *settings]
-    log = (tmp_path / "log").open("w")
-    first = subprocess.Popen(command, env=known, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 300
-        progress = run_dir / "progress.csv"
-        while not progress.is_file() or len(progress.read_text().splitlines()) < 4:
-            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.2)
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(180) == 0, (tmp_path / "log").read_text()[-3000:]
-    finally:
-        if first.poll() is None:
-            os.killpg(first.pid, signal.SIGKILL)
+    with BashProcess(NODES_SCRIPT, "configs/quickstart.yaml", *settings, **known) as first:
+        first.wait_until(lambda: iterations_done(run_dir) >= 3, "iterations")
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait(180) == 0, first.output()[-3000:]
     session = Path("/tmp/rl-vlm-ray-4242")
     assert notes(tmp_path, "scontrol") == ["requeue 4242"]
     assert processes_of(session) == [] and not session.exists()
     (saved,) = (run_dir / "checkpoints").glob("iteration-*")
     iterations = int(saved.name.removeprefix("iteration-")) + 2
-    done = bash(known, *command[1:], f"algorithm.iterations={iterations}", patience=400)
+    done = bash(
+        known, NODES_SCRIPT, "configs/quickstart.yaml", *settings, f"algorithm.iterations={iterations}", patience=400
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     result = yaml.safe_load((run_dir / "result.json").read_text())
     assert (result["status"], result["iterations"]) == ("done", iterations)

@@ -33,7 +33,7 @@ def play(env: ControlEnv, seed: int, steps: int) -> np.ndarray:
     return np.array(rows)
 
 
-@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "MountainCarContinuous-v0"])
+@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "MountainCarContinuous-v0", "metaworld/drawer-open-v3"])
 def test_gymnasiums_checker_accepts_it(env_id: str) -> None:
     env = make_control_env(env_id)
     check_env(env, skip_render_check=True)

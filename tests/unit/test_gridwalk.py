@@ -151,6 +151,13 @@ def test_no_picture_of_a_test_grid_is_ever_trained_on() -> None:
     assert not train & test
 
 
+def test_the_map_decides_the_split_whatever_the_agent_does() -> None:
+    for split in ("train", "test"):
+        for index in range(50):
+            grid = grid_item(Difficulty(), split, index)  # type: ignore[arg-type]
+            assert {grid.split(), *(grid.moved(move).split() for move in MOVES)} == {split}
+
+
 # --- pictures
 
 

@@ -83,6 +83,13 @@ def test_no_test_drawing_is_ever_trained_on() -> None:
     assert not test & train
 
 
+def test_the_pixels_decide_the_split() -> None:
+    rng = drawing.stable_rng("split")
+    for split in ("train", "test"):
+        for count in (1, 4):
+            assert drawing.split_of(environment.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
+
+
 def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() -> None:
     rules = [environment.rule_numbers(seed) for seed in range(8)]
     assert all(sorted(rule.values()) == ["1", "2", "3", "4"] for rule in rules)
@@ -95,12 +102,28 @@ def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() ->
         assert environment.rule_numbers(3)[name] == item.answer
 
 
-def test_a_right_answer_pays_one_and_ends() -> None:
-    env, answer = opened(3)
-    observation, reward, terminated, truncated, info = env.step(f" <answer>{answer}</answer>\n")
-    assert (reward, terminated, truncated) == (1.0, True, False)
-    assert observation.messages == ()
-    assert info == {"correct": True, "well_formed": True, "answer": answer, "turn": 1}
+SPACED = '<tool_call>\n{{"name": "calc_score", "arguments": {{"answer": "{0}"}}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("settings", "replies", "rewards"),
+    [
+        ({}, [" <answer>{0}</answer>\n"], [1.0]),
+        ({"turns": 2}, ["<answer>{1}</answer>", "<answer>{0}</answer>"], [0.0, 0.5]),
+        ({"turns": 2}, ["<answer>{1}</answer>", "<answer>{1}</answer>"], [0.0, 0.0]),
+        ({"turns": 2, "tool": True}, [SPACED.replace("{0}", "{1}"), SPACED], [0.2, 0.5]),
+    ],
+)
+def test_answers_are_paid_by_their_turn(settings: dict[str, bool], replies: list[str], rewards: list[float]) -> None:
+    env, answer = opened(3, **settings)
+    steps = [env.step(reply.format(answer, wrong(answer))) for reply in replies]
+    assert [step[1] for step in steps] == rewards
+    assert [step[2] for step in steps] == [False] * (len(steps) - 1) + [True] and not steps[-1][3]
+    told = {"correct": rewards[-1] > 0, "well_formed": True, "answer": answer, "turn": len(steps)}
+    assert steps[-1][0].messages == () and steps[-1][4] == told
+    for step in steps[:-1]:
+        role = "tool" if "tool" in settings else "user"
+        assert [(message.role, message.text) for message in step[0].messages] == [(role, "Wrong. Try again.")]
 
 
 @pytest.mark.parametrize(
@@ -111,31 +134,6 @@ def test_anything_but_the_whole_answer_pays_nothing(text: str) -> None:
     observation, reward, terminated, _, info = env.step(text.format(answer))
     assert (reward, terminated, info["well_formed"], info["correct"]) == (0.0, False, False, False)
     assert observation.messages[0].text == "Wrong. Try again."
-
-
-def test_a_right_second_answer_pays_half() -> None:
-    env, answer = opened(2, turns=2)
-    observation, reward, terminated, _, _ = env.step(f"<answer>{wrong(answer)}</answer>")
-    assert (reward, terminated) == (0.0, False)
-    assert [(message.role, message.text) for message in observation.messages] == [("user", "Wrong. Try again.")]
-    _, reward, terminated, _, info = env.step(f"<answer>{answer}</answer>")
-    assert (reward, terminated, info["turn"]) == (0.5, True, 2)
-
-
-def test_two_wrong_answers_end_without_pay() -> None:
-    env, answer = opened(2, turns=2)
-    env.step(f"<answer>{wrong(answer)}</answer>")
-    _, reward, terminated, _, _ = env.step(f"<answer>{wrong(answer)}</answer>")
-    assert (reward, terminated) == (0.0, True)
-
-
-def test_with_the_tool_a_call_is_the_answer() -> None:
-    env, answer = opened(1, turns=2, tool=True)
-    observation, reward, terminated, _, _ = env.step(environment.format_call(wrong(answer)))
-    assert (reward, terminated) == (0.2, False)
-    assert [(message.role, message.text) for message in observation.messages] == [("tool", "Wrong. Try again.")]
-    spaced = f'<tool_call>\n{{"name": "calc_score", "arguments": {{"answer": "{answer}"}}}}\n</tool_call>'
-    assert env.step(spaced)[1:3] == (0.5, True)
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,11 @@ LESSONS = [
 @pytest.mark.parametrize(("variant", "recipe"), LESSONS, ids=[recipe for _, recipe in LESSONS])
 def test_no_picture_of_a_test_split_is_in_a_lesson(variant: str, recipe: str) -> None:
     run, draw = load_config(CONFIGS / f"{recipe}.yaml"), VARIANTS[variant].lessons.drawer(1)
-    turns = [turn for _ in range(1500) for turn in draw()]
+    turns = [turn for _ in range(2000) for turn in draw()]
     shown = {(part.shape, part.tobytes()) for _, parts, _ in turns for part in parts if isinstance(part, np.ndarray)}
     for one in run.env.mixture or [run.env]:
         env, test = make(one.id, **one.make_kwargs()), set()
-        for index in range(150):
+        for index in range(min(env.num_items("test") or 400, 400)):
             images = [
                 pixels(image) for image in env.reset(options={"index": index, "split": "test"})[0].messages[-1].images
             ]
