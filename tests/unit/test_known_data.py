@@ -83,8 +83,8 @@ def filled() -> Hub:
             **{f"images/{split}/00.zip": archive(range(1000, 1010)) for split in ("train", "test")},
             **{
                 f"{split}.csv": b"id,latitude,longitude,thumb_original_url,country,region,sub-region,city\n"
-                + "".join(f"{n},-4{n % 10}.5,{longitude},,NZ,Otago,,Oamaru\n" for n in range(1009, 990, -1)).encode()
-                for split, longitude in (("train", 1.25), ("test", 2.5))
+                + "".join(f"{n},-4{n % 10}.5,{1.25 if split == 'train' else 1.5},,NZ,Otago,,Oamaru\n" for n in range(1009, 990, -1)).encode()
+                for split in ("train", "test")
             },
         },
     }  # fmt: skip
