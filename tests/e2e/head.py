@@ -64,7 +64,6 @@ class RayHead(JobClient):
     def _start(self) -> None:
         gcs, dashboard, agent_http, agent_grpc, client, metrics, env_agent = free_ports(7)
         self.address, self.dashboard = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
-        self.configure()
         variables = {name: value for name, value in self.variables.items() if name != "RAY_ADDRESS"}
         command = [
             RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={self.folder}/ray",
@@ -78,9 +77,6 @@ class RayHead(JobClient):
                 list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
             )
         wait_until(lambda: any(one.endswith(f":{metrics}") for one in self.targets()), "metrics endpoint", 120)
-
-    def configure(self) -> None:
-        """Called before the head starts, when its address is known."""
 
     @property
     def headers(self) -> dict[str, str]:
