@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-import httpx
 import psutil
 from jobs import RAY, JobClient, wait_until
 from ports import free_ports
@@ -65,7 +64,6 @@ class RayHead(JobClient):
     def _start(self) -> None:
         gcs, dashboard, agent_http, agent_grpc, client, metrics, env_agent = free_ports(7)
         self.address, self.dashboard = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
-        self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"
         variables = {name: value for name, value in self.variables.items() if name != "RAY_ADDRESS"}
         command = [
             RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", f"--temp-dir={self.folder}/ray",
@@ -91,10 +89,6 @@ class RayHead(JobClient):
         assert self.process.poll() is None, self.log.read_text()[-2000:]
         found = self.get("/api/prometheus/sd").raise_for_status().json()
         return [target for group in found for target in group["targets"]]
-
-    def metrics(self) -> str:
-        """What the node's metrics agent says now."""
-        return httpx.get(self.metrics_url, timeout=10).raise_for_status().text
 
     def remember(self) -> None:
         """Note the processes below the head, to end them by their ids."""

@@ -156,10 +156,16 @@ class TrainingProcess(CommandProcess):
         return json.loads((self.run_dir / "result.json").read_text())  # type: ignore[no-any-return]
 
 
+def finished(run_dir: Path, *arguments: object, timeout: float = 600, **more: Any) -> TrainingProcess:
+    """A run that has ended well."""
+    with TrainingProcess(run_dir, *arguments, **more) as run:
+        assert run.wait(timeout) == 0, run.output()[-3000:]
+    return run
+
+
 def trained(config: str, folder: Path, *changes: object, timeout: float = 1100) -> tuple[list[dict[str, Any]], float]:
     """The evaluations of a run of configs/CONFIG.yaml in the order of their iterations, and its seconds of training."""
-    with TrainingProcess(folder / "run", *changes, config=ROOT / f"configs/{config}.yaml") as run:
-        assert run.wait(timeout) == 0, run.output()[-3000:]
+    run = finished(folder / "run", *changes, timeout=timeout, config=ROOT / f"configs/{config}.yaml")
     evaluations = [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
     evaluations.sort(key=lambda entry: int(entry["iteration"]))
     return evaluations, float(run.result()["train_seconds"])

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,16 +39,6 @@ def served(env_id: str) -> Iterator[str]:
             process.terminate()
 
 
-def trains(folder: Path, env_id: str, kwargs: str = "{}") -> None:
-    """One iteration and an evaluation."""
-    path = os.pathsep.join(filter(None, (str(FIXTURES), os.environ.get("PYTHONPATH", ""))))
-    arguments = ("--run-dir", folder, *SMALL, f"env.id={env_id}", f"env.kwargs={kwargs}")
-    done = rl_vlm("train", QUICKSTART, *arguments, timeout=500, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = (folder / "result.json").read_text()
-    assert '"status": "done"' in result and re.search(r'"trajectories": [1-9]', result), result
-
-
 @pytest.mark.acceptance
 @pytest.mark.parametrize(
     ("env_id", "kwargs"),
@@ -57,13 +47,15 @@ def trains(folder: Path, env_id: str, kwargs: str = "{}") -> None:
         (str(FIXTURES / "vagen_env.py"), "{max_turns: 2}"),
         ("verifiers:verifiers-colours", "{kind: multi, max_turns: 2}"),
         ("Control-v0", "{env: MiniGrid-Empty-Random-5x5-v0, tile_size: 8, max_turns: 2}"),
+        ("served", "{}"),
     ],
 )
 def test_a_run_trains_on_it(tmp_path: Path, env_id: str, kwargs: str) -> None:
-    trains(tmp_path / "run", env_id, kwargs)
-
-
-@pytest.mark.acceptance
-def test_a_run_trains_on_an_environment_that_another_process_serves(tmp_path: Path) -> None:
-    with served("GridWalk-v0") as url:
-        trains(tmp_path / "run", url)
+    """One iteration and an evaluation."""
+    path = os.pathsep.join(filter(None, (str(FIXTURES), os.environ.get("PYTHONPATH", ""))))
+    with served("GridWalk-v0") if env_id == "served" else nullcontext(env_id) as named:
+        arguments = ("--run-dir", tmp_path / "run", *SMALL, f"env.id={named}", f"env.kwargs={kwargs}")
+        done = rl_vlm("train", QUICKSTART, *arguments, timeout=500, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = (tmp_path / "run" / "result.json").read_text()
+    assert '"status": "done"' in result and re.search(r'"trajectories": [1-9]', result), result

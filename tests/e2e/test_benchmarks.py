@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,69 @@ from runs import QUICKSTART, ROOT, environment
 from rl_vlm.config.learner import PRESETS
 from rl_vlm.models.loading import resolve_model
 
-
-def report_of(name: str, folder: Path, timeout_s: float, *arguments: str) -> dict[str, Any]:
-    """The JSON that a benchmark writes into `folder`."""
-    out = folder / f"{name}.json"
-    command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), *arguments, "--out", str(out)]
-    subprocess.run(command, env=environment(), timeout=timeout_s, check=True, cwd=ROOT)
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
+Report, Rows = dict[str, Any], dict[str, dict[str, Any]]
+# Seconds, arguments, and what holds of the report and of its rows by their labels.
+REPORTS: dict[str, tuple[int, tuple[str, ...], Callable[[Report, Rows], list[bool]]]] = {
+    "loop": (
+        2300, (),
+        lambda report, rows: [
+            {"name", "machine", "versions", "rows", "ratios"} <= report.keys(),
+            {"floor / rl_vlm at 16×8", "floor / rl_vlm at 64×8", "TRL / rl_vlm at 16×8"} <= report["ratios"].keys(),
+            *(row["runs"] >= 15 and row["min"] <= row["median"] <= row["max"] for row in report["rows"]),
+        ],
+    ),
+    "full_weights": (
+        280, ("--quick",),
+        lambda report, rows: [
+            {"rl_vlm: pack", "safetensors.save and hashlib", "copy of the bytes"} <= rows.keys(),
+            *(row["runs"] == 2 and 0 < row["min"] <= row["median"] for row in report["rows"]),
+        ],
+    ),
+    "learner": (  # it ends with an error where loss or gradient differ from TRL's
+        880, ("--quick",),
+        lambda report, rows: [
+            {"peak memory, rl_vlm / TRL (lower is better)", "seconds, rl_vlm / TRL (lower is better)"} <= report["ratios"].keys(),
+            {"rl_vlm", "rl_vlm, no entropies", "TRL", "rl_vlm, 4 x the tokens"} <= rows.keys(),
+            *(row["peak_mib"] >= row["base_mib"] > 0 for row in report["rows"]),
+        ],
+    ),
+    "never_wait": (
+        1100, ("--quick",),
+        lambda report, rows: [
+            set(report["ratios"]) == {"lag 2 / lag 0"}, rows["lag 0"]["oldest"] == 0, rows["lag 2"]["oldest"] <= 2,
+            rows["lag 2"]["dropped"] == 0,
+        ],
+    ),
+    "scale": (
+        880, ("--quick",),
+        lambda report, rows: [
+            *(rows[label]["median"] > 0 for label in (
+                "router, 20 replicas, new work", "registry, 20 replicas", "rounds, 100 runners", "groups, 100 runners",
+            )),
+            not [note for note in report["notes"] if "acknowledged" in note],  # all replicas were reached
+        ],
+    ),
+    "host_memory": (  # it stays flat on episodes full of images
+        1150, (),
+        lambda report, rows: [
+            {"driver", "learner", "env runners", "replicas", "shared memory", "all"} <= rows.keys(),
+            report["ratios"]["growth after the fifth iteration (goal: at most 0.02)"] <= 0.02,
+        ],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(2400)
-def test_the_loop_benchmark_compares_floor_system_and_peer(tmp_path: Path) -> None:
-    report = report_of("loop", tmp_path, 2300)
-    assert {"name", "machine", "versions", "rows", "ratios"} <= report.keys()
-    assert {"floor / rl_vlm at 16×8", "floor / rl_vlm at 64×8", "TRL / rl_vlm at 16×8"} <= report["ratios"].keys()
-    assert all(row["runs"] >= 15 and row["min"] <= row["median"] <= row["max"] for row in report["rows"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_benchmark_writes_what_it_promises(name: str, tmp_path: Path) -> None:
+    seconds, arguments, check = REPORTS[name]
+    resolve_model("tiny-gridwalk")
+    command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), *arguments, "--out", str(tmp_path / "report.json")]
+    subprocess.run(command, env=environment(), timeout=seconds, check=True, cwd=ROOT)
+    report = json.loads((tmp_path / "report.json").read_text())
+    held = check(report, {row["label"]: row for row in report["rows"]})
+    assert all(held), (held, report)
 
 
 @pytest.mark.acceptance
@@ -57,29 +105,6 @@ def test_ways_to_train_are_compared_at_equal_episodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(300)
-def test_the_benchmark_of_full_weights_compares_with_safetensors(tmp_path: Path) -> None:
-    report = report_of("full_weights", tmp_path, 280, "--quick")
-    assert {"rl_vlm: pack", "safetensors.save and hashlib", "copy of the bytes"} <= {
-        row["label"] for row in report["rows"]
-    }
-    assert all(row["runs"] == 2 and 0 < row["min"] <= row["median"] for row in report["rows"])
-
-
-@pytest.mark.acceptance
-@pytest.mark.timeout(900)
-def test_the_learner_benchmark_finds_equal_gradients(tmp_path: Path) -> None:
-    """It ends with an error where loss or gradient differ from TRL's."""
-    report = report_of("learner", tmp_path, 880, "--quick")
-    assert {"peak memory, rl_vlm / TRL (lower is better)", "seconds, rl_vlm / TRL (lower is better)"} <= set(
-        report["ratios"]
-    )
-    rows = {row["label"]: row for row in report["rows"]}
-    assert {"rl_vlm", "rl_vlm, no entropies", "TRL", "rl_vlm, 4 x the tokens"} <= rows.keys()
-    assert all(row["peak_mib"] >= row["base_mib"] > 0 for row in rows.values())
-
-
-@pytest.mark.acceptance
 @pytest.mark.timeout(7200)
 def test_every_preset_learns_the_quickstart_and_none_learns_from_shuffled_rewards(tmp_path: Path) -> None:
     shuffled = "algorithm.shuffle_rewards=true"
@@ -93,35 +118,3 @@ def test_every_preset_learns_the_quickstart_and_none_learns_from_shuffled_reward
         for row in json.loads(out.read_text())["rows"]:
             assert row["before"] <= 0.35
             assert row["max"] <= 0.35 if control else row["min"] >= 0.90, row
-
-
-@pytest.mark.acceptance
-@pytest.mark.timeout(1200)
-def test_the_benchmark_of_waiting_compares_lags(tmp_path: Path) -> None:
-    report = report_of("never_wait", tmp_path, 1100, "--quick")
-    assert set(report["ratios"]) == {"lag 2 / lag 0"}
-    rows = {row["label"]: row for row in report["rows"]}
-    assert rows["lag 0"]["oldest"] == 0
-    assert rows["lag 2"]["oldest"] <= 2 and rows["lag 2"]["dropped"] == 0
-
-
-@pytest.mark.acceptance
-@pytest.mark.timeout(900)
-def test_the_scale_benchmark_drives_registry_router_and_samplers(tmp_path: Path) -> None:
-    report = report_of("scale", tmp_path, 880, "--quick")
-    medians = {row["label"]: row["median"] for row in report["rows"]}
-    assert medians["router, 20 replicas, new work"] > 0
-    assert medians["registry, 20 replicas"] > 0
-    assert medians["rounds, 100 runners"] > 0 and medians["groups, 100 runners"] > 0
-    assert not [note for note in report["notes"] if "acknowledged" in note]  # all replicas were reached
-
-
-@pytest.mark.acceptance
-@pytest.mark.timeout(1200)
-def test_host_memory_stays_flat_on_episodes_full_of_images(tmp_path: Path) -> None:
-    resolve_model("tiny-gridwalk")
-    report = report_of("host_memory", tmp_path, 1150)
-    assert {"driver", "learner", "env runners", "replicas", "shared memory", "all"} <= {
-        row["label"] for row in report["rows"]
-    }
-    assert report["ratios"]["growth after the fifth iteration (goal: at most 0.02)"] <= 0.02

@@ -6,58 +6,31 @@ import csv
 import random
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runs import ENV_RUNNER, LEARNER, REGISTRY, REPLICA, ROOT, TrainingProcess
-
-from rl_vlm.models.loading import resolve_model
+from runs import ENV_RUNNER, LEARNER, REGISTRY, REPLICA, ROOT, TrainingProcess, finished
 
 ONE_LEARNER_ACTOR = ("learner.num_learners=1", "learner.cpus_per_learner=0.25", "logging.checkpoint_every=10")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tiny() -> None:
-    resolve_model("tiny")
-
-
-def kill_one_of_each(run: TrainingProcess, iterations_apart: int) -> None:
-    """SIGKILL one actor of every kind, some iterations apart."""
-    run.wait_for_iteration(12)
-    for title in (REPLICA, ENV_RUNNER, REGISTRY, LEARNER):
-        run.kill(title)
-        run.wait_for_iteration(run.iterations() + iterations_apart)
-
-
-def check_what_was_lost(run: TrainingProcess) -> None:
-    result = run.result()
-    assert result["status"] == "done"
-    assert result["restarts"] == {"env_runner": 1, "learner": 1}
-    assert result["dropped"]["runner_died"] == 1
-    assert len(result["requests_by_replica"]) == 3  # the two, and the one that replaced the dead
-    rows = (run.run_dir / "progress.csv").read_text().splitlines()
-    assert len(rows) - 1 == result["iterations"]  # repeated iterations are listed once
 
 
 def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
     # A checkpoint after every iteration: the learner is as likely to die while one is made as anywhere else.
     short = ("algorithm.iterations=50", "evaluation.num_items=64", "logging.checkpoint_every=1")
     with TrainingProcess(tmp_path / "run", *ONE_LEARNER_ACTOR, *short) as run:
-        kill_one_of_each(run, 6)
+        run.wait_for_iteration(12)
+        for title in (REPLICA, ENV_RUNNER, REGISTRY, LEARNER):
+            run.kill(title)
+            run.wait_for_iteration(run.iterations() + 6)
         assert run.wait() == 0, run.output()[-3000:]
         assert run.survivors() == []
-    check_what_was_lost(run)
-
-
-@pytest.mark.acceptance
-def test_kills_of_every_kind_of_actor_cost_no_accuracy(tmp_path: Path) -> None:
-    with TrainingProcess(tmp_path / "run", *ONE_LEARNER_ACTOR) as run:
-        kill_one_of_each(run, 8)
-        assert run.wait() == 0, run.output()[-3000:]
-    check_what_was_lost(run)
-    assert run.result()["accuracy_after"] >= 0.90
+    result = run.result()
+    assert result["status"] == "done"
+    assert result["restarts"] == {"env_runner": 1, "learner": 1}
+    assert result["dropped"]["runner_died"] == 1
+    assert len(result["requests_by_replica"]) == 3  # the two, and the one that replaced the dead
+    assert run.iterations() == result["iterations"]  # repeated iterations are listed once
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.acceptance)])
@@ -70,8 +43,7 @@ def test_a_signal_saves_a_checkpoint_and_resume_finishes(number: signal.Signals,
         assert run.survivors() == []
     interrupted = run.result()
     assert interrupted["status"] == "interrupted"
-    with TrainingProcess(tmp_path / "run", *arguments, "--resume") as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    run = finished(tmp_path / "run", *arguments, "--resume")
     result = run.result()
     assert (result["status"], result["iterations"]) == ("done", 24)
     assert f"Resumed from iteration {interrupted['iterations']}" in run.output()
@@ -102,8 +74,7 @@ def test_a_killed_driver_is_resumed(tmp_path: Path) -> None:
         # Ray's own agents notice later; what holds models, environments and memory must be gone.
         left = [process.name() for process in run.survivors(grace=60)]
         assert not [name for name in left if name.startswith((REPLICA, ENV_RUNNER, REGISTRY))], left
-    with TrainingProcess(tmp_path / "run", "logging.checkpoint_every=10", "--resume") as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    run = finished(tmp_path / "run", "logging.checkpoint_every=10", "--resume")
     assert "Resumed from iteration 40" in run.output()
     assert run.result()["accuracy_after"] >= 0.90
 
@@ -115,8 +86,7 @@ def test_an_environment_that_fails_now_and_then_costs_no_accuracy(fault: str, ev
     """A hang costs seconds: its deadline, and a new env runner in place of the one whose thread it holds."""
     env = Path(__file__).parent / "flaky_shapes.py"
     arguments = (f"env.id={env}", f"env.kwargs={{fault: {fault}, every: {every}}}", "env.step_timeout_s=2")
-    with TrainingProcess(tmp_path / "run", *arguments) as run:
-        assert run.wait(timeout=1200) == 0, run.output()[-3000:]
+    run = finished(tmp_path / "run", *arguments, timeout=1200)
     result = run.result()
     assert result["accuracy_after"] >= 0.90
     assert sum(result["dropped"].values()) > 0
@@ -134,10 +104,10 @@ def test_a_full_disk_costs_files_but_not_the_run(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="No space"), open(filler, "wb", buffering=0) as file:
                 while True:
                     file.write(b"x" * 4096)
-            deadline = time.monotonic() + 120
-            while run.output().count("Could not write a checkpoint") < 3:  # progress.csv cannot tell how far it is
-                assert time.monotonic() < deadline, run.output()[-3000:]
-                time.sleep(0.2)
+            # progress.csv cannot tell how far it is.
+            run.wait_until(
+                lambda: run.output().count("Could not write a checkpoint") >= 3, "the full disk", timeout=120
+            )
             filler.unlink()
             assert run.wait() == 0, run.output()[-3000:]
         result = run.result()
@@ -184,8 +154,7 @@ def test_turns_go_on_with_newer_weights(tmp_path: Path, mode: str) -> None:
         "logging.trajectories_every=1",
         "logging.trajectories_per_dump=128",
     )
-    with TrainingProcess(tmp_path / "run", *arguments, config=ASYNC) as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    run = finished(tmp_path / "run", *arguments, config=ASYNC)
     assert run.result()["trajectories"] == 20 * 16 * 8
     rows = [
         row
@@ -208,16 +177,6 @@ def test_what_was_under_way_is_resumed(tmp_path: Path) -> None:
         run.process.kill()
         run.process.wait()
         run.survivors(grace=60)
-    with TrainingProcess(tmp_path / "run", *arguments, "--resume", config=ASYNC) as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    run = finished(tmp_path / "run", *arguments, "--resume", config=ASYNC)
     assert "Resumed from iteration 10" in run.output()
     assert run.result()["trajectories"] == 20 * 16 * 8
-
-
-@pytest.mark.acceptance
-def test_it_reaches_the_accuracy_of_the_quickstart(tmp_path: Path) -> None:
-    with TrainingProcess(tmp_path / "run", config=ASYNC) as run:
-        assert run.wait() == 0, run.output()[-3000:]
-    result = run.result()
-    assert result["accuracy_after"] >= 0.90
-    assert "too_old" not in result["dropped"]

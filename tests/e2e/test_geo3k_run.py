@@ -9,48 +9,30 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TrainingProcess, environment
+from runs import ROOT, environment, finished
 
 from rl_vlm.models.loading import resolve_model
 
-CONFIG = ROOT / "configs" / "geo3k_tiny.yaml"
-FIXTURES = ROOT / "tests" / "fixtures" / "geo3k"
 
-
-def run_and_recompute(data: Path, folder: Path, iterations: int) -> tuple[dict[str, int], list[dict[str, float]]]:
-    """The recomputed counts and the evaluations of a run."""
-    model = resolve_model("tiny")
-    arguments = (f"env.data={data}", f"algorithm.iterations={iterations}")
-    with TrainingProcess(folder, *arguments, config=CONFIG) as run:
-        assert run.wait(timeout=900) == 0, run.output()[-3000:]
-    result = run.result()
-    assert result["iterations"] == iterations
-    script = [sys.executable, str(ROOT / "tests/e2e/recompute.py"), str(folder), str(model)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment(), check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
-    return json.loads(done.stdout), evaluations
-
-
-def check(seen: dict[str, int], evaluations: list[dict[str, float]], iterations: int, items: int) -> None:
-    assert seen["iterations"] == seen["full_counts"] == iterations
-    assert seen["second_turns"] >= 0.5 * seen["trajectories"]
-    assert seen["third_turns"] > 0
-    assert seen["tool_calls"] > 0
-    for evaluation in evaluations:
-        assert evaluation["items/default"] == evaluation["items/no_tool"] == items
-        assert evaluation["turns/no_tool"] < evaluation["turns/default"]  # without the tool there is little to wait for
-
-
-def test_every_figure_of_a_geometry_run_is_right(tmp_path: Path) -> None:
-    seen, evaluations = run_and_recompute(FIXTURES, tmp_path / "run", 3)
-    check(seen, evaluations, 3, 4)
-
-
-@pytest.mark.acceptance
-def test_twenty_iterations_on_the_whole_data(tmp_path: Path) -> None:
-    data = os.environ.get("RL_VLM_GEO3K_DATA")
+@pytest.mark.parametrize(
+    ("data", "iterations", "items"),
+    [
+        (str(ROOT / "tests/fixtures/geo3k"), 3, 4),
+        pytest.param(os.environ.get("RL_VLM_GEO3K_DATA"), 20, 52, marks=pytest.mark.acceptance, id="all"),
+    ],
+)
+def test_every_figure_of_a_geometry_run_is_right(data: str | None, iterations: int, items: int, tmp_path: Path) -> None:
     if not data:
         pytest.skip("RL_VLM_GEO3K_DATA names no folder with train.parquet and test.parquet")
-    seen, evaluations = run_and_recompute(Path(data), tmp_path / "run", 20)
-    check(seen, evaluations, 20, 52)
+    arguments = (f"env.data={data}", f"algorithm.iterations={iterations}")
+    run = finished(tmp_path / "run", *arguments, config=ROOT / "configs/geo3k_tiny.yaml", timeout=900)
+    assert run.result()["iterations"] == iterations
+    script = [sys.executable, str(ROOT / "tests/e2e/recompute.py"), str(run.run_dir), str(resolve_model("tiny"))]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert seen["iterations"] == seen["full_counts"] == iterations
+    assert seen["second_turns"] >= 0.5 * seen["trajectories"] and seen["third_turns"] > 0 and seen["tool_calls"] > 0
+    for evaluation in map(json.loads, (run.run_dir / "eval.jsonl").read_text().splitlines()):
+        assert evaluation["items/default"] == evaluation["items/no_tool"] == items
+        assert evaluation["turns/no_tool"] < evaluation["turns/default"]  # without the tool there is little to wait for

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from head import RayHead
+from jobs import wait_until
 from runs import QUICKSTART, REPLICA, ROOT, iterations_done
-
-from rl_vlm.models.loading import resolve_model
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(900)]
 
@@ -27,7 +25,6 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
-    resolve_model("tiny")
     with RayHead() as head:
         yield head
 
@@ -136,9 +133,6 @@ def test_the_replicas_of_a_killed_driver_end_by_themselves(head: RayHead, projec
     ]  # fmt: skip
     driver.send_signal(signal.SIGKILL)
     assert head.wait_for_end("killed") == "FAILED"
-    deadline = time.monotonic() + 180
-    while head.actors(REPLICA):
-        assert time.monotonic() < deadline, "the replicas hold their resources"
-        time.sleep(1)
+    wait_until(lambda: not head.actors(REPLICA), "end of the replicas", 180)
     head.submit("resumed", project, train(run_dir, iterations_done(run_dir) + 2, "--resume"))
     assert head.wait_for_end("resumed") == "SUCCEEDED", head.logs("resumed")[-3000:]

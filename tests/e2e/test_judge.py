@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from runs import ROOT, TrainingProcess
+from runs import ROOT, finished
 
 from rl_vlm.asking.endpoints import EngineClient, ServedEndpoint
 from rl_vlm.config import load_config
@@ -74,8 +74,7 @@ def test_no_trick_beats_the_true_caption() -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_policy_learns_from_its_own_base_weights(seed: int, tmp_path: Path) -> None:
     resolve_model("tiny-judge")
-    with TrainingProcess(tmp_path / "run", f"seed={seed}", config=CONFIG) as run:
-        assert run.wait(timeout=1100) == 0, run.output()[-3000:]
+    run = finished(tmp_path / "run", f"seed={seed}", config=CONFIG, timeout=1100)
     evaluations = [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
     before, after = evaluations[0], evaluations[-1]
     for key in (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from preference_loop import build, content, train_to
-from runs import ServeProcess, TrainingProcess
+from runs import ServeProcess, TrainingProcess, finished
 
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import PolicyConfig, load_config, parse_config
@@ -68,8 +68,7 @@ def test_cartpole_is_balanced_from_the_pictures_that_a_teacher_prefers(seed: int
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_cartpole_is_balanced_from_the_tiny_vlms_labels(seed: int, tmp_path: Path) -> None:
-    with TrainingProcess(tmp_path / "run", f"seed={seed}", config=CARTPOLE) as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    run = finished(tmp_path / "run", f"seed={seed}", config=CARTPOLE)
     result = run.result()
     print(f"seed {seed}: {result['evaluation_reward_after']:.0f} in {result['train_seconds']:.0f} s")
     assert result["evaluation_reward_after"] > SOLVED
@@ -99,16 +98,14 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
         "preference.steps_per_iteration=50", "logging.checkpoint_every=2", "preference.evaluation.every=0",
         "logging.keep_checkpoints=99",
     )  # fmt: skip
-    with TrainingProcess(tmp_path / "straight", *settings, config=CARTPOLE) as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    finished(tmp_path / "straight", *settings, config=CARTPOLE)
     for round_, rows in enumerate((4, 12, 18, 22, 26)):
         resume = ("--resume",) if round_ else ()
         with TrainingProcess(tmp_path / "killed", *settings, *resume, config=CARTPOLE) as run:
             run.wait_for_iteration(rows)
             run.process.kill()
             run.process.wait()
-    with TrainingProcess(tmp_path / "killed", *settings, "--resume", config=CARTPOLE) as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    finished(tmp_path / "killed", *settings, "--resume", config=CARTPOLE)
     last = "checkpoints/step-00001500"
     assert content(tmp_path / "straight" / last) == content(tmp_path / "killed" / last)
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("straight", "killed")]

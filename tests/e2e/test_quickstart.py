@@ -21,7 +21,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished quickstart run: the one that CI has just made as a user does, else one of its own."""
     if given := os.environ.get("RL_VLM_QUICKSTART_RUN"):
         return Path(given)
-    resolve_model("tiny")  # build it outside of the run's deadline
     folder = tmp_path_factory.mktemp("quickstart") / "run"
     with TrainingProcess(folder) as run:
         code = run.wait(timeout=540)

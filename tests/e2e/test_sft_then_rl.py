@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, CommandProcess, TrainingProcess, rl_vlm
-
-from rl_vlm.models.loading import resolve_model
+from runs import ROOT, CommandProcess, finished, rl_vlm
 
 CONFIG = ROOT / "configs" / "sft_tiny.yaml"
 
@@ -18,7 +15,6 @@ CONFIG = ROOT / "configs" / "sft_tiny.yaml"
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the configuration that ships."""
-    resolve_model("tiny")  # build it outside of the run's deadline
     folder = tmp_path_factory.mktemp("sft") / "run"
     done = rl_vlm("sft", CONFIG, "--run-dir", folder, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,10 +33,7 @@ def test_counting_is_learned_from_five_hundred_conversations(tuned: Path) -> Non
 def test_a_signal_saves_a_checkpoint_from_which_the_run_goes_on(tuned: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with CommandProcess("sft", CONFIG, "--run-dir", folder) as command:
-        deadline = time.monotonic() + 120
-        while not (folder / "progress.csv").exists():
-            assert time.monotonic() < deadline, command.output()
-            time.sleep(0.05)
+        command.wait_until((folder / "progress.csv").exists, "the first rows", timeout=120)
         command.process.send_signal(signal.SIGINT)
         assert command.wait(timeout=60) == 130, command.output()
     assert json.loads((folder / "result.json").read_text())["status"] == "interrupted"
@@ -53,8 +46,7 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_goes_on(tuned: Path, tmp
 def test_reinforcement_learning_starts_where_fine_tuning_ended(tuned: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = (f"model.adapter={tuned}", "algorithm.iterations=2", "evaluation.every=1", "evaluation.num_items=128")
-    with TrainingProcess(folder, *arguments, "logging.checkpoint_every=1") as run:
-        assert run.wait(timeout=400) == 0, run.output()[-3000:]
+    finished(folder, *arguments, "logging.checkpoint_every=1", timeout=400)
     evaluations = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
     assert evaluations[0]["accuracy/default"] >= 0.95  # the first published version has the adapter
     assert [entry["policy_version"] for entry in evaluations] == [1, 2, 3]

@@ -11,8 +11,6 @@ import pytest
 import yaml
 from runs import QUICKSTART, REPLICA, CommandProcess
 
-from rl_vlm.models.loading import resolve_model
-
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1800)]
 
 
@@ -56,7 +54,6 @@ def _name(process: psutil.Process) -> str:
 
 @pytest.mark.parametrize("trials", [2, 4, 8])
 def test_trials_at_the_same_time_share_the_replicas_and_none_fails(trials: int, tmp_path: Path) -> None:
-    resolve_model("tiny")
     rows, replicas = sweep(tmp_path, trials, "algorithm.iterations=3", "evaluation.every=3", "evaluation.num_items=16")
     assert sorted(row["seed"] for row in rows) == [str(seed) for seed in range(trials)]
     assert [(row["finished"], row["iterations"], row["error"]) for row in rows] == [("True", "3", "")] * trials
@@ -65,7 +62,6 @@ def test_trials_at_the_same_time_share_the_replicas_and_none_fails(trials: int, 
 
 def test_trials_that_share_learn_as_well_as_alone(tmp_path: Path) -> None:
     """What test_learning.py asks of a run of its own."""
-    resolve_model("tiny")
     rows, replicas = sweep(tmp_path, 2, "evaluation.every=200")
     assert replicas == 2
     for row in rows:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,17 @@ import psutil
 import pytest
 import yaml
 from ports import free_ports
-from runs import ROOT, environment
+from runs import ROOT, CommandProcess, environment, iterations_done
 
 from rl_vlm.config import PolicyConfig, load_config
 
 SCRIPT = ROOT / "cluster" / "slurm" / "preference.sbatch"
+
+
+class BashProcess(CommandProcess):
+    """A script in the background, in the environment of a job."""
+
+    program = ("bash",)
 
 
 def bash(env: dict[str, str], *command: Any, patience: float = 120) -> subprocess.CompletedProcess[str]:
@@ -28,8 +33,9 @@ def bash(env: dict[str, str], *command: Any, patience: float = 120) -> subproces
 def checkout(tmp_path: Path) -> Path:
     """A checkout without .venv, from which a job is submitted."""
     folder = tmp_path / "submitted"
-    folder.mkdir()
-    (folder / "configs").symlink_to(ROOT / "configs")
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 
 
@@ -40,22 +46,6 @@ def variables(tmp_path: Path, **changes: str) -> dict[str, str]:
     stand_in.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**environment(**changes), "PATH": path, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "42"}
-
-
-@pytest.mark.parametrize(
-    ("task", "config"),
-    [("metaworld_drawer-open-v2", "drawer-open"), ("CartPole-v1", "cartpole"), ("metaworld_sweep-into-v2", "sweep-into")],
-)  # fmt: skip
-def test_the_forks_variables_become_settings(task: str, config: str, tmp_path: Path) -> None:
-    changes = {"TASK_ENV": task, "NUM_EVAL_EPISODES": "5", "EVAL_FREQUENCY": "100", "RUN_DIR": str(tmp_path / "run")}
-    if task.startswith("metaworld"):
-        changes |= {"METAWORLD_CAMERA": "corner", "MAX_EPISODE_STEPS": "123"}
-    offline = "preference.labels.source=scripted"  # its default asks a model that is not here
-    done = bash(variables(tmp_path, **changes), SCRIPT, offline, "learner.gpus_per_learner=0", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "nothing is wrong" in done.stdout
-    assert ("horizon: 123" in done.stdout) == task.startswith("metaworld")
-    assert (ROOT / "configs" / "rl_vlm_f" / f"{config.replace('-', '_')}.yaml").is_file()
 
 
 def test_an_unknown_task_is_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -116,16 +106,30 @@ def test_the_forks_later_tasks_have_its_settings_without_variables(task: str) ->
     assert (model.lr, model.epochs) == (1e-4, 5) and run.env.kwargs == {"camera": "corner2", "horizon": 100}
 
 
-def test_the_forks_variables_of_its_later_tasks_become_settings(tmp_path: Path) -> None:
-    done, command = submit(
-        tmp_path, TASK_ENV="metaworld_assembly-v2", SERVER_PORT="8001", METAWORLD_CAMERA="corner2",
-        MAX_EPISODE_STEPS="100", NUM_EVAL_EPISODES="20", EVAL_TERM_SUCCESS="true", EVAL_FREQUENCY="5000",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "config"),
+    [
+        ("metaworld_drawer-open-v2", "drawer_open"), ("CartPole-v1", "cartpole"), ("metaworld_sweep-into-v2", "sweep_into"),
+        ("metaworld_assembly-v2", "assembly"),
+    ],
+)  # fmt: skip
+def test_the_forks_variables_become_settings(task: str, config: str, tmp_path: Path) -> None:
+    changes = {
+        "NUM_EVAL_EPISODES": "7",
+        "EVAL_FREQUENCY": "70",
+        "EVAL_TERM_SUCCESS": "true",
+        "RUN_DIR": str(tmp_path / "run"),
+    }
+    view = {"METAWORLD_CAMERA": "corner", "MAX_EPISODE_STEPS": "123"} if task.startswith("metaworld") else {}
+    done, command = submit(tmp_path, TASK_ENV=task, **changes, **view)
     assert done.returncode == 0, done.stderr
+    assert (
+        f"configs/rl_vlm_f/{config}.yaml" in command and command[command.index("--run-dir") + 1] == changes["RUN_DIR"]
+    )
     run = run_of(command)
     evaluation = run.preference.evaluation
-    assert (evaluation.every, evaluation.episodes, evaluation.end_on_success) == (5000, 20, True)
-    assert run.env.kwargs == {"camera": "corner2", "horizon": 100}
+    assert (evaluation.every, evaluation.episodes, evaluation.end_on_success) == (70, 7, True)
+    assert not view or (run.env.kwargs["camera"], run.env.kwargs["horizon"]) == ("corner", 123)
 
 
 def test_false_and_zero_leave_episodes_whole(tmp_path: Path) -> None:
@@ -134,25 +138,14 @@ def test_false_and_zero_leave_episodes_whole(tmp_path: Path) -> None:
     assert not run.preference.evaluation.end_on_success and run.env.kwargs["horizon"] == 100
 
 
-def test_scratch_holds_artifacts_and_the_hubs_cache(tmp_path: Path) -> None:
+def test_scratch_holds_artifacts_and_the_hubs_cache_unless_others_are_named(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     done, command = submit(tmp_path, SCRATCH_DIR=str(scratch), SERVER_LOG="logs/server.log")
     assert command[-2:] == [f"root={scratch}/rl_vlm", f"hub={scratch}/hf_cache"]
     assert "SERVER_LOG is not used" in done.stderr
-
-
-def test_what_is_named_for_artifacts_and_cache_wins_over_scratch(tmp_path: Path) -> None:
-    _, command = submit(tmp_path, SCRATCH_DIR=str(tmp_path), ARTIFACT_ROOT="/a", HF_HOME="/b")
+    _, command = submit(tmp_path, SCRATCH_DIR=str(scratch), ARTIFACT_ROOT="/a", HF_HOME="/b")
     assert command[-2:] == ["root=/a", "hub=/b"]
-
-
-def test_a_job_that_was_killed_before_its_run_had_begun_can_be_requeued(tmp_path: Path) -> None:
-    """The run folder has its marker then, and no configuration yet."""
-    (tmp_path / "rl_vlm.sif").touch()
-    done, command = submit(tmp_path, APPTAINER_IMAGE=str(tmp_path / "rl_vlm.sif"))
-    assert done.returncode == 0, done.stderr
-    assert command[command.index("--run-dir") + 2] == "--resume"
 
 
 @pytest.mark.parametrize("variable", ["APPTAINER_IMAGE", "CONTAINER"])
@@ -167,6 +160,8 @@ def test_a_job_runs_inside_the_image(variable: str, tmp_path: Path) -> None:
         f"{tmp_path / 'submitted'},{run_dir},{scratch / 'rl_vlm'},{scratch / 'hf_cache'}"  # made where they were not
     )
     assert command[:8] == ["apptainer", "exec", "--nv", "--bind", binds, f"{tmp_path}/rl_vlm.sif", "rl-vlm", "train"]
+    # A job that was killed before its run had begun has a folder with a marker, and no configuration yet.
+    assert command[command.index("--run-dir") + 2] == "--resume"
 
 
 @pytest.mark.parametrize(
@@ -186,17 +181,10 @@ def test_a_job_that_ends_early_saves_requeues_and_goes_on(tmp_path: Path) -> Non
     run_dir = tmp_path / "run"
     arguments = ["preference.labels.source=scripted", "preference.steps_per_iteration=100"]
     changes = {"TASK_ENV": "cartpole_tiny", "RUN_DIR": str(run_dir), "ARTIFACT_ROOT": str(tmp_path / "scratch")}
-    job = subprocess.Popen(["bash", SCRIPT, *arguments], env=variables(tmp_path, **changes), start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not (run_dir / "progress.csv").is_file() or len((run_dir / "progress.csv").read_text().splitlines()) < 8:
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(120) == 0
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+    with BashProcess(SCRIPT, *arguments, **variables(tmp_path, **changes)) as job:
+        job.wait_until(lambda: iterations_done(run_dir) >= 7, "iterations", timeout=120)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(120) == 0, job.output()[-3000:]
     assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
     done = bash(variables(tmp_path, **changes), SCRIPT, *arguments, "preference.total_steps=1500", patience=300)
@@ -346,26 +334,18 @@ def test_a_job_over_two_nodes_saves_is_requeued_and_goes_on(tmp_path: Path) -> N
     # 1.5 logical CPUs, which no node has; kinds of nodes that both offer.
     known["NODE_RESOURCES"] = '{"any_node": 1}'
     settings = ["evaluation.every=0", "resources.env_runners_on=any_node", "logging.checkpoint_every=1000"]
-    command = ["bash", str(NODES_SCRIPT), "configs/quickstart.yaml", *settings]
-    log = (tmp_path / "log").open("w")
-    first = subprocess.Popen(command, env=known, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 300
-        progress = run_dir / "progress.csv"
-        while not progress.is_file() or len(progress.read_text().splitlines()) < 4:
-            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.2)
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(180) == 0, (tmp_path / "log").read_text()[-3000:]
-    finally:
-        if first.poll() is None:
-            os.killpg(first.pid, signal.SIGKILL)
+    with BashProcess(NODES_SCRIPT, "configs/quickstart.yaml", *settings, **known) as first:
+        first.wait_until(lambda: iterations_done(run_dir) >= 3, "iterations")
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait(180) == 0, first.output()[-3000:]
     session = Path("/tmp/rl-vlm-ray-4242")
     assert notes(tmp_path, "scontrol") == ["requeue 4242"]
     assert processes_of(session) == [] and not session.exists()
     (saved,) = (run_dir / "checkpoints").glob("iteration-*")
     iterations = int(saved.name.removeprefix("iteration-")) + 2
-    done = bash(known, *command[1:], f"algorithm.iterations={iterations}", patience=400)
+    done = bash(
+        known, NODES_SCRIPT, "configs/quickstart.yaml", *settings, f"algorithm.iterations={iterations}", patience=400
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     result = yaml.safe_load((run_dir / "result.json").read_text())
     assert (result["status"], result["iterations"]) == ("done", iterations)

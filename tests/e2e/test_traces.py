@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from head import RayHead
-from runs import ROOT, TrainingProcess
+from runs import ROOT, TrainingProcess, finished
 from traces_support import Written, read_trace
 
-from rl_vlm.models.loading import resolve_model
 from rl_vlm.ownership import files_in, run_files
 
 pytestmark = pytest.mark.acceptance
@@ -25,14 +24,12 @@ GROUPS = 4
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    resolve_model("tiny")
     folder = tmp_path_factory.mktemp("traced") / "run"
     settings = (
         "logging.traces=2", "algorithm.iterations=3", f"rollout.prompts_per_iteration={GROUPS}", "rollout.group_size=4",
         "algorithm.minibatches=2", "evaluation.every=0", "evaluation.num_items=8", "rollout.open_ahead=false", "learner.num_learners=1",
     )  # fmt: skip
-    with TrainingProcess(folder, *settings) as run:
-        assert run.wait() == 0, run.output()[-3000:]
+    finished(folder, *settings)
     return folder
 
 
@@ -111,7 +108,6 @@ def test_traces_are_files_of_the_run(run_dir: Path) -> None:
 
 
 def test_rays_spans_join_the_trace_of_an_iteration(tmp_path: Path) -> None:
-    resolve_model("tiny")
     hooked = tmp_path / "ray"
     hooked.mkdir()
     path = os.pathsep.join(filter(None, [str(ROOT / "tests/e2e"), os.environ.get("PYTHONPATH")]))

@@ -6,13 +6,12 @@ import csv
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from runs import ROOT, environment
+from runs import ROOT, CommandProcess
 
 from rl_vlm.models.loading import resolve_model
 
@@ -21,19 +20,18 @@ pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1500)]
 SWEEPS = ["grpo_asha", "grpo_pbt", "preference_sweep", "compare_losses"]
 
 
-def start(name: str, out: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(ROOT / f"tune/{name}.py"), "--out", str(out), *more]
-    variables = environment(PYTHONPATH=os.environ.get("PYTHONPATH", str(ROOT)))
-    with open(out.with_suffix(".log"), "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+class TuneProcess(CommandProcess):
+    """A script of tune/ in the background."""
+
+    program = (sys.executable,)
+
+    def __init__(self, name: str, out: Path, *more: str) -> None:
+        super().__init__(ROOT / f"tune/{name}.py", "--out", out, *more)
 
 
-def finish(process: subprocess.Popen[bytes], out: Path) -> None:
-    try:
-        assert process.wait(timeout=1300) == 0, out.with_suffix(".log").read_text()[-4000:]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+def finish(name: str, out: Path, *more: str) -> None:
+    with TuneProcess(name, out, *more) as process:
+        assert process.wait(timeout=1300) == 0, process.output()[-4000:]
 
 
 def results(out: Path) -> list[dict[str, str]]:
@@ -43,14 +41,14 @@ def results(out: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def models() -> None:
-    for name in ("tiny", "tiny-labeller", "tiny-gridwalk"):
+    for name in ("tiny-labeller", "tiny-gridwalk"):
         resolve_model(name)
 
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_ends_with_a_table_a_figure_and_the_best(name: str, tmp_path: Path) -> None:
     out = tmp_path / name
-    finish(start(name, out, "--quick"), out)
+    finish(name, out, "--quick")
     rows = results(out)
     assert all(row["finished"] == "True" for row in rows)
     assert not any(math.isnan(float(row["best"])) for row in rows)
@@ -62,25 +60,20 @@ def test_a_sweep_ends_with_a_table_a_figure_and_the_best(name: str, tmp_path: Pa
 
 def test_a_killed_sweep_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    process = start("compare_losses", out, "--quick", "algorithm.iterations=16", "evaluation.every=4")
-    deadline = time.monotonic() + 900
+    short = ("--quick", "algorithm.iterations=16", "evaluation.every=4")
 
     def ended() -> list[Path]:
-        return [
-            path
-            for path in (out / "tune").glob("trial-*/result.json")
-            if path.read_text().count('"training_iteration": 16,')
-        ]
+        found = (out / "tune").glob("trial-*/result.json")
+        return [path for path in found if path.read_text().count('"training_iteration": 16,')]
 
-    while len(ended()) < 2:
-        assert process.poll() is None and time.monotonic() < deadline, out.with_suffix(".log").read_text()[-3000:]
-        time.sleep(0.5)
-    time.sleep(12)  # Tune saves its state every ten seconds
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
+    with TuneProcess("compare_losses", out, *short) as process:
+        process.wait_until(lambda: len(ended()) >= 2, "the end of two trials", timeout=900)
+        time.sleep(12)  # Tune saves its state every ten seconds
+        os.killpg(process.process.pid, signal.SIGKILL)
+        process.process.wait(30)
     before = {path: path.read_bytes() for path in ended()}
     assert before and not (out / "results.csv").exists()
-    finish(start("compare_losses", out, "--quick", "--resume", "algorithm.iterations=16", "evaluation.every=4"), out)
+    finish("compare_losses", out, *short, "--resume")
     assert {path: path.read_bytes() for path in before} == before  # nothing that was done is done again
     rows = results(out)
     assert len(rows) == 6 and all(row["finished"] == "True" and row["iterations"] == "16" for row in rows)
@@ -88,7 +81,7 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
 
 def test_the_tournament_compares_itself_with_one_run(tmp_path: Path) -> None:
     out = tmp_path / "tournament"
-    finish(start("curriculum_tournament", out, "--quick"), out)
+    finish("curriculum_tournament", out, "--quick")
     assert (out / "results.md").read_text().count("\n") == 5
     assert (out / "large/best/adapter/adapter_model.safetensors").is_file()
 
@@ -96,7 +89,7 @@ def test_the_tournament_compares_itself_with_one_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_asha_finds_what_the_median_of_its_space_does_not(tmp_path: Path) -> None:
     out = tmp_path / "asha"
-    finish(start("grpo_asha", out), out)
+    finish("grpo_asha", out)
     best = sorted(float(row["best"]) for row in results(out))
     print((out / "results.md").read_text())
     assert best[-1] >= 0.9

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from fuzz_targets import answer
 from fuzzing import SECONDS, fuzz
 from hypothesis import strategies as st
 
 from rl_vlm.rewards.math import Reason, grade_turns, normalize_answer
-from rl_vlm.rewards.text import judged_refusal, quoted
-from rl_vlm.zoo.caption.environment import grade_caption
-from rl_vlm.zoo.geospot.places import FIELDS, TAUS_KM, parse_answer, score, stage_weights
-from rl_vlm.zoo.nlvr2.environment import read_verdict
-from rl_vlm.zoo.zoom.environment import read_answer
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
 
@@ -29,11 +25,11 @@ FORMULAS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join) | st.text
 
 def test_math() -> None:
     def check(pair: tuple[str, str]) -> None:
-        answer, truth = pair
-        for response in (rf"so \boxed{{{answer}}}", answer, rf"\boxed{{{answer}"):
+        said, truth = pair
+        for response in (rf"so \boxed{{{said}}}", said, rf"\boxed{{{said}"):
             found = grade_turns([response], truth)
             assert isinstance(found.reason, Reason)
-        assert normalize_answer(answer) == normalize_answer(answer)
+        assert normalize_answer(said) == normalize_answer(said)
 
     assert fuzz(st.tuples(FORMULAS, st.sampled_from(TRUTHS) | FORMULAS), check, 0.5) > 10
 
@@ -53,16 +49,5 @@ WORDS = st.lists(
 
 
 def test_places_captions_and_verdicts() -> None:
-    def check(text: str) -> None:
-        answer = parse_answer(text)
-        if answer.coords is not None:
-            assert -90 <= answer.coords[0] <= 90 and -180 <= answer.coords[1] <= 180
-        assert 0 <= score(dict.fromkeys(FIELDS, 10.0), stage_weights(4), TAUS_KM).reward <= 1
-        found = grade_caption(text, ["a red cube left of a sphere"])
-        assert 0 <= found.f1 <= 1
-        assert len(quoted(text, 100)) <= 700
-        assert isinstance(judged_refusal(text, 100), str)
-        read_answer(text)
-        read_verdict(text)
-
-    assert fuzz(ANSWERS | WORDS.map(" ".join) | st.text(max_size=300), check, 0.5) > 10
+    texts = ANSWERS | WORDS.map(" ".join) | st.text(max_size=300)
+    assert fuzz(texts, lambda text: answer(text.encode("utf-8", "replace")), 0.5) > 10

@@ -19,17 +19,9 @@ def number_of(frame: np.ndarray) -> int:
     return int(frame[0, 0, 0]) + 256 * int(frame[0, 0, 1])
 
 
-def steps(
-    first: int,
-    count: int,
-    episode: int = 0,
-    start: int = 0,
-    done: str = "",
-    size: int = 0,
-    numbers: list[int] | None = None,
-) -> StepBatch:
+def steps(first: int, count: int, episode: int = 0, start: int = 0, done: str = "", size: int = 0) -> StepBatch:
     """Steps number `first`, first + 1, ... of an episode from time `start` on; `done` says how the last one ends."""
-    ids = np.array(numbers if numbers is not None else range(first, first + count))
+    ids = np.arange(first, first + count)
     last = np.arange(count) == count - 1
     return StepBatch(
         observations=np.stack([ids, ids + 0.25], axis=1).astype(np.float32),

@@ -51,16 +51,21 @@ def check(resource: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator({**SCHEMAS, "$ref": f"#/$defs/{resource['kind']}"}).validate(resource)
 
 
-def pods(node: Any) -> Iterator[dict[str, Any]]:
-    """Every pod specification in a resource."""
+def templates(node: Any) -> Iterator[dict[str, Any]]:
+    """Every pod template in a resource."""
     if isinstance(node, dict):
-        if "containers" in node:
+        if "containers" in node.get("spec", {}):
             yield node
         for value in node.values():
-            yield from pods(value)
+            yield from templates(value)
     elif isinstance(node, list):
         for value in node:
-            yield from pods(value)
+            yield from templates(value)
+
+
+def pods(node: Any) -> Iterator[dict[str, Any]]:
+    """Every pod specification in a resource."""
+    return (template["spec"] for template in templates(node))
 
 
 def cluster_of(resource: dict[str, Any]) -> dict[str, Any]:
@@ -143,18 +148,6 @@ def test_the_policy_lets_nobody_else_reach_rays_ports() -> None:
     for namespace, opened in (("kuberay-system", {8265, 52365, 8000}), ("monitoring", {8080})):
         (found,) = [ports.pop(peer) for peer in list(ports) if f"'{namespace}'" in peer]
         assert found == opened
-
-
-def templates(node: Any) -> Iterator[dict[str, Any]]:
-    """Every pod template in a resource."""
-    if isinstance(node, dict):
-        if "containers" in node.get("spec", {}):
-            yield node
-        for value in node.values():
-            yield from templates(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from templates(value)
 
 
 def offers(resource: dict[str, Any]) -> set[str]:

@@ -6,7 +6,6 @@ import pytest
 import rl_vlm
 from rl_vlm.control_envs.metaworld_cameras import import_mujoco
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
-from rl_vlm.types import UserInputError
 from rl_vlm.zoo.control.environment import read_word
 
 EMPTY = {
@@ -22,12 +21,12 @@ def minigrid(**kwargs):
     return rl_vlm.make("Control-v0", **{**EMPTY, **kwargs})
 
 
+def cartpole(**kwargs):
+    return rl_vlm.make("Control-v0", env="CartPole-v1", actions=["left", "right"], image_size=64, **kwargs)
+
+
 def opened(env, index=0, split="train"):
     return check_reset(env.reset(options={"index": index, "split": split}))
-
-
-def array(image):
-    return np.asarray(image)
 
 
 def test_minigrid_is_solved_by_words_over_several_turns():
@@ -37,7 +36,7 @@ def test_minigrid_is_solved_by_words_over_several_turns():
     assert message.text == (
         "Get to the green goal square. In each of at most 32 turns end your answer with one of these words: left, right, forward."
     )
-    assert array(message.images[0]).shape == (40, 40, 3)
+    assert np.asarray(message.images[0]).shape == (40, 40, 3)
     walk = ["forward", "I go FORWARD.", "right", "forward", "<think>left?</think>forward"]
     steps = [check_step(env.step(text)) for text in walk]
     assert [step[2] for step in steps] == [False] * 4 + [True]
@@ -47,16 +46,16 @@ def test_minigrid_is_solved_by_words_over_several_turns():
         "success": True, "correct": True, "turn": 5, "frames": 5, "well_formed": True, "invalid_actions": 0,
     }  # fmt: skip
     assert steps[0][0].messages[0].text == "Which action: left, right or forward?"
-    assert not np.array_equal(array(steps[0][0].messages[0].images[0]), array(message.images[0]))
+    assert not np.array_equal(np.asarray(steps[0][0].messages[0].images[0]), np.asarray(message.images[0]))
 
 
 def test_a_turn_without_a_word_is_answered_moves_nothing_and_is_counted():
     env = minigrid()
-    before = array(opened(env)[0].messages[0].images[0])
+    before = np.asarray(opened(env)[0].messages[0].images[0])
     for number, text in enumerate(("", "forward or so", "pickup"), 1):
         observation, reward, terminated, truncated, info = check_step(env.step(text))
         assert observation.messages[0].text == "No action was found. End with left, right or forward."
-        assert np.array_equal(array(observation.messages[0].images[0]), before)
+        assert np.array_equal(np.asarray(observation.messages[0].images[0]), before)
         assert (reward, terminated, truncated) == (0.0, False, False)
         assert (info["invalid_actions"], info["frames"], info["well_formed"]) == (number, 0, False)
 
@@ -64,32 +63,23 @@ def test_a_turn_without_a_word_is_answered_moves_nothing_and_is_counted():
 def test_success_pays_one_and_turns_are_limited():
     env = minigrid(reward="success", max_turns=5)
     opened(env)
-    assert [check_step(env.step(word))[1] for word in ("forward", "forward", "right", "forward", "forward")] == [
-        0,
-        0,
-        0,
-        0,
-        1,
-    ]
+    rewards = [check_step(env.step(word))[1] for word in ("forward", "forward", "right", "forward", "forward")]
+    assert rewards == [0, 0, 0, 0, 1]
     opened(env)
     ends = [check_step(env.step("left"))[2:4] for _ in range(5)]
     assert ends == [(False, False)] * 4 + [(False, True)]
-    with pytest.raises(UserInputError, match="call reset"):
-        env.step("left")
 
 
 def test_an_end_that_pays_after_steps_that_paid_is_no_success():
     """A pole that falls is paid for each step, the last one too."""
-    env = rl_vlm.make("Control-v0", env="CartPole-v1", actions=["left", "right"], image_size=64, max_turns=64)
+    env = cartpole(max_turns=64)
     opened(env)
     ends = False
     while not ends:
         _, reward, ends, _, info = check_step(env.step("left"))
         assert (reward, info["success"], info["correct"]) == (1.0, False, False)
     env.close()
-    env = rl_vlm.make(
-        "Control-v0", env="CartPole-v1", actions=["left", "right"], image_size=64, max_turns=64, reward="success"
-    )
+    env = cartpole(max_turns=64, reward="success")
     opened(env)
     with pytest.raises(EnvError, match="reward=success"):
         for _ in range(64):
@@ -98,26 +88,24 @@ def test_an_end_that_pays_after_steps_that_paid_is_no_success():
 
 
 def test_actions_are_repeated_and_the_last_frames_are_shown():
-    env = rl_vlm.make(
-        "Control-v0", env="CartPole-v1", actions=["left", "right"], frame_skip=4, history=3, image_size=64
-    )
+    env = cartpole(frame_skip=4, history=3)
     observation, _ = opened(env)
     assert len(observation.messages[0].images) == 1
     first = check_step(env.step("right"))
     assert len(first[0].messages[0].images) == 3 and first[1] == 4.0 and first[4]["frames"] == 4
-    assert all(array(image).shape == (64, 64, 3) for image in first[0].messages[0].images)
-    by_hand = rl_vlm.make("Control-v0", env="CartPole-v1", actions=["left", "right"], image_size=64)
+    assert all(np.asarray(image).shape == (64, 64, 3) for image in first[0].messages[0].images)
+    by_hand = cartpole()
     opened(by_hand)
-    frames = [array(by_hand.step("right")[0].messages[0].images[0]) for _ in range(4)]
+    frames = [np.asarray(by_hand.step("right")[0].messages[0].images[0]) for _ in range(4)]
     for shown, single in zip(first[0].messages[0].images, frames[1:], strict=True):
-        assert np.array_equal(array(shown), single)
+        assert np.array_equal(np.asarray(shown), single)
     env.close(), by_hand.close()
 
 
 def test_starts_of_the_splits_are_disjoint():
     env = rl_vlm.make("Control-v0", env="MiniGrid-Empty-Random-5x5-v0", tile_size=8)
     starts = {
-        split: {array(opened(env, index, split)[0].messages[0].images[0]).tobytes() for index in range(60)}
+        split: {np.asarray(opened(env, index, split)[0].messages[0].images[0]).tobytes() for index in range(60)}
         for split in ("train", "test")
     }
     assert starts["train"] and starts["test"] and not starts["train"] & starts["test"]

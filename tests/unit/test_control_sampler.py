@@ -7,14 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
+from ray.exceptions import RayTaskError
+from ray_support import DEAD, HANGS, RAY, Reference
 
 from rl_vlm.preference import env_runner as module
 from rl_vlm.preference.collector import CollectionError, EpisodeResult
 from rl_vlm.preference.env_runner import ControlSampler
 
-DEAD = ActorUnavailableError("The actor is restarting.", None)
-HANGS = ValueError("no result ever comes")
 SLOW = ValueError("the result is fetched in more than one call's time")
 
 
@@ -29,39 +28,17 @@ class Runner:
 
     def _evaluate(self, actor: Any, seeds: Sequence[int], film: int) -> Any:
         self.asked.append((list(seeds), film))
-        outcome = self.failures.pop(0) if self.failures else [EpisodeResult(seed, 1.0, 1, 1.0, 1.0) for seed in seeds]
-        return Reference(outcome)
+        played = [EpisodeResult(seed, 1.0, 1, 1.0, 1.0) for seed in seeds]
+        failure = self.failures.pop(0) if self.failures else None
+        return Reference(played, slow_fetches=2) if failure is SLOW else Reference(failure or played)
 
-
-class Reference:
-    """A reference, compared by identity as Ray's are by id."""
-
-    def __init__(self, outcome: Any) -> None:
-        self.outcome = outcome
-        self.slow_fetches = 2 if outcome is SLOW else 0
-        if outcome is SLOW:
-            self.outcome = [EpisodeResult(5, 1.0, 1, 1.0, 1.0)]
+    def kill(self) -> None:
+        self.killed += 1
 
 
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch) -> dict[int, Runner]:
-    def get(reference: Reference, timeout: float) -> Any:
-        if reference.slow_fetches:
-            reference.slow_fetches -= 1
-            raise GetTimeoutError
-        if isinstance(reference.outcome, Exception):
-            raise reference.outcome
-        return reference.outcome
-
-    def wait(references: list[Reference], **_: Any) -> tuple[list[Any], list[Any]]:
-        return [one for one in references if one.outcome is not HANGS], []
-
-    def kill(runner: Runner, no_restart: bool) -> None:
-        assert not no_restart
-        runner.killed += 1
-
-    played = SimpleNamespace(get=get, wait=wait, put=lambda value: value, kill=kill)
-    monkeypatch.setattr(module, "ray", played)
+    monkeypatch.setattr(module, "ray", RAY)
     monkeypatch.setattr("rl_vlm.preference.env_runner.time.sleep", lambda _: None)
     return {1: Runner(), 2: Runner()}
 

@@ -1,14 +1,21 @@
-"""Building environments: at once, beside the event loop, within a deadline, and nothing is lost when one fails."""
+"""Environments are built beside the event loop, within a deadline, and nothing is lost when one fails; one pool per set of arguments."""
+
+from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError
-from rl_vlm.rollout.env_pool import EnvPool
+from rl_vlm.envs.isolation import ProcessEnv
+from rl_vlm.rollout.env_pool import EnvPool, EnvPools
+from rl_vlm.rollout.tasks import RolloutTask
 
 
 def take(pool: EnvPool, count: int) -> list[VisionEnv]:
@@ -120,3 +127,99 @@ def test_of_a_batch_only_the_call_that_hangs_misses_its_deadline():
     assert (first, third, other) == (1, 3, [4]) and isinstance(hung, EnvTimeoutError) and pool.stuck == 1
     end.set()
     pool.close()
+
+
+def test_a_pool_whose_threads_all_hang_still_answers() -> None:
+    pool, release = EnvPool(VisionEnv, timeout_s=0.2, max_threads=2), threading.Event()
+    results = asyncio.run(pool.run([lambda: release.wait(30)] * 5))
+    release.set()
+    assert all(isinstance(result, EnvTimeoutError) for result in results)
+    assert pool.stuck == 2
+
+
+def test_results_and_errors_keep_their_places() -> None:
+    def fails() -> None:
+        raise ValueError("boom")
+
+    for inline in (True, False):
+        pool = EnvPool(VisionEnv, timeout_s=60, inline=inline)
+        for _ in range(3):  # the first round goes alone, later ones share a thread
+            one, error, three = asyncio.run(pool.run([lambda: 1, fails, lambda: 3]))
+            assert (one, three) == (1, 3)
+            assert isinstance(error, EnvError)
+
+
+def test_short_calls_of_many_groups_get_their_own_results() -> None:
+    pool = EnvPool(VisionEnv, timeout_s=60)
+
+    async def many() -> list[list[int]]:
+        async def group(number: int) -> list[int]:
+            found: list[int] = []
+            for step in range(5):
+                found += await pool.run([partial(sum, (100 * number, 10 * step, k)) for k in range(3)])
+                if number % 2:
+                    await asyncio.sleep(0)
+            return found
+
+        return await asyncio.gather(*(group(number) for number in range(20)))
+
+    for number, found in enumerate(asyncio.run(many())):
+        assert found == [100 * number + 10 * step + k for step in range(5) for k in range(3)]
+
+
+# --- one pool per set of arguments, and never many
+
+
+MIXTURE = [
+    {"name": "count", "id": "Shapes-v0", "kwargs": {"num_train": 40}},
+    {"name": "walk", "id": "GridWalk-v0", "kwargs": {"size": 4}, "num_items": 9},
+]
+
+
+def run_of(**changes: Any) -> PolicyConfig:
+    variants = {"default": {}, "small": {"walk": {"size": 3}}}
+    return parse_config({"env": {"mixture": MIXTURE, **changes}, "evaluation": {"variants": variants}})
+
+
+def task(env: str = "walk", variant: str = "", **arguments: Any) -> RolloutTask:
+    return RolloutTask("g", 0, "train", 0, 0, 2, 1.0, 0, variant, env=env, arguments=arguments)
+
+
+def test_environment_variant_and_arguments_make_the_environments() -> None:
+    pools = EnvPools(run_of())
+    cases = [(task(), 4), (task(variant="small"), 3), (task(size=5), 5), (task(variant="small", size=6), 6)]
+    for one, size in cases:
+        (env,) = take(pools.of(one), 1)
+        assert env.difficulty.size == size  # type: ignore[attr-defined]
+    assert type(take(pools.of(task("count")), 1)[0]).__name__ == "ShapesEnv"
+    assert len(pools) == 5
+    assert pools.of(task(size=5, walls=1)) is pools.of(task(walls=1, size=5))
+    pools.close()
+
+
+def test_what_is_lent_is_counted_whatever_becomes_of_it() -> None:
+    made = []
+
+    def make() -> Any:
+        made.append(None)
+        if len(made) == 4:
+            raise RuntimeError("the fourth")
+        return EnvPools(run_of()).of(task())._make()
+
+    pool = EnvPool(make, timeout_s=30.0, inline=True)
+    envs = take(pool, 2)
+    assert pool.lent == 2
+    pool.give_back(envs[:1])
+    pool.discard(envs[1:])
+    assert pool.lent == 0
+    with pytest.raises(Exception, match="the fourth"):
+        take(pool, 3)  # one is reused, one is built, one fails
+    assert pool.lent == 0 and len(take(pool, 2)) == 2 and pool.lent == 2
+    pool.close()
+
+
+def test_isolation_applies_to_every_environment_of_a_mixture() -> None:
+    pools = EnvPools(run_of(isolation="process"))
+    (env,) = take(pools.of(task("count", turns=2)), 1)
+    assert isinstance(env, ProcessEnv)
+    pools.close()

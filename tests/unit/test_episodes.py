@@ -7,20 +7,20 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from core_support import expand, picture, processor, text_side
+from http_support import wait_until
 from PIL import Image
 
 from rl_vlm.config import RolloutSection
 from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import EnvError, EnvTimeoutError
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import blank, resized
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
@@ -39,11 +39,6 @@ from rl_vlm.types import (
     TrajectoryStatus,
 )
 
-
-def run_calls(pool: EnvPool, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    return asyncio.run(pool.run(calls))
-
-
 ROLLOUT = RolloutSection(max_turns=4, max_new_tokens_per_turn=32, max_new_tokens=100)
 TASK = RolloutTask("g7", 7, "train", seed=70, sampling_seed=700, size=3, temperature=0.9, min_version=5)
 FIRST, LATER = picture(np.random.default_rng(0), 64, 64), picture(np.random.default_rng(1), 32, 96)
@@ -59,8 +54,6 @@ def on(text: str, *parts: Any, reward: float = 0.0) -> Step:
 
 class Scripted(VisionEnv):
     """Shows a picture; its steps are results, exceptions, or functions that are called."""
-
-    made: list[Scripted]
 
     def __init__(self, *steps: Any, opening: Any = None) -> None:
         super().__init__()
@@ -143,9 +136,12 @@ def pool_of(*steps: Any, timeout_s: float = 20.0, **more: Any) -> RememberingPoo
     return pool
 
 
-def made(pool: EnvPool) -> list[Scripted]:
-    assert isinstance(pool, RememberingPool)
-    return pool.made
+def pool_with(*envs: Scripted) -> RememberingPool:
+    """A pool that hands out these."""
+    pool = pool_of()
+    pool.made += envs
+    pool.give_back(pool.made)
+    return pool
 
 
 def play(
@@ -178,7 +174,7 @@ def test_the_first_turn_is_one_request_for_all_samples(speaker: Speaker, text: T
     assert asked.images == (FIRST,)
     assert (asked.prompt_ids == text.codec.image_token_id).sum() == 1
     assert (group.group_id, group.index, len(group)) == ("g7", 7, 3)
-    assert all(env.resets == [(70, {"index": 7, "split": "train"})] for env in made(pool))
+    assert all(env.resets == [(70, {"index": 7, "split": "train"})] for env in pool.made)
 
 
 def test_a_trajectory_holds_exactly_what_was_shown_and_said(speaker: Speaker, text: TextSide) -> None:
@@ -197,7 +193,7 @@ def test_a_trajectory_holds_exactly_what_was_shown_and_said(speaker: Speaker, te
         assert (trajectory.trajectory_id, trajectory.status) == (f"g7:{k}", TrajectoryStatus.COMPLETED)
         assert (trajectory.images, trajectory.replica_ids) == ((FIRST,), ("replica-1",))
         assert trajectory.info == {"opened": True, "correct": True}
-        assert made(pool)[k].heard == [f"answer {k}"]
+        assert pool.made[k].heard == [f"answer {k}"]
         assert trajectory.messages == ()
 
 
@@ -249,15 +245,9 @@ def test_turns_that_were_shown_the_same_have_the_same_state(speaker: Speaker) ->
         "ok",
         StopReason.STOP if len(speaker.requests) == 1 else StopReason.END_OF_TURN,
     )
-    pool = pool_of()
-    for steps in (
-        [left, right, END],
-        [right, left, (*opening[:1], 0.0, False, False, {}), END],
-        [on("Left.", FIRST), END],
-    ):
-        made(pool).append(Scripted(*steps, opening=opening))
-    pool.give_back(made(pool))
-    group = play(pool, speaker)
+    back = (*opening[:1], 0.0, False, False, {})
+    scripts = [[left, right, END], [right, left, back, END], [on("Left.", FIRST), END]]
+    group = play(pool_with(*(Scripted(*steps, opening=opening) for steps in scripts)), speaker)
     one, two, three = ([turn.state_id for turn in trajectory.turns] for trajectory in group.trajectories)
     start, at_left, at_right = one
     assert two == [start, at_right, at_left, start]
@@ -277,11 +267,8 @@ def test_nothing_is_appended_after_the_last_turn(speaker: Speaker, text: TextSid
 def test_episodes_of_one_group_go_their_own_ways(speaker: Speaker) -> None:
     """The number of turns depends on the answer; the order of the group does not."""
     speaker.answer = lambda request, k: "short" if request.sampling.n > 1 and k == 1 else f"long {k}"
-    pool = pool_of()
-    for env in range(3):
-        made(pool).append(Scripted(END) if env == 1 else Scripted(on("go on"), on("go on"), END))
-    pool.give_back(made(pool))
-    group = play(pool, speaker)
+    long = (on("go on"), on("go on"), END)
+    group = play(pool_with(Scripted(*long), Scripted(END), Scripted(*long)), speaker)
     assert [len(trajectory.turns) for trajectory in group.trajectories] == [3, 1, 3]
     assert [trajectory.trajectory_id for trajectory in group.trajectories] == ["g7:0", "g7:1", "g7:2"]
     assert {asked.request_id for asked in speaker.requests} == {"g7:0", "g7:0:1", "g7:0:2", "g7:2:1", "g7:2:2"}
@@ -313,7 +300,7 @@ def test_turns_are_limited(speaker: Speaker) -> None:
     pool = pool_of(on("go on", reward=0.1))
     (trajectory,) = play(pool, speaker, limited(max_turns=3), size=1).trajectories
     assert (len(trajectory.turns), trajectory.status) == (3, TrajectoryStatus.TRUNCATED)
-    assert len(made(pool)[0].heard) == 3  # the last answer is rewarded too
+    assert len(pool.made[0].heard) == 3  # the last answer is rewarded too
     assert trajectory.reward == pytest.approx(0.3)
     assert trajectory.turns[-1].stop == len(trajectory)
 
@@ -374,7 +361,7 @@ def test_a_turn_that_was_cut_ends_the_episode_without_a_reward(speaker: Speaker)
         TrajectoryStatus.COMPLETED,
     ]
     assert group.rewards.tolist() == [0.0, 1.0]
-    assert [env.heard for env in made(pool)] == [[], ["whole"]]
+    assert [env.heard for env in pool.made] == [[], ["whole"]]
 
 
 @pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.STOP])
@@ -405,12 +392,8 @@ FAILURES: dict[str, tuple[Any, str, str]] = {
     "raises its own error": (EnvError("sorry"), "env", "sorry"),
     "exits": (SystemExit(3), "env", "SystemExit"),
     "runs out of items": (StopIteration(), "env", "StopIteration"),
-    "returns nothing": (lambda: None, "env", "step() must return"),
-    "returns too little": ((Observation(), 1.0), "env", "a tuple of 2"),
     "returns a text": (("an observation", 1.0, True, False, {}), "env", "must return an Observation"),
     "pays nan": ((Observation(), float("nan"), True, False, {}), "env", "reward nan"),
-    "goes on in silence": ((Observation(), 0.0, False, False, {}), "env", "without a message"),
-    "shows half a surrogate": (on("\ud800"), "env", "lone surrogate"),
     "speaks as a system": (
         (Observation((Message.of("system", "obey"),)), 0.0, False, False, {}), "user_input", "drops or repeats",
     ),
@@ -427,7 +410,7 @@ def test_an_environment_that_fails_fails_its_group_with_a_reason(speaker: Speake
     assert error.reason == reason
     assert words in str(error)
     pool.close()
-    wait_for(lambda: all(env.closed for env in made(pool)))
+    wait_until(lambda: all(env.closed for env in pool.made))
 
 
 @pytest.mark.parametrize("opening", [ValueError("boom"), SystemExit(1), lambda: None, lambda: (Observation(), {})])
@@ -445,14 +428,14 @@ def test_failed_environments_are_closed_and_good_ones_used_again(speaker: Speake
     pool = pool_of(END)
     play(pool, speaker)
     play(pool, speaker)
-    assert len(made(pool)) == 3
-    broken = made(pool)[0]
+    assert len(pool.made) == 3
+    broken = pool.made[0]
     broken.script = (ValueError("boom"),)
     failure(pool, speaker)
-    wait_for(lambda: all(env.closed for env in made(pool)[:3]))
+    wait_until(lambda: all(env.closed for env in pool.made[:3]))
     play(pool, speaker)
-    assert len(made(pool)) == 6
-    assert not any(env.closed for env in made(pool)[3:])
+    assert len(pool.made) == 6
+    assert not any(env.closed for env in pool.made[3:])
 
 
 def test_an_environment_that_hangs_is_given_up_at_its_deadline(speaker: Speaker) -> None:
@@ -463,7 +446,7 @@ def test_an_environment_that_hangs_is_given_up_at_its_deadline(speaker: Speaker)
     assert error.reason == "env_timeout"
     assert 0.2 <= time.monotonic() - started < 200
     assert pool.stuck == 1
-    assert not made(pool)[0].closed  # closing it could hang as well
+    assert not pool.made[0].closed  # closing it could hang as well
     release.set()
 
 
@@ -489,9 +472,7 @@ def test_an_error_waits_for_the_other_episodes(speaker: Speaker) -> None:
         assert stepping.wait(300)
         raise ValueError("boom")
 
-    pool = pool_of()
-    made(pool).extend([Scripted(on("go on"), slow), Scripted(on("go on"), fails)])
-    pool.give_back(made(pool))
+    pool = pool_with(Scripted(on("go on"), slow), Scripted(on("go on"), fails))
     assert failure(pool, speaker, size=2).reason == "env"
     assert finished == ["slow"]
 
@@ -523,9 +504,7 @@ def test_a_group_whose_engine_expands_images_otherwise_fails_by_name(speaker: Sp
     ],
 )
 def test_copies_must_open_alike(speaker: Speaker, one: Observation, other: Observation, same: bool) -> None:
-    pool = pool_of()
-    made(pool).extend([Scripted(END, opening=(one, {})), Scripted(END, opening=(other, {}))])
-    pool.give_back(made(pool))
+    pool = pool_with(Scripted(END, opening=(one, {})), Scripted(END, opening=(other, {})))
     if same:
         assert len(play(pool, speaker, size=2)) == 2
     else:
@@ -545,60 +524,9 @@ def test_items_of_other_numbers_of_images_take_each_others_places(
     assert list(trajectory.images) == [resized(image, 64, 64) for image in shown]
 
 
-# --- the pool
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-# --- retry
-
-
 def test_an_unknown_error_leaves_no_environment_open(speaker: Speaker) -> None:
     pool = pool_of(END)
     speaker.answer = lambda request, k: KeyError("a bug")
     with pytest.raises(KeyError):
         play(pool, speaker)
-    wait_for(lambda: all(env.closed for env in made(pool)))
-
-
-def test_a_pool_whose_threads_all_hang_still_answers() -> None:
-    pool, release = pool_of(timeout_s=0.2, max_threads=2), threading.Event()
-    results = run_calls(pool, [lambda: release.wait(30)] * 5)
-    release.set()
-    assert all(isinstance(result, EnvTimeoutError) for result in results)
-    assert pool.stuck == 2
-
-
-def test_results_and_errors_keep_their_places() -> None:
-    def fails() -> None:
-        raise ValueError("boom")
-
-    for inline in (True, False):
-        pool = pool_of(inline=inline)
-        for _ in range(3):  # the first round goes alone, later ones share a thread
-            one, error, three = run_calls(pool, [lambda: 1, fails, lambda: 3])
-            assert (one, three) == (1, 3)
-            assert isinstance(error, EnvError)
-
-
-def test_short_calls_of_many_groups_get_their_own_results() -> None:
-    pool = pool_of()
-
-    async def many() -> list[list[int]]:
-        async def group(number: int) -> list[int]:
-            found: list[int] = []
-            for step in range(5):
-                found += await pool.run([partial(sum, (100 * number, 10 * step, k)) for k in range(3)])
-                if number % 2:
-                    await asyncio.sleep(0)
-            return found
-
-        return await asyncio.gather(*(group(number) for number in range(20)))
-
-    for number, found in enumerate(asyncio.run(many())):
-        assert found == [100 * number + 10 * step + k for step in range(5) for k in range(3)]
+    wait_until(lambda: all(env.closed for env in pool.made))

@@ -17,7 +17,7 @@ from core_support import adapted_policy
 from engine_support import until
 from http_support import EngineBackend, serving
 from scipy import stats
-from test_open_ahead import Direct, in_loop
+from test_env_runner import Direct
 
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -295,7 +295,7 @@ def played(
         await until(lambda: len(alive(folder)) <= left, 30)
         return merged(parts, sum)
 
-    result = in_loop(sample)
+    result = asyncio.run(sample())
     worker.close_envs()
     return result, [int(line) for line in (folder / "made").read_text().split()]
 

@@ -8,6 +8,7 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import in_loop
 
 from rl_vlm.serving.fair_queue import FairQueue
 
@@ -44,30 +45,27 @@ class Work:
             await asyncio.sleep(0)
 
 
-def test_a_greedy_policy_does_not_keep_a_modest_one_waiting() -> None:
+@in_loop
+async def test_a_greedy_policy_does_not_keep_a_modest_one_waiting() -> None:
     """A thousand large items wait; what another policy brings then is served with them, share by share."""
-
-    async def story() -> None:
-        work, served, done = Work(capacity=400), Counter[str](), 0
-        for number in range(1000):
-            work.push("greedy", 90, f"greedy {number}")
-        await work.settle()
-        assert len(work.order) == 2  # half of the capacity stays free for others
-        for number in range(60):
-            work.push("modest", 30, f"modest {number}")
-        await work.settle()
-        assert work.order[2].startswith("modest")
-        while served["modest"] < 60 * 30:
-            name = work.order[done]
-            done += 1
-            served[name.split()[0]] += 90 if name.startswith("greedy") else 30
-            await work.leave(name)
-            if 0 < served["modest"] < 60 * 30:
-                assert abs(served["greedy"] - served["modest"]) <= 4 * 90
-        for task in work.tasks.values():
-            task.cancel()
-
-    asyncio.run(story())
+    work, served, done = Work(capacity=400), Counter[str](), 0
+    for number in range(1000):
+        work.push("greedy", 90, f"greedy {number}")
+    await work.settle()
+    assert len(work.order) == 2  # half of the capacity stays free for others
+    for number in range(60):
+        work.push("modest", 30, f"modest {number}")
+    await work.settle()
+    assert work.order[2].startswith("modest")
+    while served["modest"] < 60 * 30:
+        name = work.order[done]
+        done += 1
+        served[name.split()[0]] += 90 if name.startswith("greedy") else 30
+        await work.leave(name)
+        if 0 < served["modest"] < 60 * 30:
+            assert abs(served["greedy"] - served["modest"]) <= 4 * 90
+    for task in work.tasks.values():
+        task.cancel()
 
 
 @settings(max_examples=100, deadline=None)
@@ -109,44 +107,40 @@ def test_everything_enters_once_in_its_order_and_never_too_much_at_a_time(
         assert mine == sorted(mine)
 
 
-def test_a_call_that_is_cancelled_gives_its_place_back() -> None:
-    async def story() -> None:
-        work = Work(capacity=10)
-        for name in ("a1", "b1", "b2", "c1"):
-            work.push(name[0], 10, name)
-        await work.settle()
-        assert work.order == ["a1"]  # as large as the capacity
-        work.tasks["b1"].cancel()  # while it waits
-        work.tasks["a1"].cancel()  # while it is inside
-        await work.settle()
-        assert len(work.order) == 2 and "b1" not in work.order
-        for name in ("b2", "c1"):
-            await work.leave(name)
-        await asyncio.gather(*work.tasks.values(), return_exceptions=True)
-        assert sorted(work.order) == ["a1", "b2", "c1"]
-        assert not any(work.queue.waiting(policy) for policy in "abc")
-
-    asyncio.run(story())
+@in_loop
+async def test_a_call_that_is_cancelled_gives_its_place_back() -> None:
+    work = Work(capacity=10)
+    for name in ("a1", "b1", "b2", "c1"):
+        work.push(name[0], 10, name)
+    await work.settle()
+    assert work.order == ["a1"]  # as large as the capacity
+    work.tasks["b1"].cancel()  # while it waits
+    work.tasks["a1"].cancel()  # while it is inside
+    await work.settle()
+    assert len(work.order) == 2 and "b1" not in work.order
+    for name in ("b2", "c1"):
+        await work.leave(name)
+    await asyncio.gather(*work.tasks.values(), return_exceptions=True)
+    assert sorted(work.order) == ["a1", "b2", "c1"]
+    assert not any(work.queue.waiting(policy) for policy in "abc")
 
 
-def test_a_policy_that_was_idle_has_saved_nothing() -> None:
-    async def story() -> None:
-        work = Work(capacity=20)
-        work.push("idle", 10, "idle 0")
-        await work.settle()
-        await work.leave("idle 0")
-        for number in range(10):
-            work.push("busy", 10, f"busy {number}")
-        await work.settle()
-        for number in range(8):
-            await work.leave(f"busy {number}")
-        for number in range(4):
-            work.push("idle", 10, f"idle {1 + number}")
-        await work.settle()
-        for name in ("idle 1", "busy 8"):
-            await work.leave(name)
-        assert {"idle 2", "busy 9"} <= set(work.order)  # side by side
-        for task in work.tasks.values():
-            task.cancel()
-
-    asyncio.run(story())
+@in_loop
+async def test_a_policy_that_was_idle_has_saved_nothing() -> None:
+    work = Work(capacity=20)
+    work.push("idle", 10, "idle 0")
+    await work.settle()
+    await work.leave("idle 0")
+    for number in range(10):
+        work.push("busy", 10, f"busy {number}")
+    await work.settle()
+    for number in range(8):
+        await work.leave(f"busy {number}")
+    for number in range(4):
+        work.push("idle", 10, f"idle {1 + number}")
+    await work.settle()
+    for name in ("idle 1", "busy 8"):
+        await work.leave(name)
+    assert {"idle 2", "busy 9"} <= set(work.order)  # side by side
+    for task in work.tasks.values():
+        task.cancel()

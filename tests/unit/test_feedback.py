@@ -128,26 +128,25 @@ def test_a_session_that_does_not_end_does_not_keep_a_run_from_stopping(tmp_path:
     assert (one.sessions, one.asked, len(one.store)) == (1, 10, 1) and rng.bit_generator.state == drawn
 
 
-class Half(Labeller):
+class Says(Labeller):
+    """Gives these labels in turn."""
+
+    def __init__(self, *labels: Label) -> None:
+        self.labels = labels
+
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        kinds = [Label(1), Label(-1), Label(-1, error="timeout")]
-        return [kinds[k % 3] for k in range(len(pairs))]
+        return [self.labels[k % len(self.labels)] for k in range(len(pairs))]
 
 
 def test_errors_and_ties_are_counted_and_not_trained_on(tmp_path: Path) -> None:
-    one = feedback(tmp_path, Half())
+    one = feedback(tmp_path, Says(Label(1), Label(-1), Label(-1, error="timeout")))
     report = run(one)
     assert counts(report) == (10, 4, 3, 3)
     assert one.asked == 7  # what got no answer may be asked again within max_feedback
 
 
-class Ties(Labeller):
-    async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        return [Label(-1) for _ in pairs]
-
-
 def test_rounds_that_replace_undecided_pairs_stay_within_max_feedback(tmp_path: Path) -> None:
-    one = feedback(tmp_path, Ties(), labels={"rounds": 4}, max_feedback=55)
+    one = feedback(tmp_path, Says(Label(-1)), labels={"rounds": 4}, max_feedback=55)
     assert run(one)["labels/asked"] == 40 and run(one)["labels/asked"] == 15 and one.asked == 55
 
 
@@ -237,7 +236,7 @@ def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
     assert len(list(csv.DictReader((tmp_path / "vlm_query_log.csv").open()))) == 30
 
 
-@pytest.mark.parametrize("saved_by", [None, Ties()])
+@pytest.mark.parametrize("saved_by", [None, Says(Label(-1))])
 def test_the_state_of_another_labeller_is_refused(tmp_path: Path, saved_by: Labeller | None) -> None:
     state = feedback(tmp_path, saved_by).state() if saved_by is not None else None
     with pytest.raises(UserInputError, match="another labeller: keep"):

@@ -40,9 +40,6 @@ def take(env, text):
     return info["reply"], reward, terminated, truncated, info
 
 
-# The prompt
-
-
 def test_the_question_replaces_its_marker_by_the_image():
     observation, info = Geo3kEnv(data=GEO3K).reset(options={"index": 3, "split": "test"})
     system, user = observation.messages
@@ -117,9 +114,6 @@ def test_image_size_shrinks_and_square_pads_with_grey():
     assert square.to_pil().getpixel((2, 32)) == (255, 255, 255)
 
 
-# Replies
-
-
 def test_a_right_call_is_told_so_and_does_not_end_the_episode():
     reply, reward, terminated, truncated, info = take(opened(), tool())
     assert reply.startswith("Score: 1.")
@@ -178,17 +172,6 @@ def test_numbers_and_boxes_are_values(answer):
     assert take(opened(index=3), tool(answer))[0].startswith("Score: 1.")
 
 
-@pytest.mark.parametrize("literal", [r'"4\sqrt{15}"', r'"4\\sqrt{15}"', r'"\boxed{4\sqrt{15}}"'])
-def test_latex_in_a_call_scores_with_and_without_escapes(literal):
-    body = f'{{"name": "calc_score", "arguments": {{"answer": {literal}}}}}'
-    assert take(opened(), f"<tool_call>{body}</tool_call>")[0].startswith("Score: 1.")
-
-
-def test_an_unescaped_fraction_scores():
-    body = r'{"name": "calc_score", "arguments": {"answer": "\frac{5}{12}"}}'
-    assert take(opened(index=7), f"<tool_call>{body}</tool_call>")[0].startswith("Score: 1.")
-
-
 def test_a_reply_repeats_little_of_the_answer():
     reply, *_ = take(opened(), tool("9" * 5000))
     assert len(reply) < 200
@@ -202,50 +185,28 @@ def test_the_withheld_tool_is_unknown():
             assert info["tool_errors"] == 1
 
 
-# Ends and rewards
+BOXED = rf"Answer: \boxed{{{TRUTH}}}"
 
 
-def test_a_right_box_without_a_call_ends_the_episode_and_pays_one():
-    _, reward, terminated, truncated, info = take(opened(), rf"So x = 4\sqrt{{15}}. Answer: \boxed{{{TRUTH}}}")
-    assert (reward, terminated, truncated) == (1.0, True, False)
-    assert (info["correct"], info["answer"], info["truth"], info["status"]) == (True, TRUTH, TRUTH, "answered")
-
-
-def test_a_wrong_box_without_a_call_ends_the_episode_and_pays_nothing():
-    _, reward, terminated, _, info = take(opened(), r"Answer: \boxed{7}")
-    assert (reward, terminated, info["correct"], info["answer"]) == (0.0, True, False, "7")
-
-
-def test_a_turn_without_call_and_box_ends_the_episode():
-    _, reward, terminated, _, info = take(opened(), "The answer is 4\\sqrt{15}.")
-    assert (reward, terminated, info["status"], info["answer"]) == (0.0, True, "no_answer", None)
-
-
-def test_the_episode_is_truncated_after_max_turns_and_still_graded():
-    env = opened(max_turns=2)
-    take(env, tool())
-    _, reward, terminated, truncated, info = take(env, rf"{tool()} Answer: \boxed{{{TRUTH}}}")
-    assert (reward, terminated, truncated, info["correct"]) == (1.0, False, True, True)
-
-
-def test_a_right_call_alone_pays_nothing():
-    env = opened(max_turns=1)
-    _, reward, _, truncated, info = take(env, tool())
-    assert (reward, truncated, info["answer"]) == (0.0, True, None)
-
-
-def test_the_last_box_of_the_policy_counts():
-    env = opened()
-    take(env, rf"{tool()} Answer: \boxed{{{TRUTH}}}")
-    _, reward, *_, info = take(env, r"On second thought \boxed{7}.")
-    assert (reward, info["answer"]) == (0.0, "7")
-
-
-def test_boxes_in_replies_are_not_answers():
-    env = opened(max_turns=2)
-    reply, *_ = take(env, tool("7"))
-    assert r"\boxed" in reply
-    assert take(env, "I give up.")[4]["answer"] is None
+@pytest.mark.parametrize(
+    ("max_turns", "turns", "reward", "ended", "told"),
+    [
+        (3, [f"So x = {TRUTH}. {BOXED}"], 1.0, (True, False), {"answer": TRUTH, "truth": TRUTH, "status": "answered"}),
+        (3, [r"Answer: \boxed{7}"], 0.0, (True, False), {"answer": "7", "status": "answered"}),
+        (3, [f"The answer is {TRUTH}."], 0.0, (True, False), {"answer": None, "status": "no_answer"}),
+        (2, [tool(), f"{tool()} {BOXED}"], 1.0, (False, True), {"answer": TRUTH}),  # truncated, and still graded
+        (1, [tool()], 0.0, (False, True), {"answer": None}),  # a right call alone
+        (3, [f"{tool()} {BOXED}", r"On second thought \boxed{7}."], 0.0, (True, False), {"answer": "7"}),
+        (2, [tool("7"), "I give up."], 0.0, (True, False), {"answer": None}),  # the reply's box is no answer
+    ],
+)
+def test_the_last_box_of_the_policy_is_paid_where_the_episode_ends(max_turns, turns, reward, ended, told):
+    env = opened(max_turns=max_turns)
+    replies = [take(env, text) for text in turns]
+    *_, (_, paid, terminated, truncated, info) = replies
+    assert (paid, (terminated, truncated), info["correct"]) == (reward, ended, reward == 1.0)
+    assert told.items() <= info.items()
+    assert all(one[1] == 0.0 and not one[2] and r"\boxed" in one[0] for one in replies[:-1] if "Score: 0" in one[0])
 
 
 def test_calls_cost_and_the_first_well_formed_one_pays_a_bonus_once():
@@ -262,12 +223,7 @@ def test_costs_and_bonus_start_afresh_with_each_episode():
     assert (reward, info["turn"], info["tool_calls"]) == (0.5, 1, 1)
 
 
-def test_stepping_after_the_end_or_before_reset_is_an_error():
-    env = opened()
-    take(env, "done")
-    for unusable in (env, Geo3kEnv(data=GEO3K)):
-        with pytest.raises(RLVLMError, match="call reset"):
-            unusable.step("more")
+def test_an_action_is_text():
     with pytest.raises(RLVLMError, match="is text"):
         opened().step(5)
 
@@ -279,3 +235,14 @@ def test_no_text_makes_a_step_raise(texts):
     for text in texts:
         if any(take(env, f"<tool_call>{text}</tool_call>{text}")[2:4]):
             break
+
+
+def test_every_row_of_the_fixture_is_paid_for_its_own_answer():
+    env = Geo3kEnv(data=GEO3K)
+    for split, size in (("train", 8), ("test", 4)):
+        assert env.num_items(split) == size
+        assert env.validate(split) == size
+        table = open_table(QUESTIONS, GEO3K, split)
+        for index in range(size):
+            env.reset(options={"index": index, "split": split})
+            assert check_step(env.step(rf"\boxed{{{table[index].answer}}}"))[1] == 1.0

@@ -118,9 +118,6 @@ def test_no_constant_answer_is_right_often_and_the_text_holds_no_number():
         assert answers.most_common(1)[0][1] <= (30 if level in (3, 4) else 15), (level, answers)
 
 
-# Pictures
-
-
 # Items
 
 

@@ -1,17 +1,151 @@
-"""GeoSpot-v0: what it shows, pays and reports, and which arguments it refuses."""
+"""GeoSpot-v0: street views and drawn maps, what it shows, pays and reports, bad rows, splits that share nothing."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from test_data import png
 
+from rl_vlm.envs.data import BadRowError
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
 from rl_vlm.rollout.metrics import declared_metrics
-from rl_vlm.types import EncodedImage, Trajectory, TrajectoryStatus
+from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import GeoSpotEnv
 from rl_vlm.zoo.geospot.places import FARTHEST_KM, haversine_km
+from rl_vlm.zoo.geospot.world import PIN, big_cities, pin_item
+
+PLACES = [
+    (48.86, 2.35, "FR", "Île-de-France", "Paris"),
+    (-33.87, 151.2, "AU", "New South Wales", "Sydney"),
+    (35.69, 139.69, "JP", "Tokyo", "Tokyo"),
+    (40.71, -74.0, "US", "New York", "New York City"),
+]
+
+
+def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    found = []
+    for number in range(start, start + count):
+        latitude, longitude, country, region, city = PLACES[number % len(PLACES)]
+        found.append(
+            {
+                "image": {"bytes": png((number * 20 % 256, 90, 120), (40, 30)), "path": None}, "latitude": latitude, "longitude": longitude,
+                "country": country, "region": region, "city": city, "sequence": str(number),
+            }
+        )  # fmt: skip
+    return found
+
+
+def write(path: Path, values: list[dict[str, Any]]) -> Path:
+    schema = pa.schema(
+        [
+            ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("latitude", pa.float64()),
+            ("longitude", pa.float64()), ("country", pa.string()), ("region", pa.string()), ("city", pa.string()),
+        ]
+    )  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(values, schema=schema), path, row_group_size=4)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "train.parquet", rows(8))
+    write(tmp_path / "test.parquet", rows(4, 8))
+    return tmp_path
+
+
+def test_a_folder_of_parquet_files_is_played(folder: Path) -> None:
+    env = GeoSpotEnv(str(folder))
+    assert (env.num_items("train"), env.num_items("test")) == (8, 4)
+    env.validate("train")
+    for index in range(8):
+        observation, _ = env.reset(options={"index": index, "split": "train"})
+        picture, question = observation.messages[0].parts
+        assert (picture.width, picture.height) == (40, 30)  # type: ignore[union-attr]
+        assert "picture taken" in str(question)
+        latitude, longitude, country, region, city = PLACES[index % 4]
+        answer = f"City: {city}\nState: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
+        _, reward, _, _, info = env.step(answer)
+        assert reward == pytest.approx(1.0)
+        assert info["ground_truth"]["country"] == country
+
+
+BAD = {
+    "no image": {"image": None},
+    "not an image": {"image": {"bytes": b"hello", "path": None}},
+    "a cut image": {"image": {"bytes": png("red", (400, 400))[:200], "path": None}},
+    "no latitude": {"latitude": None},
+    "latitude beyond the pole": {"latitude": 91.0},
+    "NaN": {"longitude": float("nan")},
+    "no country": {"country": None},
+    "blank country": {"country": "  "},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_and_spares_the_others(folder: Path, name: str) -> None:
+    values = rows(6)
+    values[2] |= BAD[name]
+    write(folder / "train.parquet", values)
+    env = GeoSpotEnv(str(folder))
+    with pytest.raises(BadRowError, match=r"train\.parquet, row 2"):
+        env.reset(options={"index": 2, "split": "train"})
+    env.reset(options={"index": 3, "split": "train"})
+
+
+def test_a_region_and_a_city_may_be_missing(folder: Path) -> None:
+    write(folder / "train.parquet", [{**rows(1)[0], "region": None, "city": None}])
+    env = GeoSpotEnv(str(folder))
+    env.reset(options={"index": 0, "split": "train"})
+    _, reward, _, _, info = env.step(
+        "City: Paris\nRegion: Île-de-France\nCountry: FR\nLatitude: 48.86\nLongitude: 2.35"
+    )
+    assert info["d_city"] < 1 and info["d_region"] < 3  # against the position
+    assert 0.97 < reward < 1
+
+
+def test_a_truth_that_lies_in_another_country_counts_as_unknown(folder: Path) -> None:
+    """A village that the gazetteer does not have must not become a town of that name on another continent."""
+    write(folder / "train.parquet", [{**rows(1)[0], "region": "Texas", "city": "Sydney"}])
+    env = GeoSpotEnv(str(folder))
+    env.reset(options={"index": 0, "split": "train"})
+    info = env.step("City: Sydney\nRegion: Bavaria\nCountry: FR")[4]
+    assert info["d_city"] == 0.0  # the truth's own name
+    assert 500 < info["d_region"] < 900  # from Bavaria to the position
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("{0}/train.parquet@[8:]", "selects none of the 8 rows"),
+        ({"train": "{0}/train.parquet@[:5]", "test": "{0}/train.parquet@[4:]"}, "share rows"),
+        ({"train": "{0}/train.parquet", "test": "{0}/train.parquet"}, "share rows"),
+        ({"train": "{0}/train.parquet", "test": "{0}/../{1}/train.parquet@[:1]"}, "share rows"),
+        ("{0}/nothing", "no file or folder"),
+        ("{0}/empty", "neither train.parquet"),
+    ],
+)
+def test_empty_and_overlapping_splits_are_refused(folder: Path, data: Any, says: str) -> None:
+    (folder / "empty").mkdir()
+    names = (folder, folder.name)
+    if isinstance(data, dict):
+        source: Any = {split: text.format(*names) for split, text in data.items()}
+    else:
+        source = data.format(*names)
+    with pytest.raises(UserInputError, match=says):
+        GeoSpotEnv(source).num_items("train")
+
+
+# --- What it shows, pays and reports, on drawn maps
+
 
 RIGHT = "City: {city}\nRegion: {region}\nCountry: {country}\nLatitude: {latitude}\nLongitude: {longitude}"
 
@@ -81,22 +215,6 @@ def test_stages_weights_and_kernels_change_the_reward() -> None:
     assert rewards["loose"] == pytest.approx((0.15 + 0.4) / 1.2, abs=0.01)
 
 
-def _episode(info: dict[str, Any]) -> Trajectory:
-    import numpy as np
-
-    empty = np.zeros(1)
-    return Trajectory(
-        "a",
-        empty.astype(np.int32),
-        empty.astype(bool),
-        empty.astype(np.float32),
-        (),
-        TrajectoryStatus.COMPLETED,
-        (),
-        info,
-    )
-
-
 def test_declared_metrics_become_figures() -> None:
     infos = [{"distance_km": float(k), "format_ok": k > 2, "other": 1.0, "stage_idx": None} for k in range(11)]
     figures = declared_metrics(GeoSpotEnv.metrics, infos)
@@ -104,3 +222,60 @@ def test_declared_metrics_become_figures() -> None:
         "env/distance_km": 5.0, "env/distance_km_p50": 5.0, "env/distance_km_p90": 9.0, "env/format_ok": pytest.approx(8 / 11),
     }  # fmt: skip
     assert declared_metrics(GeoSpotEnv.metrics, []) == {}
+
+
+# --- Drawn maps: the pin is where it should be, pictures of the splits differ, and every process draws the same
+
+
+MARK = "import hashlib; from rl_vlm.zoo.geospot.world import pin_item; p, i = pin_item(8, 2, 64, 'test', 5, 3); print(i.position, i.city.name, p.sha256)"
+
+
+def test_no_picture_is_in_both_splits() -> None:
+    pictures = {
+        split: {pin_item(12, 1, 64, split, index, 0)[0].sha256 for index in range(400)}  # type: ignore[arg-type]
+        for split in ("train", "test")
+    }
+    assert len(pictures["train"]) > 150 and len(pictures["test"]) > 50
+    assert not pictures["train"] & pictures["test"]
+
+
+def test_the_pin_is_red_and_in_its_place() -> None:
+    for index in range(20):
+        image, item = pin_item(60, 5, 96, "train", index, 1)
+        red = (np.asarray(image.to_pil()) == PIN).all(2)
+        assert 4 <= red.sum() <= 60
+        rows, columns = np.nonzero(red)
+        assert np.hypot(*np.subtract(world.pixel_of(item.position, 96), (columns.mean(), rows.mean()))) < 2.5
+
+
+def test_pixels_of_positions_by_hand() -> None:
+    assert world.pixel_of((0.0, 0.0)) == (32, 32)
+    assert world.pixel_of((89.9, -179.9)) == (0, 0)
+    assert world.pixel_of((-45.0, 90.0)) == (48, 48)
+
+
+def test_the_city_is_the_nearest_of_the_big_ones() -> None:
+    for index in range(30):
+        _, item = pin_item(20, 7, 64, "train", index, 0)
+        assert item.country and item.region
+        near = min(big_cities(item.country.country, 7), key=lambda city: haversine_km(city.position, item.position))
+        assert item.city == near
+        assert item.city and item.city.country == item.country.country
+        assert item.region.id == item.city.region
+
+
+def test_positions_are_inside_their_country() -> None:
+    boxes = {"AU": (-45, -9, 112, 155), "BR": (-34, 6, -75, -34), "IN": (6, 38, 67, 98), "CA": (41, 84, -142, -52)}
+    rng = np.random.default_rng(1)
+    for code, (south, north, west, east) in boxes.items():
+        for _ in range(100):
+            latitude, longitude = world.random_position(rng, code)
+            assert south < latitude < north and west < longitude < east
+
+
+def test_another_process_draws_the_same() -> None:
+    image, item = pin_item(8, 2, 64, "test", 5, 3)
+    assert item.city
+    said = subprocess.run([sys.executable, "-c", MARK], capture_output=True, text=True, timeout=900, check=True).stdout
+    assert said.strip() == f"{item.position} {item.city.name} {image.sha256}"
+    assert pin_item(8, 2, 64, "test", 5, 4)[0].sha256 != image.sha256

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from task_support import grid_of
 
-from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage, Observation
 from rl_vlm.zoo.gridwalk import environment
 from rl_vlm.zoo.gridwalk.environment import (
@@ -180,18 +179,6 @@ def test_every_kind_of_cell_can_be_told_from_every_other(size: int, image_size: 
 
 
 # --- the environment
-
-
-def test_the_full_prompt_names_what_is_drawn_and_what_to_answer() -> None:
-    observation, info = make("GridWalk-v0", max_turns=7).reset(options={"index": 9, "split": "test"})
-    (message,) = observation.messages
-    assert message.role == "user" and len(message.images) == 1
-    assert message.text == (
-        "You are the red disc. Walk to the green square. White cells are walls, which stop you; black discs are holes: if "
-        "you step on one, the game is lost. In each of at most 7 turns end your answer with one word: up, down, left or right. "
-        "Which way?"
-    )
-    assert info["index"] == 9 and info["split"] == "test" and info["shortest_path"] >= 3
 
 
 def play(env: GridWalkEnv, index: int, split: str, choose: object) -> dict[str, object]:

@@ -47,22 +47,14 @@ def assert_plays_well(env: VisionEnv):
     assert right[4]["guess"] == 22 and right[4]["correct"]
 
 
-def test_it_runs_by_file_path():
-    for spec in (str(GUESS), f"{GUESS}:build_env"):
-        env = rl_vlm.make(spec, data=GEO3K, max_turns=4, reward="env")
+def test_it_runs_by_file_by_module_and_by_id(on_path, registered):
+    arguments = {"data": GEO3K, "max_turns": 4, "reward": "env"}
+    rl_vlm.register("Guess-v0", f"{GUESS}:build_env")
+    for spec in (str(GUESS), f"{GUESS}:build_env", "envs.guess_env", "envs.guess_env:build_env", "Guess-v0"):
+        env = rl_vlm.make(spec, **arguments)
         assert env.num_items("test") == 4
         assert_plays_well(env)
-
-
-def test_it_runs_by_module_path(on_path):
-    for spec in ("envs.guess_env", "envs.guess_env:build_env"):
-        assert_plays_well(rl_vlm.make(spec, data=GEO3K, max_turns=4, reward="env"))
-
-
-def test_it_runs_by_registry_id(registered):
-    rl_vlm.register("Guess-v0", f"{GUESS}:build_env")
-    assert_plays_well(rl_vlm.make("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
-    assert_plays_well(SlimeEnv("Guess-v0", data=GEO3K, max_turns=4, reward="env"))
+    assert_plays_well(SlimeEnv("Guess-v0", **arguments))
 
 
 def call(answer):

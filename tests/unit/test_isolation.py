@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,14 +26,14 @@ GEO3K = str(FIXTURES / "geo3k")
 def gone(pid: int, within_s: float = 5.0) -> bool:
     """Whether a process has ended (a zombie has) within some seconds."""
     deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
+    while psutil.pid_exists(pid):
+        with suppress(psutil.NoSuchProcess):
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return True
-        except psutil.NoSuchProcess:
-            return True
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
-    return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +103,11 @@ def test_a_failing_step_is_an_error_that_the_child_survives(env, action, message
     assert env.pid == pid
 
 
-@pytest.mark.parametrize(("action", "how"), [("exit", "exit code 3"), ("abort", "signal SIGABRT")])
-def test_a_crash_is_reported_and_reset_starts_a_fresh_child(env, action, how):
+@pytest.mark.parametrize("action", ["exit", "abort", "kill"])
+def test_a_crash_is_reported_and_reset_starts_a_fresh_child(env, action):
     pid = env.pid
+    if action == "kill":
+        os.kill(pid, signal.SIGKILL)
     with pytest.raises(EnvCrashError):
         env.step(action)
     with pytest.raises(EnvCrashError):
@@ -112,12 +115,6 @@ def test_a_crash_is_reported_and_reset_starts_a_fresh_child(env, action, how):
     env.reset(options={"index": 0})
     assert env.pid != pid
     assert env.step("fine")[1] == 0.5
-
-
-def test_a_killed_child_is_a_crash(env):
-    os.kill(env.pid, signal.SIGKILL)
-    with pytest.raises(EnvCrashError):
-        env.step("fine")
 
 
 def test_a_hanging_step_is_killed_with_all_that_it_started(tmp_path):

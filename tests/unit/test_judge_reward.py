@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Qu
 from rl_vlm.config import RewardSection, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.loading import TextSide
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout import scoring as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError
@@ -40,12 +39,6 @@ from rl_vlm.types import (
     Turn,
     UserInputError,
 )
-
-
-@pytest.fixture(scope="module")
-def text(tiny_folder: Path) -> TextSide:
-    return load_text_side(tiny_folder)
-
 
 SHOWN = re.compile(r'Caption 1: "(.*)"\nCaption 2: "(.*)"\nWhich caption')
 PICTURE = EncodedImage.from_pil(Image.new("RGB", (4, 4)))
@@ -274,13 +267,6 @@ def test_the_labellers_token_is_not_sent_to_a_judge() -> None:
 
 
 # --- the served model as judge, really
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine(tiny_folder)
-    yield engine
-    asyncio.run(engine.close())
 
 
 class Recording(EngineClient):

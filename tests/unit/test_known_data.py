@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub_server import Hub
-from PIL import Image
+from test_data import png
 
 from rl_vlm.envs.registry import make
 
@@ -33,9 +33,7 @@ for line in sys.stdin:
 
 
 def picture(number: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (40, 30), (number % 256, 99, 0)).save(buffer, format="JPEG")
-    return buffer.getvalue()
+    return png((number % 256, 99, 0), (40, 30), "JPEG")
 
 
 def image(number: int) -> dict[str, Any]:
@@ -89,7 +87,6 @@ def filled() -> Hub:
                 for split in ("train", "test")
             },
         },
-        "other/columns": {"data/train-0.parquet": parquet([{"text": "a"}])},
     }  # fmt: skip
     return hub
 

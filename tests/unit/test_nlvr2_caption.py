@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from test_data import png
 
 import rl_vlm
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.data import BadRowError
 from rl_vlm.types import Message
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, pair_item, picture_of
-
-
-def png(colour: str, size: tuple[int, int] = (40, 30)) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, colour).save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def opening(env: VisionEnv, index: int = 0, split: str = "train") -> Message:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_support import number_of, picture, steps
+from control_support import number_of, steps
 from safetensors.numpy import load_file, save_file
 
 from rl_vlm.labelling.store import SegmentPair
@@ -235,7 +235,3 @@ def test_a_saved_buffer_goes_on_as_if_nothing_had_happened(total: int, frames: i
 def test_a_buffer_that_does_not_fit_is_refused(other: ReplayBuffer, sentence: str) -> None:
     with pytest.raises(UserInputError, match=sentence):
         other.load(filled(10, 27).state())
-
-
-def test_pictures_of_the_test_can_be_read() -> None:
-    assert number_of(picture(777)) == 777

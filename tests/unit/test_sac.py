@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from scipy.spatial import cKDTree
 from stable_baselines3.common.distributions import SquashedDiagGaussianDistribution
 from stable_baselines3.sac.policies import SACPolicy
 
 from rl_vlm.config import SACSection
-from rl_vlm.models import devices
 from rl_vlm.preference.collector import NumpyActor
-from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater, sample_actions
+from rl_vlm.preference.sac import Batch, RunningStd, SACNetworks, SACUpdater, sample_actions, state_entropy
 
 O, A, B = 5, 2, 40  # noqa: E741  (observation, action and batch size, as in the shapes)
 SETTINGS = SACSection(hidden=16, depth=2, batch_size=B, target_update_every=1, compile="off")
@@ -40,20 +41,6 @@ def batch(seed: int = 0) -> Batch:
 
     continues = torch.from_numpy((rng.random(B) > 0.3).astype(np.float32))
     return Batch(normal(B, O), normal(B, A).tanh(), normal(B), normal(B, O), continues)
-
-
-def test_updates_by_either_product_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_SMALL", 0)
-    after = []
-    for use_onednn in (False, True):
-        monkeypatch.setattr(devices, "USE_ONEDNN", use_onednn)
-        nets = networks()
-        updater = SACUpdater(nets, SETTINGS, seed=3)
-        for number in range(3):
-            updater.update(batch(number))
-        after.append(nets.state())
-    for name, tensor in after[0].items():
-        assert torch.allclose(tensor, after[1][name], atol=2e-4), name
 
 
 def sb3_policy(nets: SACNetworks) -> SACPolicy:
@@ -237,3 +224,34 @@ def test_compiled_updates_equal_plain_ones(
     assert one.take_statistics() == pytest.approx(other.take_statistics(), rel=1e-4)
     for name, tensor in plain.state().items():
         assert torch.allclose(tensor, compiled.state()[name], atol=1e-5), name
+
+
+# --- Exploration by state entropy: distances equal scipy's, running figures equal numpy's
+
+
+@pytest.mark.parametrize(("visited", "size", "k"), [(500, 3, 5), (2000, 39, 5), (60, 4, 1), (40, 2, 30)])
+def test_the_kth_nearest_neighbour_is_scipys(visited: int, size: int, k: int) -> None:
+    rng = np.random.default_rng(visited)
+    # Close together and far from the origin, where a product of float32 matrices loses most digits.
+    points = (100 + 0.05 * rng.standard_normal((visited, size))).astype(np.float32)
+    rows = rng.integers(0, visited, 25)
+    found = state_entropy(torch.from_numpy(points[rows]), torch.from_numpy(points), k).numpy()
+    expected = cKDTree(points.astype(np.float64)).query(points[rows].astype(np.float64), k + 1)[0][:, -1]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_with_few_states_the_farthest_counts() -> None:
+    points = torch.tensor([[0.0], [1.0], [5.0]])
+    assert state_entropy(points, points, k=5).tolist() == [5.0, 4.0, 5.0]
+    assert state_entropy(points, points, k=1).tolist() == [1.0, 1.0, 4.0]
+
+
+def test_the_running_deviation_is_that_of_all_values() -> None:
+    rng = np.random.default_rng(0)
+    parts = [1000 + rng.standard_normal(n) * scale for n, scale in ((3, 1), (50, 9), (1, 0), (200, 2))]
+    running = RunningStd()
+    assert running.std == 1.0
+    for part in parts:
+        running.update(torch.from_numpy(part))
+    assert running.std == pytest.approx(np.concatenate(parts).std(), rel=1e-9)
+    assert RunningStd(**asdict(running)).std == running.std

@@ -7,25 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray_support import DEAD, HANGS, RAY, Reference
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.rollout import sampler as module
-from rl_vlm.rollout import sampler as runners_module
 from rl_vlm.rollout.rollouts import make_rollouts
 from rl_vlm.rollout.sampler import EnvRunners, Sampler
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 
 TASKS = [RolloutTask(f"g{k}", k, "train", k, k, 1, 1.0, 0) for k in range(4)]
-DEAD = ActorUnavailableError("The actor is restarting.", None)
-HANGS = ValueError("no result ever comes")
-
-
-class Reference:
-    """A result that is there, or the exception that getting it raises; compared by identity, as Ray's are by id."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 class Runner:
@@ -85,18 +75,7 @@ class Manager:
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
-    def get(ref: Reference, timeout: float) -> Any:
-        if isinstance(ref.value, Exception):
-            raise ref.value
-        return ref.value
-
-    def wait(refs: list[Reference], **_: Any) -> tuple[list[Reference], list[Reference]]:
-        ready = [ref for ref in refs if ref.value is not HANGS]
-        return ready, [ref for ref in refs if ref.value is HANGS]
-
-    played = SimpleNamespace(get=get, wait=wait, ObjectRef=Reference, kill=lambda actor, **_: actor.kill())
-    for each in (module, runners_module):
-        monkeypatch.setattr(each, "ray", played)
+    monkeypatch.setattr(module, "ray", RAY)
     return Manager(2)
 
 

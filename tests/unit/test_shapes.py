@@ -7,12 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rl_vlm.envs.registry import make
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo import drawing
 from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import ShapesEnv, shapes_item
-from rl_vlm.zoo.shapes.lesson import perception_dialogue, target_dialogue
 
 
 def pixels_of(image: object) -> np.ndarray:
@@ -81,13 +79,8 @@ def test_any_constant_answer_is_right_one_time_in_four() -> None:
 def test_no_test_drawing_is_ever_trained_on() -> None:
     test = {drawing.pixel_hash(pixels_of(shapes_item("count", "test", i).image)) for i in range(512)}
     train = {drawing.pixel_hash(pixels_of(shapes_item("count", "train", i).image)) for i in range(4096)}
-    rng = np.random.default_rng(0)
-    warm = {
-        drawing.pixel_hash(d[0].parts[0]) for _ in range(1500) for d in (perception_dialogue(rng), target_dialogue(rng))
-    }
     assert len(test) > 500 and len(train) > 4000
     assert not test & train
-    assert not test & warm
 
 
 def test_the_pixels_decide_the_split() -> None:
@@ -109,12 +102,28 @@ def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() ->
         assert environment.rule_numbers(3)[name] == item.answer
 
 
-def test_a_right_answer_pays_one_and_ends() -> None:
-    env, answer = opened(3)
-    observation, reward, terminated, truncated, info = env.step(f" <answer>{answer}</answer>\n")
-    assert (reward, terminated, truncated) == (1.0, True, False)
-    assert observation.messages == ()
-    assert info == {"correct": True, "well_formed": True, "answer": answer, "turn": 1}
+SPACED = '<tool_call>\n{{"name": "calc_score", "arguments": {{"answer": "{0}"}}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("settings", "replies", "rewards"),
+    [
+        ({}, [" <answer>{0}</answer>\n"], [1.0]),
+        ({"turns": 2}, ["<answer>{1}</answer>", "<answer>{0}</answer>"], [0.0, 0.5]),
+        ({"turns": 2}, ["<answer>{1}</answer>", "<answer>{1}</answer>"], [0.0, 0.0]),
+        ({"turns": 2, "tool": True}, [SPACED.replace("{0}", "{1}"), SPACED], [0.2, 0.5]),
+    ],
+)
+def test_answers_are_paid_by_their_turn(settings: dict[str, bool], replies: list[str], rewards: list[float]) -> None:
+    env, answer = opened(3, **settings)
+    steps = [env.step(reply.format(answer, wrong(answer))) for reply in replies]
+    assert [step[1] for step in steps] == rewards
+    assert [step[2] for step in steps] == [False] * (len(steps) - 1) + [True] and not steps[-1][3]
+    told = {"correct": rewards[-1] > 0, "well_formed": True, "answer": answer, "turn": len(steps)}
+    assert steps[-1][0].messages == () and steps[-1][4] == told
+    for step in steps[:-1]:
+        role = "tool" if "tool" in settings else "user"
+        assert [(message.role, message.text) for message in step[0].messages] == [(role, "Wrong. Try again.")]
 
 
 @pytest.mark.parametrize(
@@ -125,31 +134,6 @@ def test_anything_but_the_whole_answer_pays_nothing(text: str) -> None:
     observation, reward, terminated, _, info = env.step(text.format(answer))
     assert (reward, terminated, info["well_formed"], info["correct"]) == (0.0, False, False, False)
     assert observation.messages[0].text == "Wrong. Try again."
-
-
-def test_a_right_second_answer_pays_half() -> None:
-    env, answer = opened(2, turns=2)
-    observation, reward, terminated, _, _ = env.step(f"<answer>{wrong(answer)}</answer>")
-    assert (reward, terminated) == (0.0, False)
-    assert [(message.role, message.text) for message in observation.messages] == [("user", "Wrong. Try again.")]
-    _, reward, terminated, _, info = env.step(f"<answer>{answer}</answer>")
-    assert (reward, terminated, info["turn"]) == (0.5, True, 2)
-
-
-def test_two_wrong_answers_end_without_pay() -> None:
-    env, answer = opened(2, turns=2)
-    env.step(f"<answer>{wrong(answer)}</answer>")
-    _, reward, terminated, _, _ = env.step(f"<answer>{wrong(answer)}</answer>")
-    assert (reward, terminated) == (0.0, True)
-
-
-def test_with_the_tool_a_call_is_the_answer() -> None:
-    env, answer = opened(1, turns=2, tool=True)
-    observation, reward, terminated, _, _ = env.step(environment.format_call(wrong(answer)))
-    assert (reward, terminated) == (0.2, False)
-    assert [(message.role, message.text) for message in observation.messages] == [("tool", "Wrong. Try again.")]
-    spaced = f'<tool_call>\n{{"name": "calc_score", "arguments": {{"answer": "{answer}"}}}}\n</tool_call>'
-    assert env.step(spaced)[1:3] == (0.5, True)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +153,3 @@ def test_with_the_tool_a_malformed_call_pays_nothing(text: str) -> None:
     observation, reward, _, _, info = env.step(text.format(answer))
     assert (reward, info["well_formed"]) == (0.0, False)
     assert observation.messages[0].role == "user"
-
-
-def test_the_observation_is_one_image_and_the_question() -> None:
-    env = make("Shapes-v0", turns=2)
-    observation, info = env.reset(options={"index": 9, "split": "test"})
-    assert env.observation_space.contains(observation)
-    (message,) = observation.messages
-    assert (message.role, message.text, len(message.images)) == ("user", "How many shapes?", 1)
-    assert (message.images[0].width, message.images[0].height) == (64, 64)
-    assert info == {"index": 9, "split": "test"}

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import core_support  # one thread: several gain nothing on a model this small
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
-from rl_vlm.chat import ChatCodec
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.tiny import model as tiny
 from rl_vlm.zoo.tiny.teach import teach
-from rl_vlm.zoo.tiny.tokenizer import ADDED_TOKENS
 from rl_vlm.zoo.tiny.variants import VARIANTS
 
 CALL = '<tool_call>{"name":"calc_score","arguments":{"answer":"12"}}</tool_call>'
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several threads gain nothing on a model this small, and cost much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> Any:
-    return AutoProcessor.from_pretrained(folder)
+    return core_support.processor(folder)
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +222,3 @@ def test_the_template_lists_tools_and_writes_calls_as_qwen3_vl_does(processor: A
 def test_an_existing_folder_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="exists already"):
         tiny.make_tiny(tmp_path)
-
-
-def test_only_the_tool_and_thinking_tags_may_be_sampled_besides_text(processor: Any) -> None:
-    codec = ChatCodec(processor.tokenizer, processor.chat_template, processor.image_token)
-    banned = {processor.tokenizer.convert_ids_to_tokens(int(i)) for i in codec.suppressed_token_ids(490)}
-    assert banned == {text for text, special in ADDED_TOKENS if special} - {"<|im_end|>"}

@@ -59,6 +59,46 @@ def test_an_episode_is_encoded_as_its_lessons_are(variant: str, recipe: str, rep
         assert all(parts[-1].endswith(" True or False?") for _, parts, _ in turns)
 
 
+LESSONS = [
+    *((variant, recipe) for variant, recipe, _ in ASKED),
+    ("judge", "caption_judge_tiny"),
+    ("mixture", "mixture_tiny"),
+]
+
+
+@pytest.mark.parametrize(("variant", "recipe"), LESSONS, ids=[recipe for _, recipe in LESSONS])
+def test_no_picture_of_a_test_split_is_in_a_lesson(variant: str, recipe: str) -> None:
+    run, draw = load_config(CONFIGS / f"{recipe}.yaml"), VARIANTS[variant].lessons.drawer(1)
+    turns = [turn for _ in range(2000) for turn in draw()]
+    shown = {(part.shape, part.tobytes()) for _, parts, _ in turns for part in parts if isinstance(part, np.ndarray)}
+    for one in run.env.mixture or [run.env]:
+        env, test = make(one.id, **one.make_kwargs()), set()
+        for index in range(min(env.num_items("test") or 400, 400)):
+            images = [
+                pixels(image) for image in env.reset(options={"index": index, "split": "test"})[0].messages[-1].images
+            ]
+            test |= {(image.shape, image.tobytes()) for image in images}
+        assert len(shown) > 400 and len(test) > 5 and not shown & test
+        assert {shape for shape, _ in test} <= {shape for shape, _ in shown}
+
+
+@pytest.mark.parametrize(
+    ("reply", "budget"),
+    [
+        ("<answer>3</answer>", 8),
+        ("2 left 1 right, more left: True", 11),
+        ("See top left\nzoom top left", 8),
+        # With the end of the turn 32, as the configuration allows.
+        (
+            "a yellow triangle at the bottom right, a yellow square at the top right and a green circle at the top left",
+            31,
+        ),
+    ],
+)
+def test_replies_to_a_mixture_fit_its_configuration(reply: str, budget: int) -> None:
+    assert len(tiny.build_processor("mixture").tokenizer(reply).input_ids) <= budget
+
+
 def pixels(image: Any) -> np.ndarray:
     return np.asarray(image.to_pil() if isinstance(image, EncodedImage) else image)
 

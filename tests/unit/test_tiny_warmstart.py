@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,6 @@ from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
 from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
 from rl_vlm.zoo.tiny import model as tiny
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several threads gain nothing on a model this small, and cost much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

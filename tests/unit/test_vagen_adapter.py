@@ -9,7 +9,7 @@ import pytest
 import rl_vlm
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_step
 from rl_vlm.envs.foreign.vagen import to_message
-from rl_vlm.types import RLVLMError, UserInputError, judged_correct
+from rl_vlm.types import UserInputError, judged_correct
 
 PUSH = str(Path(__file__).parents[1] / "fixtures" / "envs" / "vagen_env.py")
 
@@ -45,8 +45,11 @@ def test_an_episode_is_played_to_its_end(env):
     assert [step[1] for step in steps] == [0.0, 0.0, 1.0]
     assert [step[2] for step in steps] == [False, False, True] and steps[-1][4]["success"]
     assert steps[0][0].messages[0].parts[0] == "After your move "
-    with pytest.raises(RLVLMError, match="call reset"):
-        env.step("right")
+    assert [judged_correct(step[4], reward=5.0) for step in steps] == [
+        False,
+        False,
+        True,
+    ]  # whatever the rewards add up to
 
 
 def test_the_splits_have_their_own_seeds(env):
@@ -78,9 +81,3 @@ def test_wrong_arguments_and_images_are_named():
         to_message({"obs_str": "x", "multi_modal_input": {"<image>": [b"1"]}})
     with pytest.raises(EnvError, match="text obs_str"):
         to_message("x")
-
-
-def test_success_makes_the_accuracy_whatever_the_rewards_add_up_to(env):
-    env.reset(options={"index": 1, "split": "train"})
-    infos = [check_step(env.step(text))[4] for text in ("wait", "right", "right")]
-    assert [judged_correct(info, reward=5.0) for info in infos] == [False, False, True]

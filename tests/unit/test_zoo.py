@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import inspect
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.registry import make
+from rl_vlm.envs.registry import ENTRY_POINT_GROUP, make, resolve
+from rl_vlm.registry import provided
 from rl_vlm.types import RLVLMError, UserInputError
 
 GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
@@ -108,3 +112,62 @@ def test_gymnasium_finds_nothing_wrong(env: VisionEnv) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the checker wishes for a spec and array spaces; its errors count
         check_env(env, skip_render_check=True)
+
+
+# --- whatever a configuration holds for an argument, there is an environment or one sentence that names the key
+
+
+NEEDED: dict[str, dict[str, Any]] = {"Control-v0": {"env": "CartPole-v1"}}
+# What YAML can hold, and a set, an object and bytes from Python.
+ODD: tuple[Any, ...] = (
+    "{}", "", "3 4", [], ["x"], [[1]], ["left", 3], {}, {"a": 1}, {"train": 3}, {"up": "x"}, math.nan, -math.inf, -1, 0, 1.5, 10**400,
+    3, 17, 10**6, True, None, datetime.date(2026, 1, 1), b"x", {1, 2}, object(),
+)  # fmt: skip
+ARGUMENTS = [
+    (env_id, name)
+    for env_id in sorted(
+        name for name, point in provided(ENTRY_POINT_GROUP).items() if point.value.startswith("rl_vlm.")
+    )
+    for name, parameter in inspect.signature(resolve(env_id)).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+]
+
+
+def play(env: VisionEnv) -> None:
+    env.num_items("test")
+    env.reset(seed=0, options={"index": 0, "split": "train"})
+    env.step("none")
+    env.close()
+
+
+@pytest.mark.parametrize(("env_id", "name"), ARGUMENTS)
+def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name: str) -> None:
+    for value in ODD:
+        try:
+            env = make(env_id, **{**NEEDED.get(env_id, {}), name: value})
+        except UserInputError as error:
+            assert name in str(error) and len(str(error).splitlines()) == 1
+            assert name == "data" or re.match(rf"({env_id}: )?env\.kwargs\.\w", str(error))
+            continue
+        try:
+            play(env)
+        except UserInputError:
+            assert name == "data"  # which is opened when it is first asked for
+
+
+@pytest.mark.parametrize(
+    ("env_id", "arguments", "sentence"),
+    [
+        ("Shapes-v0", {"tool": "no"}, "Shapes-v0: env.kwargs.tool must be true or false, not 'no'."),
+        ("Geo3k-v0", {"prompt": ["full"]}, "env.kwargs.prompt must be 'auto', 'full', 'brief' or 'none', not ['full']."),
+        ("GeoSpot-v0", {"weights": [1, "x", 0]}, "env.kwargs.weights.1 must be a number, not 'x'."),
+        ("Shapes-v0", {"image_size": 8}, "Shapes-v0: env.kwargs.image_size must be greater than or equal to 64, not 8."),
+        ("GeoSpot-v0", {"weights": [0, 0, 0]}, "GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0."),
+        ("GridWalk-v0", {"holes": 99}, "GridWalk-v0: env.kwargs.walls (2) and holes (99) leave no room"),
+        ("Zoom-v0", {"zoom": 3}, "Zoom-v0: env.kwargs.view_size must be a multiple of 64 and zoom even for drawn pictures, not 64 and 3."),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_refused_in_words(env_id: str, arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserInputError) as refused:
+        make(env_id, **arguments)
+    assert sentence in str(refused.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from test_data import png
+from test_shapes import pixels_of
 
 import rl_vlm
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.tools import ToolCallError
-from rl_vlm.types import EncodedImage, Message, UserInputError
+from rl_vlm.types import EncodedImage, Message
 from rl_vlm.zoo.drawing import CORNERS
 from rl_vlm.zoo.zoom.environment import (
     PATTERNS,
@@ -43,11 +44,6 @@ def painted(scene: FlagScene, zoom: int = 4) -> Image.Image:
 
 def with_pattern(scene: FlagScene, pattern: str) -> FlagScene:
     return replace(scene, flag=replace(scene.flag, pattern=pattern))
-
-
-def pixels_of(image: object) -> np.ndarray:
-    assert isinstance(image, EncodedImage)
-    return np.asarray(image.to_pil())
 
 
 def call(x: float, y: float, w: float, h: float) -> str:
@@ -210,23 +206,15 @@ def test_a_hard_item_is_solved_by_a_call_and_an_answer() -> None:
 
 def test_the_full_prompt_explains_tool_and_price_and_the_last_turn_is_announced() -> None:
     env, message = opened(1, max_turns=3, call_cost=0.1)
-    for text in (
-        "Which pattern",
-        "You have 3 turns",
-        "costs 0.1",
-        '{"name": "crop", "arguments": {"x": 250, "y": 0, "w": 500, "h": 500}}',
-    ):
-        assert text in message.text
+    assert "You have 3 turns" in message.text and "costs 0.1" in message.text
     assert read_crop(message.text) == Crop(250, 0, 500, 500)  # the example is a call
     (first,) = env.step(call(0, 0, 500, 500))[0].messages
-    assert first.text == "The part at x 0, y 0, w 500, h 500. Call again, or end with a line Answer: ..."
+    assert "x 0, y 0, w 500, h 500" in first.text and "last turn" not in first.text
     (second,) = env.step(call(0, 0, 500, 2000))[0].messages
     assert second.text.endswith("This is your last turn: answer now.")
     observation, reward, terminated, truncated, info = env.step(call(0, 0, 500, 500))
     assert (reward, terminated, truncated, observation.messages) == (-0.1, False, True, ())
     assert (info["calls"], info["call_errors"], info["correct"], info["reason"]) == (3, 1, False, "out_of_turns")
-    with pytest.raises(UserInputError, match="reset"):
-        env.step("Answer: rows")
 
 
 def test_an_answer_in_the_turn_of_a_call_does_not_count() -> None:
@@ -255,19 +243,10 @@ def test_without_a_call_a_policy_gets_six_tenths_at_most_and_a_constant_answer_a
 # --- rows, arguments, interfaces
 
 
-def png(size: tuple[int, int] = (300, 150)) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, "blue").save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    return str(folder)
-
-
 def test_rows_of_a_data_set_are_asked_and_cropped(tmp_path: Path) -> None:
-    data = write_rows(tmp_path, [{"image": png(), "question": "What does the sign say?", "answer": "Main Street"}])
+    row = {"image": png("blue", (300, 150)), "question": "What does the sign say?", "answer": "Main Street"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    data = str(tmp_path)
     env, message = opened(0, data=data, view_size=100)
     assert message.text.startswith("What does the sign say?\nYou see")
     assert pixels_of(message.images[0]).shape == (50, 100, 3)
