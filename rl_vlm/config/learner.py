@@ -39,9 +39,8 @@ class LearnerActors(ComputeSection):
         yield from super().problems()
         if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
             yield (
-                f"learner.gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would "
-                'put two learners on one GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to '
-                "1, or num_learners to 1"
+                f"learner.gpus_per_learner {self.gpus_per_learner:g} would put two learners on one GPU, which NCCL "
+                "refuses: set it, or num_learners, to 1"
             )
 
     @property
@@ -123,10 +122,7 @@ class LearnerSection(LearnerActors, OptimizerSection):
         if name not in (None, "single") and self.num_learners == 0:
             yield f"learner.strategy {name} needs learners that are actors: set num_learners to 2 or more"
         if self.zero_stage and self.optimizer == "adafactor":
-            yield (
-                f"learner.strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and "
-                "columns for adafactor: use adamw, or strategy fsdp2"
-            )
+            yield f"learner.strategy {name} has flat shards, without adafactor's rows: use adamw, or strategy fsdp2"
 
     @property
     def zero_stage(self) -> int:
@@ -146,9 +142,6 @@ class LearnerSection(LearnerActors, OptimizerSection):
 class CriticSection(Section):
     """The value function of PPO: a linear head on the last hidden state of the policy, or of an adapter of its own."""
 
-    place: ClassVar[str] = "critic."
-    conditional: ClassVar[tuple[OnlyWith, ...]] = (OnlyWith(("stop_gradient",), "kind", ("head",)),)
-
     kind: Literal["head", "adapter"] = Field(
         "head",
         description="head: on the policy's hidden state. adapter: a second LoRA on the same frozen model, with a head.",
@@ -159,8 +152,6 @@ class CriticSection(Section):
     clip: float | None = Field(
         0.2, gt=0, description="How far a value may move from the old one, in normalised returns; null: not clipped."
     )
-    normalize_returns: bool = Field(True, description="Learn returns minus their mean over their standard deviation.")
-    stop_gradient: bool = Field(False, description="Of the head: the value loss does not train the policy's LoRA.")
     warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
 
 
@@ -169,57 +160,35 @@ BUILTIN_LOSSES = ("clipped", "gspo", "cispo", "sapo")
 BUILTIN_ESTIMATORS = ("group", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gigpo", "gae")
 # Estimators that compare trajectories with each other, so that a critic would learn nothing from them.
 WITHOUT_CRITIC = tuple(name for name in BUILTIN_ESTIMATORS if name != "gae")
+_GRPO: dict[str, Any] = {
+    "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
+    "advantage_scale": 1.0,
+}  # fmt: skip
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 # What a preset sets. A key that is given beside the preset wins over it.
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300; without its KL penalty of 0.04, which is kl_coef's.
-    "grpo": {
-        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "grpo": _GRPO | _CLIP,
     # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is
     # overlong_buffer's, whose size depends on the token budget (there a fifth of it).
-    "dapo": {
-        "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0,
-    },
+    "dapo": _GRPO | {"aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0},
     # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a
     # token's.
-    "gspo": {
-        "loss": "gspo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "clip_low": 3e-4, "clip_high": 4e-4,
-    },
+    "gspo": _GRPO | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     # CISPO, MiniMax-M1, arXiv 2506.13585, which does not publish its bound; 5 is that of ScaleRL, arXiv 2510.13786.
-    "cispo": {
-        "loss": "cispo", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "cispo_cap": 5.0,
-    },
+    "cispo": _GRPO | {"loss": "cispo", "aggregation": "token_mean", "cispo_cap": 5.0},
     # SAPO, arXiv 2511.20347.
-    "sapo": {
-        "loss": "sapo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05,
-    },
+    "sapo": _GRPO | {"loss": "sapo", "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05},
     # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing
     # is clipped.
-    "rloo": {
-        "loss": "clipped", "aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "rloo": _GRPO | _CLIP | {"aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none"},
     # REINFORCE++, arXiv 2501.03262: no baseline of the group, advantages normalised over the whole batch.
-    "reinforce_pp": {
-        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "reinforce_pp", "advantage_normalization": "std",  # noqa: E501
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "reinforce_pp": _GRPO | _CLIP | {"estimator": "reinforce_pp"},
     # Dr. GRPO, arXiv 2503.20783: no division by the standard deviation or by the length.
-    "dr_grpo": {
-        "loss": "clipped", "aggregation": "constant", "estimator": "group", "advantage_normalization": "none",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "dr_grpo": _GRPO | _CLIP | {"aggregation": "constant", "advantage_normalization": "none"},
     # PPO, arXiv 1707.06347, with a critic and GAE (arXiv 1506.02438).
-    "ppo": {
-        "name": "ppo", "loss": "clipped", "aggregation": "token_mean", "estimator": "gae",
-        "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
-}  # fmt: skip
+    "ppo": _GRPO | _CLIP | {"name": "ppo", "aggregation": "token_mean", "estimator": "gae"},
+}
 # exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says
 # nothing.
 # Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the
@@ -245,7 +214,6 @@ class AlgorithmSection(Section):
         OnlyWith(("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
         OnlyWith(("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
         OnlyWith(("kl_estimator",), "kl_in", ("loss",)),
-        OnlyWith(("kl_rate", "kl_min", "kl_max"), "kl_target"),
     )
 
     name: Literal["grpo", "ppo"] = Field("grpo", description="grpo or ppo; preference_sac is set by `preference`.")
@@ -303,9 +271,6 @@ class AlgorithmSection(Section):
     kl_target: float | None = Field(
         None, gt=0, description="KL per token that kl_coef is adapted to (.02 is usual); needs kl_in: reward."
     )
-    kl_rate: float = Field(1.5, gt=1, description="Factor of kl_coef above twice the target, divisor below half of it.")
-    kl_min: float = Field(1e-5, gt=0, description="Lower bound of an adapted kl_coef.")
-    kl_max: float = Field(0.5, gt=0, description="Upper bound of an adapted kl_coef.")
     gae_level: Literal["token", "turn", "bilevel"] = Field(
         "token", description="What one step of GAE is: a token, a turn (one value per turn), or tokens inside turns."
     )
@@ -382,8 +347,6 @@ class AlgorithmSection(Section):
         yield from super().problems()
         if self.kl_target and self.kl_in != "reward":
             yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
-        if self.kl_min > self.kl_max:
-            yield f"algorithm.kl_min ({self.kl_min}) exceeds algorithm.kl_max ({self.kl_max})"
         if self.estimator == "gae" and self.name == "grpo":
             yield "algorithm.estimator gae needs a critic: set algorithm.name to ppo"
         if self.estimator in WITHOUT_CRITIC and self.name == "ppo":

@@ -139,15 +139,6 @@ class PreferenceSection(Section):
             yield "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
             yield "preference.random_steps + exploration_steps must give the first session something to show"
-        holds = {"replay_capacity": self.replay_capacity}
-        if self.rewards_images:
-            holds["frame_capacity"] = self.frame_capacity
-        name = min(holds, key=holds.__getitem__)
-        if holds[name] < (rows := self.collection.num_envs * self.collection.steps):
-            yield (
-                f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps "
-                "in each environment): raise it"
-            )
 
     @property
     def learns_reward(self) -> bool:

@@ -3,10 +3,9 @@ measured."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -20,7 +19,12 @@ from rl_vlm.config.labels import EndpointSection
 from rl_vlm.config.section import OnlyWith, Section
 from rl_vlm.types import InFlightUpdates
 
-JUDGE_TOKEN = "RL_VLM_JUDGE_TOKEN"
+
+class JudgeEndpoint(EndpointSection):
+    """A judge elsewhere, which is not sent the labeller's token."""
+
+    url: str = Field(pattern="^https?://", description="Such as http://host:8000/v1.")
+    token_env: str = "RL_VLM_JUDGE_TOKEN"
 
 
 class JudgeSection(Section):
@@ -55,7 +59,7 @@ class JudgeSection(Section):
         3, ge=1, description="At one question; those at which the endpoint is busy (429, 503, gone since) do not count."
     )
     max_in_flight: int = Field(256, ge=1, description="Questions of an env runner at once.")
-    endpoint: EndpointSection | None = Field(
+    endpoint: JudgeEndpoint | None = Field(
         None,
         description="A judge elsewhere that speaks OpenAI's chat completions, its token in RL_VLM_JUDGE_TOKEN; null: "
         "the base weights of the replicas that serve the policy.",
@@ -67,19 +71,6 @@ class JudgeSection(Section):
         if question.count("{first}") != 1 or question.count("{second}") != 1:
             raise ValueError("env.reward.judge.question must hold {first} and {second} once each")
         return question
-
-    @field_validator("endpoint", mode="before")
-    @classmethod
-    def _own_token(cls, value: Any) -> Any:
-        # The labeller's token is not sent to a judge.
-        return {"token_env": JUDGE_TOKEN, **value} if isinstance(value, dict) else value
-
-    @field_validator("endpoint")
-    @classmethod
-    def _has_address(cls, endpoint: EndpointSection | None) -> EndpointSection | None:
-        if endpoint is not None and not endpoint.url.startswith(("http://", "https://")):
-            raise ValueError("env.reward.judge.endpoint.url is needed, such as http://host:8000/v1")
-        return endpoint
 
 
 class RewardSection(Section):
@@ -188,18 +179,9 @@ class StageSection(Section):
         default_factory=dict,
         description="Environment arguments, laid over env.kwargs; with env.mixture a name -> arguments.",
     )
-    mixture: dict[str, float] = Field(default_factory=dict, description="Name -> weight, in place of env.mixture's.")
-
-    @field_validator("env")
-    @classmethod
-    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"a stage's arguments must be JSON, and there is something else ({error}): quote dates"
-            ) from error
-        return value
+    mixture: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict, description="Name -> weight, in place of env.mixture's."
+    )
 
 
 class CurriculumSection(Section):
@@ -244,6 +226,11 @@ class CurriculumSection(Section):
 
 class RolloutSection(Section):
     """How the policy is sampled: from its whole distribution, since the learner cannot reproduce a truncated one."""
+
+    place: ClassVar[str] = "rollout."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("groups_per_runner", "late_groups", "partial_tokens", "in_flight_updates"), "max_policy_lag"),
+    )
 
     num_env_runners: int = Field(2, ge=1)
     cpus_per_env_runner: float = Field(0.25, ge=0)

@@ -27,37 +27,12 @@ class OnlyWith(NamedTuple):
     values: tuple[Any, ...] = ()
 
 
-class WrittenInt(int):
-    """An integer of a YAML file that remembers its text, for fields that hold text: `name: 007`."""
-
-    text: str
-
-
-class WrittenFloat(float):
-    """As `WrittenInt`."""
-
-    text: str
-
-
-def _for_field(value: Any, annotation: Any) -> Any:
-    """A value of a YAML file: as text where the field is text, as a plain number where the field is anything."""
-    if annotation in (str, str | None) and isinstance(value, WrittenInt | WrittenFloat):
-        return value.text
-    return _plain(value) if "Any" in str(annotation) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_plain(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return int(value) if isinstance(value, WrittenInt) else float(value) if isinstance(value, WrittenFloat) else value
-
-
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are not changed after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, ser_json_inf_nan="constants"
+    )
 
     place: ClassVar[str] = ""  # the section's name with a point, `serving.`, for messages
     conditional: ClassVar[tuple[OnlyWith, ...]] = ()
@@ -79,14 +54,6 @@ class Section(BaseModel):
         """Whether the keys of a rule are read."""
         chosen = getattr(self, rule.chooser)
         return chosen in rule.values if rule.values else bool(chosen)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_written(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
-        return {name: _for_field(value, kinds.get(name)) for name, value in data.items()}
 
     @model_validator(mode="after")
     def _has_no_problems(self) -> Self:

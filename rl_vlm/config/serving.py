@@ -281,38 +281,32 @@ class ServingSection(Section):
     @classmethod
     def _whole_or_share(cls, gpus: float) -> float:
         if gpus > 1 and gpus != int(gpus):
-            raise ValueError(
-                f"{gpus:g} GPUs: Ray gives a share of one GPU (up to 1) or whole GPUs; use {math.ceil(gpus)}"
-            )
+            raise ValueError(f"{gpus:g} GPUs: Ray gives a share of one GPU (up to 1) or whole GPUs")
         return gpus
 
     def problems(self) -> Iterator[str]:
         """Shares of GPUs that an engine cannot have."""
         yield from super().problems()
-        gpus, parallel = self.gpus_per_replica, self.vllm.tensor_parallel_size
+        gpus, vllm = self.gpus_per_replica, self.vllm
+        parallel, share = vllm.tensor_parallel_size, vllm.gpu_memory_utilization
         if self.expected_engine == "transformers":
             if gpus > 1:
-                yield (
-                    f"serving.gpus_per_replica {gpus:g} with the engine transformers, which computes on one GPU: set "
-                    "it to 1 and raise num_replicas, or use engine vllm with vllm.tensor_parallel_size"
-                )
+                yield f"serving.gpus_per_replica {gpus:g}: the engine transformers computes on one GPU; set it to 1"
             return
         if gpus and max(gpus, 1) != parallel:
             yield (
-                f"serving.gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: a "
-                f"replica computes on tensor_parallel_size whole GPUs; set both to {max(math.ceil(gpus), parallel)}, "
-                "or tensor_parallel_size to 1"
+                f"serving.gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: "
+                f"set both to {max(math.ceil(gpus), parallel)}, or tensor_parallel_size to 1"
             )
-        if self.vllm.max_num_batched_tokens < self.vllm.max_num_seqs:
+        if vllm.max_num_batched_tokens < vllm.max_num_seqs:
             yield (
-                f"serving.vllm.max_num_batched_tokens ({self.vllm.max_num_batched_tokens}) is below vllm.max_num_seqs "
-                f"({self.vllm.max_num_seqs}): every running sample takes one token of a step"
+                f"serving.vllm.max_num_batched_tokens ({vllm.max_num_batched_tokens}) is below vllm.max_num_seqs "
+                f"({vllm.max_num_seqs}): every running sample takes one token of a step"
             )
-        share = self.vllm.gpu_memory_utilization
         if share is not None and 0 < gpus < 1 and share > gpus:
             yield (
                 f"serving.vllm.gpu_memory_utilization {share:g} is more of the GPU than gpus_per_replica {gpus:g} "
-                f"gives a replica, and what shares the GPU would run out of memory: set it to {gpus:g} or less"
+                f"gives: set it to {gpus:g} or less"
             )
 
     def reads(self, rule: OnlyWith) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,30 +159,28 @@ class SweepConfig(Section):
     def check_space(self, run: TrainConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.
 
-        Each value is tried with those of the other keys until a combination is taken: what only some contradict fails
-        its trial.
+        Each value is tried with those of the other keys, at random where these are many, until a combination is taken:
+        what only some contradict fails its trial.
         """
+        chosen = random.Random(self.seed)
         for key, values in self.space.items():
+            others = {name: other.examples for name, other in self.space.items() if name != key}
+            many = math.prod(map(len, others.values())) > _COMBINATIONS
             for value in values.examples:
-                self._check_value(run, key, value)
-
-    def _check_value(self, run: TrainConfig, key: str, value: Any) -> None:
-        """Raise UserInputError, that of the last combination, when none takes the value: of all, or of `_COMBINATIONS`
-        at random."""
-        others = {name: list(other.examples) for name, other in self.space.items() if name != key}
-        combinations: Iterable[tuple[Any, ...]] = itertools.product(*others.values())
-        if math.prod(map(len, others.values())) > _COMBINATIONS:
-            chosen = random.Random(self.seed)
-            combinations = (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
-        last: UserInputError | None = None
-        for combination in combinations:
-            try:
-                changed(run, {**dict(zip(others, combination, strict=True)), key: value})
-                return
-            except UserInputError as error:
-                last = error
-        if last is not None:
-            raise last
+                error: UserInputError | None = None
+                for combination in (
+                    (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
+                    if many
+                    else itertools.product(*others.values())
+                ):
+                    try:
+                        changed(run, {**dict(zip(others, combination, strict=True)), key: value})
+                        break
+                    except UserInputError as refused:
+                        error = refused
+                else:
+                    assert error is not None
+                    raise error
 
 
 def changed(run: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:

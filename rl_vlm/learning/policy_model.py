@@ -39,7 +39,7 @@ class Critic:
     """
 
     def __init__(self, model: nn.Module, section: CriticSection, width: int, adapter: ExtraLora | None = None) -> None:
-        self.loss_coef, self.clip, self.stop_gradient = section.loss_coef, section.clip, section.stop_gradient
+        self.loss_coef, self.clip = section.loss_coef, section.clip
         device = next(model.parameters()).device
         self.last = nn.Linear(section.hidden or width, 1, device=device)
         nn.init.zeros_(self.last.weight)

@@ -329,7 +329,7 @@ class PolicyUpdater:
         if self._critic is not None and self._critic.shares_policy:
             hidden = self._predicting(micro)
             new, entropy = self._token_logprobs(hidden, micro, self._entropy)
-            values = self._critic.values(hidden.detach() if self._critic.stop_gradient else hidden)
+            values = self._critic.values(hidden)
         else:
             new, entropy = self.logprobs(micro, self._entropy)
         if micro.old is None:

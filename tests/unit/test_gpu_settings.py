@@ -247,9 +247,9 @@ def test_strategies_that_do_not_fit(settings: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_what_deepspeed_cannot_learn_is_refused(strategy: str) -> None:
     learner = {"strategy": strategy, "num_learners": 2}
-    with pytest.raises(UserInputError, match=r"clips all gradients by one norm.*use fsdp2 or all_reduce"):
+    with pytest.raises(UserInputError, match="neither a critic.*use fsdp2 or all_reduce"):
         parse_config({"learner": learner, "algorithm": {"name": "ppo"}})
-    with pytest.raises(UserInputError, match=r"vision tower has some only where there are images"):
+    with pytest.raises(UserInputError, match="nor the vision tower"):
         parse_config(
             {"learner": learner, "model": {"lora": {"target_modules": "vision"}}, "serving": {"engine": "transformers"}}
         )
