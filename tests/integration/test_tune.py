@@ -123,7 +123,6 @@ def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: 
         assert [result["training_iteration"] for result in results] == [1, 2]
         assert all({"accuracy", "reward"} == set(result["held_out"]) for result in results)
         assert results[-1]["weights"]["version"] == 2
-        assert results[-1]["settings"]["seed"] == json.loads(params.read_text())["seed"]  # the run's own
         names = {path.name for path in params.parent.glob("checkpoint_*/**/*") if path.is_file()}
         assert {"adapter_model.safetensors", "optimizer.safetensors", "state.json"} <= names
         assert not [name for name in names if "algorithm" in name]
