@@ -178,8 +178,7 @@ def ray_checks() -> Iterator[Check]:
 
 def _place() -> Iterator[Check]:
     try:
-        folder, moved = ray_folder()
-        yield _check("ray folder", not moved, moved or str(folder), "Set RAY_TMPDIR to a short folder that is yours.")
+        yield Check("ray folder", "ok", str(ray_folder()))
     except UserInputError as error:
         yield Check("ray folder", "fail", str(error), "Set RAY_TMPDIR to a short folder that is yours.")
     if os.environ.get("RAY_ADDRESS"):

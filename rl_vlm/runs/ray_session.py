@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,18 +110,15 @@ _WORKER_ENVIRONMENT = {
     # micro-batches rarely repeat a shape, so that learners would grow by hundreds of MiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "LRU_CACHE_CAPACITY": "16",
+    # A job's own runtime environment may name some of these, which Ray would refuse; the values are the same.
+    "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
 }
-
-
-_set_here: set[str] = set()  # variables of `_WORKER_ENVIRONMENT` that nobody had given
 
 
 def prepare_environment() -> None:
     """Set what Ray's workers, and RLlib where it is imported, read from the environment; what is given there stays."""
     for name, value in _WORKER_ENVIRONMENT.items():
-        if name not in os.environ:
-            os.environ[name] = value
-            _set_here.add(name)
+        os.environ.setdefault(name, value)
 
 
 def quiet_ray() -> None:
@@ -189,10 +186,9 @@ def _init_with_retry(**settings: Any) -> None:
                 ) from error
 
 
-def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
-    """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
-    # A job's own runtime environment may name some of them, and Ray refuses to have two values.
-    variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
+def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
+    """Join the cluster. Raises UserInputError and ClusterError."""
+    variables = {name: os.environ.get(name, value) for name, value in _WORKER_ENVIRONMENT.items()}
     address = cluster_address()
     try:
         with _keeping_our_signal_handler():
@@ -260,16 +256,13 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
         yield
         return
     prepare_environment()
-    given = {name for name in _WORKER_ENVIRONMENT if name not in _set_here}
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
     quiet_ray()
     if joins_cluster():
-        _join(config, given, common)
+        _join(config, common)
     else:
         check_resources(config)
-        folder, moved = ray_folder()
-        if moved:
-            logger.warning("%s", moved)
+        folder = ray_folder()
         _need_no_home()
         with _keeping_our_signal_handler():
             _init_with_retry(
@@ -278,10 +271,8 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
                 num_cpus=config.resources.num_cpus or available_cpus(),
                 include_dashboard=config.resources.dashboard,
                 object_store_memory=object_store_mib(config) << 20,
-                resources={
-                    **dict.fromkeys(config.resources.node_kinds, 1.0),
-                    **(more or {}),
-                },  # it is every kind of node
+                resources=dict.fromkeys(config.resources.node_kinds, 1.0)
+                | dict(more or {}),  # it is every kind of node
                 **common,
             )
     try:

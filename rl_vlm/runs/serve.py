@@ -177,24 +177,18 @@ def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
 
 
 def banner(plan: ServeTarget, port: int) -> str:
-    """Where it listens, under which names, within which limits."""
-    config, limits = plan.config, plan.config.http
+    """Where it listens, under which names, and who may connect."""
+    config = plan.config
     device = "GPU" if config.serving.gpus_per_replica else "CPU"
     names = [plan.name] if plan.adapter is None or keeps_base_model(config) else []
     if plan.adapter is not None:
         names = ["policy", f"policy-v{plan.adapter.version}", *names]
-    return "\n".join(
-        [
-            f"Serving on http://{url_host(limits.host)}:{port}",
-            f"  engine  {config.serving.engine} on {device}, {initial_replicas(config.serving)} replica(s), "
-            f"{config.model.dtype}",
-            f"  models  {', '.join(names)}",
-            "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics /openapi.json",
-            f"  limits  {config.serving.max_context} tokens of context, {limits.max_new_tokens} of them new; "
-            f"{limits.max_images} images of {limits.max_image_mib:g} MiB and {limits.max_image_pixels} pixels; bodies "
-            f"of {limits.max_body_mib:g} MiB; {limits.max_queue} requests at a time, {limits.deadline_s:g} s each",
-            "  token   "
-            f"{f'required ({TOKEN_VARIABLE})' if plan.token else 'none: programs on this machine may connect'}",
-            "Ctrl-C or SIGTERM lets running requests finish.",
-        ]
+    who = f"required ({TOKEN_VARIABLE})" if plan.token else "none: programs on this machine may connect"
+    return (
+        f"Serving on http://{url_host(config.http.host)}:{port}\n"
+        f"  engine  {config.serving.engine} on {device}, {initial_replicas(config.serving)} replica(s), "
+        f"{config.model.dtype}, {config.serving.max_context} tokens of context\n"
+        f"  models  {', '.join(names)}\n"
+        f"  token   {who}\n"
+        "Ctrl-C or SIGTERM lets running requests finish."
     )

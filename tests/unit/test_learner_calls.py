@@ -40,7 +40,7 @@ from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.rollouts import TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
-from rl_vlm.runs.policy import PolicyRun, _check_tasks
+from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.types import RLVLMError, UserInputError
 
 
@@ -442,14 +442,15 @@ def test_a_resume_with_other_tasks_is_refused_before_anything_starts(tmp_path: P
     checkpoint = tmp_path / "checkpoints/iteration-000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps({"rollouts": {"tasks": {"source": source.state()}}}))
-    _check_tasks(begun, checkpoint)
+    PolicyRun._check_fits(SimpleNamespace(config=begun), checkpoint)  # type: ignore[arg-type]
     other = parse_config(
         {"env": {"id": "Shapes-v0"}, "curriculum": {"stages": [stages[0], {"name": "harder", "start": 100}]}}
     )
     with pytest.raises(UserInputError, match="has the stages easy, hard"):
-        _check_tasks(other, checkpoint)
+        PolicyRun._check_fits(SimpleNamespace(config=other), checkpoint)  # type: ignore[arg-type]
     with pytest.raises(UserInputError, match="curriculum.stages"):
-        _check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)
+        plain = SimpleNamespace(config=parse_config({"env": {"id": "Shapes-v0"}}))
+        PolicyRun._check_fits(plain, checkpoint)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rl_vlm.runs import surroundings
 from rl_vlm.runs.surroundings import ClusterError, cluster_address, ray_folder
 from rl_vlm.types import UserInputError
 
@@ -58,35 +55,17 @@ def test_auto_is_what_ray_start_has_started_here(
     assert cluster_address() == listening
 
 
-def test_a_child_of_a_clusters_worker_joins_that_cluster(listening: str) -> None:
-    code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {CHILD!r}]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, f"--gcs-address={listening}"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == listening
-
-
-CHILD = "from rl_vlm.runs.surroundings import cluster_address; print(cluster_address())"
-
-
-def test_ray_stays_where_the_environment_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ray_folder() == (Path("/tmp/ray"), "")
+def test_ray_stays_where_the_environment_puts_it() -> None:
+    assert ray_folder() == Path("/tmp/ray")
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
 @pytest.mark.parametrize("kind", ["too long", "not there", "a file"])
-def test_a_folder_that_will_not_do_is_replaced_and_told(
+def test_a_folder_that_will_not_do_is_an_error_that_says_what_to_set(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ray").write_text("a file")
     folder = {"too long": str(tmp_path / ("d" * 60)), "not there": "/proc/none", "a file": str(tmp_path)}[kind]
     monkeypatch.setenv(name, folder)
-    chosen, told = ray_folder()
-    assert chosen == Path("/tmp/ray")
-    assert told.startswith(f"{name} {folder} ")
-
-
-def test_no_place_at_all_is_an_error_that_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "can_write", lambda _: False)
-    with pytest.raises(UserInputError, match="RAY_TMPDIR"):
+    with pytest.raises(UserInputError, match="set RAY_TMPDIR"):
         ray_folder()
