@@ -90,7 +90,8 @@ def explain(error: ValidationError, root: type[Section]) -> str:
 
 
 def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
-    location = [str(part) for part in error["loc"]]
+    # Without the members of a union, of which each has an error.
+    location = [str(part) for part in error["loc"] if part != "str" and "[" not in str(part)]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         yield _unknown(location, root)

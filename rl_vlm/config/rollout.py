@@ -10,14 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
-    ValidationInfo,
     field_validator,
     model_serializer,
 )
 
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.config.section import OnlyWith, Section
-from rl_vlm.types import InFlightUpdates
+from rl_vlm.types import InFlightUpdates, Split
 
 
 class JudgeEndpoint(EndpointSection):
@@ -96,23 +95,13 @@ class EnvPart(Section):
         description="A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` "
         "or `http://host:port`.",
     )
-    data: str | dict[str, str] | None = Field(
+    data: str | dict[Split, str] | None = Field(
         None,
         description="Folder, file or hub name of the data, or one for each of `train` and `test`; passed on as `data`.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict)
     num_items: int | None = Field(None, ge=1, description="Use only the first items of the training split.")
     reward: RewardSection = RewardSection()
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _names_sources(cls, value: Any, info: ValidationInfo) -> Any:
-        by_split = isinstance(value, dict) and value.keys() <= {"train", "test"}
-        if value is None or isinstance(value, str) or (by_split and all(isinstance(v, str) for v in value.values())):
-            return value
-        raise ValueError(
-            "env.data is a folder, file or hub name, or a mapping such as {train: a.parquet, test: b.parquet}"
-        )
 
     def make_kwargs(self, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The arguments that the environment is made with."""

@@ -87,7 +87,11 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     if plan.starved:
         yield f"It does not fit. {plan.starved}"
     if any(card.left is not None and card.left < 0 for card in plan.cards):
-        yield f"It does not fit: {advice(config)}"
+        yield (
+            "It does not fit: set model.dtype=bfloat16 or learner.gradient_checkpointing=true, or lower "
+            "learner.micro_batch_tokens, serving.max_context, and serving.vllm.gpu_memory_utilization or "
+            "serving.max_rows."
+        )
 
 
 def _card(card: Card, gpus: int) -> Iterator[str]:
@@ -103,24 +107,6 @@ def _card(card: Card, gpus: int) -> Iterator[str]:
     if card.left is not None:
         turns = "  keys and values take turns with the update" if card.turns else ""
         yield f"  {'left':<26}{text(card.left):>12}{turns}"
-
-
-def advice(config: CommonConfig) -> str:
-    """What makes a run smaller, one sentence."""
-    steps = []
-    if isinstance(config, PolicyConfig):
-        if not config.learner.gradient_checkpointing:
-            steps.append("set learner.gradient_checkpointing=true")
-        steps.append(f"lower learner.micro_batch_tokens ({config.learner.micro_batch_tokens})")
-    if config.serves:
-        if config.serving.expected_engine == "vllm" and not config.serving.vllm.rest_while_learning:
-            steps.append(f"lower serving.vllm.gpu_memory_utilization ({config.serving.memory_utilization:g})")
-        elif config.serving.expected_engine != "vllm":
-            steps.append(f"lower serving.max_rows ({config.serving.max_rows})")
-        steps.append(f"lower serving.max_context ({config.serving.max_context})")
-    if config.model.dtype == "float32":
-        steps.insert(0, "set model.dtype=bfloat16")
-    return ", ".join(steps[:-1]) + f", or {steps[-1]}." if len(steps) > 1 else "use a larger GPU."
 
 
 def short_form(plan: MemoryPlan) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import signal
@@ -22,7 +21,7 @@ from ray.exceptions import AuthenticationError
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
-from rl_vlm.runs.memory import adapters_mib, object_store_mib
+from rl_vlm.runs.memory import object_store_mib
 from rl_vlm.runs.surroundings import (
     ClusterError,
     available_cpus,
@@ -148,16 +147,6 @@ def _check_driver_gpu(config: CommonConfig) -> None:
         )
 
 
-def _check_object_store(config: CommonConfig, offered: Mapping[str, float]) -> None:
-    what, lower = ("weights", "") if config.trains_full else ("adapter", ", or lower model.lora.rank")
-    needed, there = adapters_mib(config), offered.get("object_store_memory", math.inf) / 2**20
-    if there < needed:
-        raise UserInputError(
-            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start "
-            f"its nodes with a larger --object-store-memory{lower}."
-        )
-
-
 def _check_placement(config: CommonConfig, offered: Mapping[str, float]) -> None:
     if missing := sorted(config.resources.node_kinds - offered.keys()):
         raise UserInputError(
@@ -206,7 +195,6 @@ def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
     if not os.environ.get("RL_VLM_AUTOSCALING"):
         check_cpus(config, limits.get("CPU", 0))
         _check_placement(config, limits)
-        _check_object_store(config, limits)
         if limits.get("GPU", 0) < config.needed_gpus:
             raise UserInputError(
                 f"The run asks for {config.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "

@@ -88,19 +88,21 @@ class SFTRun(BaseRun):
 
     def _check_fits(self, checkpoint: Path) -> None:
         self.saved = read_checkpoint(checkpoint)
-        state, rows = self.saved.state, len(self.data.train)
-        if state["conversations"] != rows:
+        state, now = self.saved.state, self._data_state()
+        if changes := [f"{key} {state[key]} → {value}" for key, value in now.items() if state[key] != value]:
             raise UserInputError(
-                f"The run in {self.folder} was training on {state['conversations']} conversations and sft.data now "
-                f"has {rows}: restore the data, or start anew in another --run-dir."
+                f"The run in {self.folder} drew its batches with other settings ({', '.join(changes)}), so that rows "
+                "would be left out: restore them, or start anew in another --run-dir."
             )
-        for key, now in (("batch_size", self.job.sft.batch_size), ("seed", self.job.seed)):
-            if state[key] != now:
-                raise UserInputError(
-                    f"The run in {self.folder} drew its batches with {key} {state[key]}, and now it is {now}: rows "
-                    "would be left out. Restore it, or start anew in another --run-dir."
-                )
         self.skipped = int(state["skipped"])
+
+    def _data_state(self) -> dict[str, int]:
+        """What decides which conversations are in which batch."""
+        return {
+            "conversations": len(self.data.train),
+            "batch_size": self.job.sft.batch_size,
+            "seed": self.job.seed,
+        }
 
     def _new_display(self) -> ProgressDisplay:
         return ProgressDisplay(self.total, self.start, rows=SFT_ROWS, unit="step")
@@ -211,10 +213,8 @@ class SFTRun(BaseRun):
     def _write_checkpoint(self, folder: Path) -> None:
         state = {
             "updates": self.done,
-            "conversations": len(self.data.train),
             "skipped": self.skipped,
-            "batch_size": self.job.sft.batch_size,
-            "seed": self.job.seed,
+            **self._data_state(),
         }
         write_checkpoint(folder, Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state))
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from core_support import adapted_policy, batch_of, conversation, run_config, text_side, train_sample
-from memory_support import published_configs
 from tables import table
 from torch._utils import _get_device_index
 
@@ -135,14 +134,6 @@ def test_on_a_cluster_that_was_joined_ray_places_the_learner(monkeypatch: pytest
         ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # a job has been given a GPU of its own
     ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
-
-
-def test_a_cluster_whose_object_stores_are_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published_configs(tmp_path, monkeypatch)
-    recipe = load_config(CONFIGS / "geo3k_qwen3vl_8b.yaml")
-    ray_session._check_object_store(recipe, {"object_store_memory": 1000 * 2**20})
-    with pytest.raises(UserInputError, match="hold 512 MiB and versions of this run's adapter take 999"):
-        ray_session._check_object_store(recipe, {"object_store_memory": 512 * 2**20})
 
 
 def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
