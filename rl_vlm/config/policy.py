@@ -35,7 +35,7 @@ class PolicyConfig(CommonConfig):
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
-    critic: CriticSection | None = Field(None, validate_default=True, description="Of PPO alone; GRPO has none.")
+    critic: CriticSection | None = Field(None, validate_default=True)  # Of PPO alone; GRPO has none.
     evaluation: EvaluationSection = EvaluationSection()
     sight: SightSection = SightSection()
     logging: LoggingSection = LoggingSection()

@@ -7,6 +7,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam, which rejects other values when a learner starts
 
 
@@ -92,8 +98,8 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
 class PlainLogging(Section):
     """What every run keeps."""
 
-    checkpoint_every: int = Field(25, ge=1)
-    keep_checkpoints: int = Field(3, ge=1)
+    checkpoint_every: Count = 25
+    keep_checkpoints: Count = 3
     tensorboard: bool = True
     wandb_project: str = "rl-vlm"
 
@@ -101,17 +107,16 @@ class PlainLogging(Section):
 class TrainLogging(PlainLogging):
     """What a run on Ray keeps."""
 
-    ray_metrics: bool | None = Field(
-        None, description="Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster."
-    )
-    traces: int = Field(0, ge=0, description="Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.")
+    # Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster.
+    ray_metrics: bool | None = None
+    traces: Natural = 0  # Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.
 
 
 class LoggingSection(TrainLogging):
     """What a run that trains the policy keeps."""
 
-    trajectories_every: int = Field(10, ge=0, description="Iterations between dumps of sampled trajectories; 0: none.")
-    trajectories_per_dump: int = Field(64, ge=1)
+    trajectories_every: Natural = 10  # Iterations between dumps of sampled trajectories; 0: none.
+    trajectories_per_dump: Count = 64
 
 
 _SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
@@ -130,18 +135,13 @@ class ResourcesSection(Section):
     1}'`). An autoscaler starts a node of the kind that offers what an actor waits for.
     """
 
-    num_cpus: int | None = Field(
-        None, ge=1, description="Logical CPUs of the private cluster; null: what the run needs."
-    )
-    object_store_mib: int | None = Field(
-        None, ge=80, description="Of the private cluster; null: 256, or more where versions of the adapter need it."
-    )
+    num_cpus: Count | None = None  # Logical CPUs of the private cluster; null: what the run needs.
+    # Of the private cluster; null: 256, or more where versions of the adapter need it.
+    object_store_mib: int | None = Field(None, ge=80)
     dashboard: bool = False
-    replicas_on: _ResourceName | None = Field(None, description="Where replicas of the model run; null: anywhere.")
-    learners_on: _ResourceName | None = Field(
-        None, description="Where learner actors run; one in the driver stays there."
-    )
-    env_runners_on: _ResourceName | None = Field(None, description="Where env runners run.")
+    replicas_on: _ResourceName | None = None  # Where replicas of the model run; null: anywhere.
+    learners_on: _ResourceName | None = None  # Where learner actors run; one in the driver stays there.
+    env_runners_on: _ResourceName | None = None  # Where env runners run.
 
     @property
     def node_kinds(self) -> set[str]:
