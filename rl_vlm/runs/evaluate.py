@@ -7,9 +7,10 @@ import asyncio
 import itertools
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,36 +142,21 @@ class PlainGenerateError(RLVLMError):
     """The process with plain transformers ended or did not answer."""
 
 
-@dataclass(slots=True)
-class _Throughput:
-    """Of one batch size: a value per run. `first_s` and `steady` are of streams."""
+def _summary(kept: dict[str, list[float]]) -> dict[str, float]:
+    """Mean and standard deviation over runs; `ratio` is ours over theirs, the median over runs.
 
-    ours: list[float] = field(default_factory=list)  # tokens per second
-    theirs: list[float] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
-    steady: list[float] = field(default_factory=list)
-    equal: list[bool] = field(default_factory=list)  # per item: whether both chose the same tokens
-
-    def summary(self) -> dict[str, float]:
-        """Mean and standard deviation over runs; `ratio` is ours over theirs, the median over runs.
-
-        Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of
-        ratios of means.
-        """
-        result = {
-            "tokens_per_s_mean": float(np.mean(self.ours)),
-            "tokens_per_s_std": float(np.std(self.ours, ddof=1)) if len(self.ours) > 1 else 0.0,
-            "first_token_s": float(np.mean(self.first_s)),
-            "steady_tokens_per_s": float(np.mean(self.steady)),
-        }
-        if self.theirs:
-            result |= {
-                "hf_tokens_per_s_mean": float(np.mean(self.theirs)),
-                "hf_tokens_per_s_std": float(np.std(self.theirs, ddof=1)) if len(self.theirs) > 1 else 0.0,
-                "ratio": float(np.median(np.array(self.ours) / np.array(self.theirs))),
-                "same_answers": float(np.mean(self.equal)),
-            }
-        return result
+    Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of ratios of
+    means.
+    """
+    result = {"first_token_s": float(np.mean(kept["first_s"])), "steady_tokens_per_s": float(np.mean(kept["steady"]))}
+    for prefix, values in (("", kept["ours"]), ("hf_", kept["theirs"])):
+        if values:
+            result[f"{prefix}tokens_per_s_mean"] = float(np.mean(values))
+            result[f"{prefix}tokens_per_s_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    if kept["theirs"]:
+        result["ratio"] = float(np.median(np.array(kept["ours"]) / np.array(kept["theirs"])))
+        result["same_answers"] = float(np.mean(kept["equal"]))
+    return result
 
 
 async def measure_throughput(
@@ -186,29 +172,31 @@ async def measure_throughput(
     new_tokens = config.rollout.max_new_tokens_per_turn
     served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL, new_tokens)
     prompts, numbers = ItemPrompts(config), itertools.count()
-    throughput = {batch: _Throughput() for batch in BATCHES}
+    # Of each batch size a value per run: tokens per second of ours and theirs, times of streams, and for each item
+    # whether both chose the same tokens.
+    throughput: dict[int, dict[str, list[float]]] = {batch: defaultdict(list) for batch in BATCHES}
     with _plain(config, adapter, new_tokens) if compare_hf else nullcontext() as plain:
         for number in range(-_WARM_UPS, runs):
             for batch in BATCHES:
                 items = [next(numbers) for _ in range(batch)]
                 streamed = prompts.take([next(numbers) for _ in range(batch)])
-                kept = throughput[batch] if number >= 0 else _Throughput()
+                kept = throughput[batch] if number >= 0 else defaultdict(list)
                 theirs = plain(items) if plain and number % 2 else None
                 seconds, tokens = await served.answer(prompts.take(items))
                 if plain and theirs is None:
                     theirs = plain(items)
-                kept.ours.append(batch * new_tokens / seconds)
+                kept["ours"].append(batch * new_tokens / seconds)
                 if theirs is not None:
-                    kept.theirs.append(batch * new_tokens / theirs[0])
-                    kept.equal += [ours == other for ours, other in zip(tokens, theirs[1], strict=True)]
+                    kept["theirs"].append(batch * new_tokens / theirs[0])
+                    kept["equal"] += [ours == other for ours, other in zip(tokens, theirs[1], strict=True)]
                 first, steady = await served.stream(streamed)
-                kept.first_s.append(first)
-                kept.steady.append(steady)
+                kept["first_s"].append(first)
+                kept["steady"].append(steady)
     prompts.close()
     return {
         "runs": runs,
         "new_tokens": new_tokens,
-        "batches": {str(batch): kept.summary() for batch, kept in throughput.items()},
+        "batches": {str(batch): _summary(kept) for batch, kept in throughput.items()},
     }
 
 

@@ -390,7 +390,8 @@ class RunLifecycle(BaseRun):
         from rl_vlm.runs.ray_session import ray_cluster
         from rl_vlm.serving.service import started_service
 
-        self._announce(serves)
+        replicas = " the replicas and" if serves else ""
+        self.display.message(f"Starting Ray,{replicas} the learner for {self.config.env.title} ...")
         with (
             ray_cluster(self.config),
             self._ray_metrics(),
@@ -400,13 +401,6 @@ class RunLifecycle(BaseRun):
             config = self.rllib_config(self.config).from_run_config(self.config, self.folder, service)
             with self._algorithm(config):
                 self._train()
-
-    def _announce(self, serves: bool) -> None:
-        """Say what starts."""
-        shared = self.config.serving.shared
-        replicas = f", {self.config.serving.num_replicas} replicas" if serves else ""
-        replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.env.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)

@@ -15,8 +15,6 @@ from rl_vlm.models.memory.shape import ModelShape, amount, text
 from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError
 
-_VERSIONS = 3  # of the adapter, in the object store at one time
-_FULL_VERSIONS = 4  # of all weights: those of an older version's last samples, too
 _STORE_MIB = 256  # of the object store of a small run
 
 
@@ -46,32 +44,17 @@ def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path |
     return plan_memory(config, shape, None if card is None else gib(card))
 
 
-def adapters_mib(config: CommonConfig) -> int:
-    """What versions take in the object store: the newest, the one that replicas still load, and one that is made."""
-    if not isinstance(config, PolicyConfig) or config.model.path in builtin_models():  # theirs are small
-        return 0
-    return math.ceil(_versions(config) * published_bytes(config, shape_of(config.model.path)) / 2**20)
-
-
-def _versions(config: CommonConfig) -> int:
-    if not config.trains_full:
-        return _VERSIONS
-    # And the learner's own answer, where it is another process.
-    return _FULL_VERSIONS + (config.learner.num_learners > 0)
-
-
 def object_store_mib(config: CommonConfig) -> int:
-    """The object store of a private cluster. Raises UserInputError where the configuration's is too small for the
-    adapter."""
-    needed, given = adapters_mib(config), config.resources.object_store_mib
-    if given is None:
-        return max(_STORE_MIB, needed + _STORE_MIB // 2)
-    if given < needed:
-        raise UserInputError(
-            f"resources.object_store_mib {given} is too small: {_versions(config)} versions of what is trained take "
-            f"{needed} MiB. Set it to {needed + _STORE_MIB // 2} or leave it out."
-        )
-    return given
+    """The object store of a private cluster: as set, or room for the versions of what is trained: the newest, the one
+    that replicas still load, and one that is made."""
+    if config.resources.object_store_mib is not None:
+        return config.resources.object_store_mib
+    if not isinstance(config, PolicyConfig) or config.model.path in builtin_models():  # theirs are small
+        return _STORE_MIB
+    # Of all weights also that of an older version's last samples, and the answer of a learner that is another process.
+    versions = 4 + (config.learner.num_learners > 0) if config.trains_full else 3
+    needed = math.ceil(versions * published_bytes(config, shape_of(config.model.path)) / 2**20)
+    return max(_STORE_MIB, needed + _STORE_MIB // 2)
 
 
 def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
@@ -133,7 +116,6 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
         summary["gpus"] = f"{config.needed_gpus:g} needed, {len(gpu_sizes())} here"
         if config.model.gpu_memory_gib:
             summary["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
-    object_store_mib(config)  # raises where it is too small
     return summary | short_form(plan)
 
 

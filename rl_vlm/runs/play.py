@@ -7,7 +7,6 @@ import itertools
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +46,19 @@ def rollout(
         sizes = survey(config.env, "train").sizes["train"]
     names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
     order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
-    template = RolloutTask(
-        group_id="",
-        index=0,
-        split="train",
-        seed=0,
-        sampling_seed=0,
-        size=1,
-        temperature=options.get("temperature", config.rollout.temperature),
-        min_version=1 if adapter is not None else 0,
-        top_p=options.get("top_p", 1.0),
-        top_k=options.get("top_k", 0),
-        record=True,
-    )
     tasks = [
-        replace(
-            template,
+        RolloutTask(
             group_id=f"episode-{number:06d}",
             index=int(index),
+            split="train",
             seed=derive_seed(seed, 2, int(index)),
             sampling_seed=derive_seed(seed, 6, number),
+            size=1,
+            temperature=options.get("temperature", config.rollout.temperature),
+            min_version=1 if adapter is not None else 0,
+            top_p=options.get("top_p", 1.0),
+            top_k=options.get("top_k", 0),
+            record=True,
             env=name,
         )
         for number, (index, name) in enumerate(zip(order, names, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +15,13 @@ from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.isolation import check_plain
-from rl_vlm.envs.registry import make_part, portable_id, survey, train_size
+from rl_vlm.envs.registry import make_part, portable_id, train_size
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.rollout.curriculum import Stages, make_task_source
+from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
@@ -226,11 +225,6 @@ class PolicyRun(RunLifecycle):
         from rl_vlm.algorithms.ppo import PPOConfig
 
         return PPOConfig if config.algorithm.name == "ppo" else GRPOConfig
-
-    def _check_fits(self, checkpoint: Path) -> None:
-        """Whether the tasks are the checkpoint's, a minute before the algorithm would look."""
-        tasks = json.loads((checkpoint / "state.json").read_text())["rollouts"]["tasks"]
-        make_task_source(self.config, survey(self.config.env, "train").sizes["train"]).restore(tasks["source"])
 
     def _new_display(self) -> ProgressDisplay:
         return ProgressDisplay(self.config.algorithm.iterations, self.start)

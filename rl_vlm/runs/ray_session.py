@@ -27,7 +27,7 @@ from rl_vlm.runs.surroundings import (
     available_cpus,
     can_write,
     cannot_join,
-    check_cpus,
+    check_counts,
     check_resources,
     cluster_address,
     is_loopback,
@@ -133,14 +133,9 @@ def starts_own_cluster() -> bool:
 
 def _check_driver_gpu(config: CommonConfig) -> None:
     """On a joined cluster the driver cannot know which GPUs of its machine Ray gives to replicas."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
-        return
-    if (
-        config.learner.num_learners == 0
-        and config.learner.gpus_per_learner
-        and config.serving.gpus_per_replica
-        and config.serves
-    ):
+    given = "CUDA_VISIBLE_DEVICES" in os.environ  # a job's own GPUs, or the user's choice
+    has_replicas = config.serves and config.serving.gpus_per_replica
+    if not given and has_replicas and config.learner.num_learners == 0 and config.learner.gpus_per_learner:
         raise UserInputError(
             "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's "
             "machine without Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
@@ -193,14 +188,8 @@ def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
     if not os.environ.get("RL_VLM_AUTOSCALING"):
-        check_cpus(config, limits.get("CPU", 0))
+        check_counts(config, limits.get("CPU", 0), limits.get("GPU", 0))
         _check_placement(config, limits)
-        if limits.get("GPU", 0) < config.needed_gpus:
-            raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
-                "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 "
-                "where nodes come when they are asked for."
-            )
     if not is_token_auth_enabled() and not is_loopback(ray.util.get_node_ip_address()):
         logger.warning(
             "The Ray cluster has no token: whoever reaches its ports can run code on every node. Start it with "

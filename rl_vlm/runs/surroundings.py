@@ -110,22 +110,15 @@ def gpu_sizes() -> list[float]:
 
 def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
-    if config.needed_gpus:
-        gpus, least = gpu_sizes(), config.model.least_gpu_gib
-        if len(gpus) < config.needed_gpus:
-            raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {len(gpus)}: set "
-                "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
-                "RAY_ADDRESS."
-            )
-        if least and min(gpus) < least and not joins_cluster():
-            raise UserInputError(
-                f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
-                f"{min(gpus):.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
-                "fits, and set model.gpu_memory_gib to what is here."
-            )
+    gpus, least = gpu_sizes() if config.needed_gpus else [], config.model.least_gpu_gib
+    check_counts(config, config.resources.num_cpus or available_cpus(), len(gpus))
+    if gpus and least and min(gpus) < least and not joins_cluster():
+        raise UserInputError(
+            f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
+            f"{min(gpus):.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, "
+            "and set model.gpu_memory_gib to what is here."
+        )
     _check_vllm(config)
-    check_cpus(config, config.resources.num_cpus or available_cpus())
 
 
 def check_vllm_is_installed() -> None:
@@ -153,12 +146,14 @@ def _check_vllm(config: CommonConfig) -> None:
         )
 
 
-def check_cpus(config: CommonConfig, cpus: float) -> None:
-    """Raise UserInputError for a run that asks for more logical CPUs."""
-    if config.needed_cpus > cpus + 1e-6:
-        held = [actors for actors in config.actors if actors.count and actors.cpus]
-        parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
-        raise UserInputError(
-            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never "
-            f"have more than {cpus:g}: ask for fewer, or raise resources.num_cpus."
-        )
+def check_counts(config: CommonConfig, cpus: float, gpus: float) -> None:
+    """Raise UserInputError for a run that asks for more logical CPUs, or GPUs, than there will be."""
+    asked = (("logical CPUs", "cpus", config.needed_cpus, cpus), ("GPUs", "gpus", config.needed_gpus, gpus))
+    for kind, share, needed, there in asked:
+        if needed > there + 1e-6:
+            held = [actors for actors in config.actors if actors.count and getattr(actors, share)]
+            parts = [f"{actors.count} {actors.kind} × {getattr(actors, share):g}" for actors in held]
+            raise UserInputError(
+                f"The run asks for {needed:g} {kind} ({', '.join(parts)}) and there are {there:g}: ask for fewer, "
+                "raise resources.num_cpus, add nodes, or set RL_VLM_AUTOSCALING=1 where nodes come when asked for."
+            )

@@ -172,27 +172,19 @@ def _csv(trials: Sequence[TrialResult], sweep: SweepConfig) -> str:
 
 
 def _markdown(trials: Sequence[TrialResult], settings: Sequence[Setting], sweep: SweepConfig) -> str:
-    keys = list(sweep.space)
     lines = [
-        f"`{sweep.metric}` of {len(trials)} trials, best first.",
+        f"`{sweep.metric}` of {len(trials)} trials, of which {sum(trial.finished for trial in trials)} finished; "
+        "`results.csv` has each.",
         "",
-        f"| {' | '.join(f'`{key}`' for key in keys)} | before | last | best | iterations | seconds | |",
-        "|" + "---|" * (len(keys) + 6),
+        "| setting | runs | mean of the last | 95 % interval |",
+        "|---|---|---|---|",
     ]
-    for trial in trials:
-        cells = [_short(trial.settings.get(key)) for key in keys]
-        cells += [f"{value:.3f}" for value in (trial.before, trial.last, trial.best)]
-        cells += [str(trial.iterations), f"{trial.seconds:.0f}", trial.error]
-        lines.append(f"| {' | '.join(cells)} |")
-    if any(len(setting.last) > 1 for setting in settings):
-        lines += ["", "| setting | runs | mean of the last | 95 % interval |", "|---|---|---|---|"]
-        for setting in settings:
-            mean = statistics.fmean(setting.last)
-            interval = "one run"
-            if len(setting.last) > 1:
-                half = float(student_half_width(np.array(setting.last)))
-                interval = f"{mean - half:.3f} to {mean + half:.3f}"
-            lines.append(f"| {setting.name} | {len(setting.last)} | {mean:.3f} | {interval} |")
+    for setting in settings:
+        mean, interval = statistics.fmean(setting.last), "one run"
+        if len(setting.last) > 1:
+            half = float(student_half_width(np.array(setting.last)))
+            interval = f"{mean - half:.3f} to {mean + half:.3f}"
+        lines.append(f"| {setting.name} | {len(setting.last)} | {mean:.3f} | {interval} |")
     return "\n".join(lines) + "\n"
 
 

@@ -111,8 +111,7 @@ def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: 
     ]  # fmt: skip
     assert all(row["finished"] == "True" and row["iterations"] == "2" for row in rows)
     assert [float(row["best"]) for row in rows] == sorted((float(row["best"]) for row in rows), reverse=True)
-    text = (folder / "results.md").read_text()
-    assert "| 0.001 | 3 |" in text and "| 0.001 | 4 |" in text
+    assert "| lr 0.001 | 2 |" in (folder / "results.md").read_text()
     assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
     chosen = yaml.safe_load((folder / "best/config.yaml").read_text())
     assert (chosen["learner"]["lr"], str(chosen["seed"])) == (float(rows[0]["learner.lr"]), rows[0]["seed"])
