@@ -112,7 +112,7 @@ def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
     gpus, least = gpu_sizes() if config.needed_gpus else [], config.model.least_gpu_gib
     check_counts(config, config.resources.num_cpus or available_cpus(), len(gpus))
-    if gpus and least and min(gpus) < least and not joins_cluster():
+    if gpus and least and min(gpus) < least:
         raise UserInputError(
             f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
             f"{min(gpus):.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, "
