@@ -127,5 +127,5 @@ def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: 
         assert not [name for name in names if "algorithm" in name]
 
     before = {path: path.stat().st_mtime_ns for path in (folder / "tune").glob("trial-*/result.json")}
-    assert rl_vlm([*command, "--resume"]) == 0
+    assert rl_vlm([*command, "--resume"]) == 0 and rows_of(folder) == rows
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "tune").glob("trial-*/result.json")}
