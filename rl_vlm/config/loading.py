@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rl_vlm.config.learner import without_preset_keys
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
-from rl_vlm.config.section import Problems, Section, keys_of, section_of
+from rl_vlm.config.section import Section, keys_of, section_of
 from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
@@ -96,8 +96,7 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
     if error["type"] == "extra_forbidden":
         yield _unknown(location, root)
     elif error["type"] == "value_error":
-        cause = error["ctx"]["error"]
-        for sentence in cause.sentences if isinstance(cause, Problems) else [str(cause)]:
+        for sentence in str(error["ctx"]["error"]).split("\n"):
             named = not key or sentence.startswith(key.split(".")[0])
             yield f"Config: {sentence}." if named else f"Config key {key}: {sentence}."
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Values within bounds.
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -14,14 +15,6 @@ NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam, which rejects other values when a learner starts
-
-
-class Problems(ValueError):
-    """What is wrong with one section: a sentence each."""
-
-    def __init__(self, sentences: Iterable[str]) -> None:
-        self.sentences = list(sentences)
-        super().__init__("; ".join(self.sentences))
 
 
 class OnlyWith(NamedTuple):
@@ -44,7 +37,7 @@ class Section(BaseModel):
     conditional: ClassVar[tuple[OnlyWith, ...]] = ()
 
     def problems(self) -> Iterator[str]:
-        """A sentence on each contradiction between values that are valid by themselves.
+        """A sentence, without a line break, on each contradiction between values that are valid by themselves.
 
         Keys have their full dotted names.
         """
@@ -64,7 +57,7 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _has_no_problems(self) -> Self:
         if sentences := list(self.problems()):
-            raise Problems(sentences)
+            raise ValueError("\n".join(sentences))
         return self
 
     def changed(self, *keys: str) -> Iterator[str]:
