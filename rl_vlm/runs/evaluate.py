@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,23 +61,9 @@ def run_for(config: PolicyConfig, trained: Path) -> PolicyConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"train": kind})})
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model behind Ray Serve and a rollout worker in this process that asks it."""
-
-    run_id: str
-    worker: RolloutWorker
-    service: PolicyService
-
-    def publish(self, adapter: Path | None, version: int) -> None:
-        """Serve an adapter folder, or one of full weights, as this version; None changes nothing."""
-        if adapter is not None:
-            self.service.publish(read_payload(adapter, version))
-
-
 @contextmanager
-def served_worker(config: PolicyConfig) -> Iterator[Served]:
-    """Start Ray, the replicas and a worker; all end with the context."""
+def served_worker(config: PolicyConfig) -> Iterator[tuple[RolloutWorker, PolicyService]]:
+    """Start Ray, the replicas, and a rollout worker in this process that asks them; all end with the context."""
     from rl_vlm.rollout.env_runner import RolloutWorker
     from rl_vlm.runs.ray_session import ray_cluster
     from rl_vlm.serving.service import start_service
@@ -87,7 +73,7 @@ def served_worker(config: PolicyConfig) -> Iterator[Served]:
         worker = RolloutWorker(config, service.run_id, service.model.folder, key=service.key)
         try:
             service.wait_until_ready()
-            yield Served(service.run_id, worker, service)
+            yield worker, service
         finally:
             worker.close_envs()
             service.stop()
@@ -96,13 +82,16 @@ def served_worker(config: PolicyConfig) -> Iterator[Served]:
 # Who plays the items of an evaluation: the served model with each side's adapter, or an endpoint.
 
 
-def _served_player(config: PolicyConfig, served: Served, adapters: dict[Side, Path | None], side: Side) -> Play:
-    version = 1 + list(adapters).index(side)
-    served.publish(adapters[side], version)
-    oldest = version if adapters[side] is not None else BASE_MODEL
+def _served_player(
+    config: PolicyConfig, worker: RolloutWorker, service: PolicyService, adapters: dict[Side, Path | None], side: Side
+) -> Play:
+    adapter, oldest = adapters[side], BASE_MODEL
+    if adapter is not None:
+        oldest = 1 + list(adapters).index(side)
+        service.publish(read_payload(adapter, oldest))
 
     async def play(task: RolloutTask) -> list[Outcome] | str:
-        result = await served.worker.run([replace(task, min_version=oldest)])
+        result = await worker.run([replace(task, min_version=oldest)])
         if not result.groups:
             return next(iter(result.lost.values()))
         return outcomes_of(config, task, result.groups[0].trajectories, side)
@@ -411,9 +400,12 @@ def _play_missing(
         if options.endpoint is not None:
             player = stack.enter_context(_endpoint_player(config, options, options.endpoint, runner))
         else:
-            served = stack.enter_context(served_worker(config))
+            worker, service = stack.enter_context(served_worker(config))
         for side, todo in missing.items():
-            play = player.play if options.endpoint is not None else _served_player(config, served, adapters, side)
+            if options.endpoint is not None:
+                play: Play = player.play
+            else:
+                play = _served_player(config, worker, service, adapters, side)
             began = time.monotonic()
             reasons = runner.run(play_tasks(todo, play, log.add, **limits))
             lost.update({f"{side}/{name}": reason for name, reason in reasons.items()})
@@ -422,7 +414,7 @@ def _play_missing(
                 said["throughput"] = runner.run(
                     measure_throughput(
                         config,
-                        served.run_id,
+                        service.run_id,
                         adapters["policy"],
                         runs=options.benchmark_runs,
                         compare_hf=options.compare_hf,

@@ -16,6 +16,7 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.players import EpisodesLostError, losses
 from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.models.weights import read_payload
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs.evaluate import run_for, served_worker, starting_adapter
@@ -106,10 +107,11 @@ def _line(group: TrajectoryGroup) -> dict[str, Any]:
 def _run_tasks(config: PolicyConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
     """Run the tasks, `batch` at a time."""
     merged = RolloutResult()
-    with served_worker(config) as served, asyncio.Runner() as loop:
-        served.publish(adapter, version=1)
+    with served_worker(config) as (worker, service), asyncio.Runner() as loop:
+        if adapter is not None:
+            service.publish(read_payload(adapter, version=1))
         for start in range(0, len(tasks), batch):
-            part = loop.run(served.worker.run(tasks[start : start + batch]))
+            part = loop.run(worker.run(tasks[start : start + batch]))
             merged.groups.extend(part.groups)
             merged.lost.update(part.lost)
             merged.seconds += part.seconds

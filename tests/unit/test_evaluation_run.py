@@ -81,13 +81,11 @@ def asked(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Counti
         worker._client = Direct(engine)  # type: ignore[assignment]
         counting[0]._worker = worker
 
-        def publish(folder: Path | None, version: int) -> None:
-            if folder is not None and version > engine.version:
-                import asyncio
+        def publish(payload: AdapterPayload) -> None:
+            if payload.version > engine.version:
+                asyncio.run(engine.load_adapter(payload))
 
-                asyncio.run(engine.load_adapter(AdapterPayload.read(folder, version)))
-
-        yield SimpleNamespace(worker=counting[0], publish=publish)
+        yield counting[0], SimpleNamespace(publish=publish)
         worker.close_envs()
 
     counting.append(Counting(None))  # type: ignore[arg-type]
