@@ -126,7 +126,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.updates = 0  # iterations that are in the weights
         settings = run_config.algorithm
         # An adapted coefficient that began at 0 would stay there.
-        self.kl_coef = max(settings.kl_coef, settings.kl_min) if settings.kl_target else settings.kl_coef
+        self.kl_coef = max(settings.kl_coef, _KL_BOUNDS[0]) if settings.kl_target else settings.kl_coef
         self.return_scale = ReturnScale()
         self.last_groups: list[TrajectoryGroup] = []
         self.last_advantages: list[np.ndarray] = []  # float64 [G] per group, the mean over a trajectory's tokens
@@ -367,13 +367,17 @@ class PolicyAlgorithm(RunAlgorithm):
         self.recovery.restore_learners()
 
 
+# Of an adapted penalty: its factor, and its bounds.
+_KL_RATE, _KL_BOUNDS = 1.5, (1e-5, 0.5)
+
+
 def adapted_kl_coef(coefficient: float, kl: float, settings: AlgorithmSection) -> float:
     """The KL coefficient after an iteration with that KL per token: larger above twice the target, smaller below half
     of it."""
     if settings.kl_target is None:
         return coefficient
     if kl > 2 * settings.kl_target:
-        coefficient *= settings.kl_rate
+        coefficient *= _KL_RATE
     elif kl < settings.kl_target / 2:
-        coefficient /= settings.kl_rate
-    return min(max(coefficient, settings.kl_min), settings.kl_max)
+        coefficient /= _KL_RATE
+    return min(max(coefficient, _KL_BOUNDS[0]), _KL_BOUNDS[1])

@@ -93,7 +93,7 @@ def evaluate(
     source = run_dir if endpoint else _source(config, adapter, run_dir)
     _check_out(out, resume, overwrite)
     from rl_vlm.evaluation.heldout import EvaluationOptions
-    from rl_vlm.runs.train import kind_of
+    from rl_vlm.runs.train import evaluate_run
 
     options = EvaluationOptions(
         blind=blind,
@@ -108,7 +108,7 @@ def evaluate(
         endpoint_token_env=endpoint_token_env,
         endpoint_timeout_s=endpoint_timeout_s,
     )
-    results = kind_of(run).evaluate(run, adapter=adapter, run_dir=source, out=out, options=options)
+    results = evaluate_run(run, adapter=adapter, run_dir=source, out=out, options=options)
     say(json.dumps(results, indent=2))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import Field, field_validator
 
 from rl_vlm.config.learner import LearnerActors
-from rl_vlm.config.section import ResourcesSection, Section, TrainLogging
+from rl_vlm.config.section import Name, ResourcesSection, Section, TrainLogging
 from rl_vlm.config.serving import HTTPSection, ServedModelSection, ServingSection
 from rl_vlm.files import resolved
 
@@ -27,12 +27,11 @@ class Actors:
 class CommonConfig(Section, ABC):
     """The configuration of a run that serves a model and has learners. Each kind of run derives its own class."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
-    plugins: tuple[str, ...] = Field(
-        (), description="Modules, or files by path, that register your environments, losses, estimators and rewards."
-    )
+    name: Name = "run"
+    # Modules, or files by path, that register your environments, losses, estimators and rewards.
+    plugins: tuple[str, ...] = ()
     seed: int = Field(0, ge=0, lt=2**31)
-    deterministic: bool = Field(False, description="Lock-step sampling: k + k iterations equal 2k byte for byte.")
+    deterministic: bool = False  # Lock-step sampling: k + k iterations equal 2k byte for byte.
     model: ServedModelSection = ServedModelSection()
     serving: ServingSection = ServingSection()
     learner: LearnerActors = LearnerActors()

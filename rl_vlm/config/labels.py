@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import Count, NonNegative, Positive, Section, Share
 
 Source = Literal["vlm", "endpoint", "generate", "scripted", "clip", "itm", "cache"]
 # Which pairs are asked about: RL-VLM-F's `feed_type` 0 to 5.
@@ -30,76 +30,56 @@ class TeacherSection(Section):
     see `ScriptedTeacher.set_margin`.
     """
 
-    beta: float = Field(-1.0, description="0 or less: the higher return wins; above: Bradley-Terry with this scale.")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount over a segment; its last step counts in full.")
-    eps_mistake: float = Field(0.0, ge=0, le=1, description="Share of labels that are flipped.")
-    eps_skip: float = Field(
-        0.0,
-        ge=0,
-        description="Pairs below this share of the average return are skipped; none where that is below 0, as in "
-        "B-Pref.",
-    )
-    eps_equal: float = Field(
-        0.0, ge=0, description="Pairs nearer than this share of the average return are equal; see eps_skip."
-    )
+    beta: float = -1.0  # 0 or less: the higher return wins; above: Bradley-Terry with this scale.
+    gamma: float = Field(1.0, gt=0, le=1)  # Discount over a segment; its last step counts in full.
+    eps_mistake: Share = 0.0  # Share of labels that are flipped.
+    # Pairs below this share of the average return are skipped; none where that is below 0, as in B-Pref.
+    eps_skip: NonNegative = 0.0
+    eps_equal: NonNegative = 0.0  # Pairs nearer than this share of the average return are equal; see eps_skip.
 
 
 class EndpointSection(Section):
     """A labeller elsewhere, for `source: endpoint` (OpenAI's chat completions) and `source: generate`."""
 
-    url: str = Field("", description="Empty with `generate`: SERVER_URL, or http://SERVER_HOST:SERVER_PORT/generate.")
+    url: str = ""  # Empty with `generate`: SERVER_URL, or http://SERVER_HOST:SERVER_PORT/generate.
     model: str = "default"
-    token_env: str = Field("RL_VLM_LABEL_TOKEN", description="The environment variable that holds the token, if any.")
-    timeout_s: float = Field(60.0, gt=0)
+    token_env: str = "RL_VLM_LABEL_TOKEN"  # The environment variable that holds the token, if any.
+    timeout_s: Positive = 60.0
     logprobs: bool = True
-    max_in_flight: int | None = Field(
-        None, ge=1, description="Questions at once; null: all of a session. For a judge: of an env runner."
-    )
+    max_in_flight: Count | None = None  # Questions at once; null: all of a session. For a judge: of an env runner.
 
 
 class LabelsSection(Section):
     """Who labels pairs, how they are asked, and which pairs."""
 
-    source: Source = Field(
-        "vlm",
-        description="vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. clip, itm: similarity "
-        "of picture and text. cache: a label store alone.",
-    )
-    task: str | None = Field(None, description="Whose prompts are used; by default the environment's.")
-    goal: str | None = Field(None, description="The goal in words, such as `to open the drawer`; replaces the task's.")
-    description: str | None = Field(None, description="What the achieved goal looks like, for clip and itm.")
-    prompts: str | None = Field(None, description="A YAML file of own prompts.")
-    cache: str | None = Field(
-        None,
-        description="A label store whose sessions are replayed first; None, null and '' mean none. [cached_label_path]",
-    )
-    steps: Literal[1, 2] = Field(2, description="1: the label at once. 2: describe, then summarise. [vlm]")
-    both_orders: bool = Field(True, description="Ask in both orders; a contradiction is -1. The original asks once.")
-    guided: bool = Field(True, description="The answer is 0, 1 or -1 by construction, and its probabilities are kept.")
-    temperature: float = Field(0.0, ge=0)
-    describe_tokens: int = Field(512, ge=1)
-    answer_tokens: int = Field(16, ge=1)
-    frames: int = Field(1, ge=1, description="Pictures of a segment that are shown side by side. [vlm_label]")
-    deadline_s: float = Field(300.0, gt=0, description="How long one question may take, retries included.")
-    attempts: int = Field(
-        3, ge=1, description="At one question; those at which the endpoint is busy (429, 503, gone since) do not count."
-    )
-    flip: bool = Field(False, description="Swap labels 0 and 1, as a control. [flip_vlm_label]")
-    coin_flips: bool = Field(False, description="Replace each decided label by a coin flip, as a control.")
-    rule: Rule = Field("uniform", description="Which pairs are asked about. [feed_type 0 to 5, in this order]")
-    large_batch: int = Field(10, ge=1, description="Candidates per pair for rules other than uniform.")
-    rounds: int = Field(
-        4,
-        ge=1,
-        description="Undecided pairs are replaced by fresh ones up to this many times, within max_feedback; the "
-        "original: 1.",
-    )
+    # vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. clip, itm: similarity of picture and
+    # text. cache: a label store alone.
+    source: Source = "vlm"
+    task: str | None = None  # Whose prompts are used; by default the environment's.
+    goal: str | None = None  # The goal in words, such as `to open the drawer`; replaces the task's.
+    description: str | None = None  # What the achieved goal looks like, for clip and itm.
+    prompts: str | None = None  # A YAML file of own prompts.
+    # A label store whose sessions are replayed first; None, null and '' mean none. [cached_label_path]
+    cache: str | None = None
+    steps: Literal[1, 2] = 2  # 1: the label at once. 2: describe, then summarise. [vlm]
+    both_orders: bool = True  # Ask in both orders; a contradiction is -1. The original asks once.
+    guided: bool = True  # The answer is 0, 1 or -1 by construction, and its probabilities are kept.
+    temperature: NonNegative = 0.0
+    describe_tokens: Count = 512
+    answer_tokens: Count = 16
+    frames: Count = 1  # Pictures of a segment that are shown side by side. [vlm_label]
+    deadline_s: Positive = 300.0  # How long one question may take, retries included.
+    attempts: Count = 3  # At one question; those at which the endpoint is busy (429, 503, gone since) do not count.
+    flip: bool = False  # Swap labels 0 and 1, as a control. [flip_vlm_label]
+    coin_flips: bool = False  # Replace each decided label by a coin flip, as a control.
+    rule: Rule = "uniform"  # Which pairs are asked about. [feed_type 0 to 5, in this order]
+    large_batch: Count = 10  # Candidates per pair for rules other than uniform.
+    # Undecided pairs are replaced by fresh ones up to this many times, within max_feedback; the original: 1.
+    rounds: Count = 4
     teacher: TeacherSection = TeacherSection()
     endpoint: EndpointSection = EndpointSection()
-    similarity_model: str = Field(
-        "openai/clip-vit-large-patch14-336",
-        description="For clip; for itm a BLIP-2 such as Salesforce/blip2-itm-vit-g.",
-    )
+    # For clip; for itm a BLIP-2 such as Salesforce/blip2-itm-vit-g.
+    similarity_model: str = "openai/clip-vit-large-patch14-336"
 
     def problems(self) -> Iterator[str]:
         """A source without what it needs."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_vlm.config.section import Beta, OnlyWith, Section
+from rl_vlm.config.section import Beta, Count, Natural, NonNegative, OnlyWith, Positive, Section, Share
 
 StrategyName: TypeAlias = Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"]
 
@@ -17,31 +17,27 @@ class ComputeSection(Section):
 
     place: ClassVar[str] = "learner."
 
-    num_threads: int = Field(1, ge=1)
+    num_threads: Count = 1
 
 
 class LearnerActors(ComputeSection):
     """The learner group: where learners run, and when one counts as lost."""
 
-    num_learners: int = Field(0, ge=0, description="0: inside the driver; more: actors that share each optimiser step.")
-    cpus_per_learner: float = Field(0.5, ge=0)
-    gpus_per_learner: float = Field(0.0, ge=0, le=1, description="A learner computes on one GPU, or on a share of it.")
-    max_restarts: int = Field(3, ge=0, description="How often a dead learner is replaced from the last checkpoint.")
-    update_timeout_s: float = Field(
-        1800.0,
-        gt=0,
-        description="A learner that has not answered its first update within this counts as dead. Later updates get "
-        "ten times the longest one so far, at least two minutes and at most this.",
-    )
+    num_learners: Natural = 0  # 0: inside the driver; more: actors that share each optimiser step.
+    cpus_per_learner: NonNegative = 0.5
+    gpus_per_learner: Share = 0.0  # A learner computes on one GPU, or on a share of it.
+    max_restarts: Natural = 3  # How often a dead learner is replaced from the last checkpoint.
+    # A learner that has not answered its first update within this counts as dead. Later updates get ten times the
+    # longest one so far, at least two minutes and at most this.
+    update_timeout_s: Positive = 1800.0
 
     def problems(self) -> Iterator[str]:
         """Several learners on one GPU."""
         yield from super().problems()
         if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
             yield (
-                f"learner.gpus_per_learner {self.gpus_per_learner:g} with num_learners {self.num_learners}: Ray would "
-                'put two learners on one GPU, which NCCL refuses ("Duplicate GPU detected"); set gpus_per_learner to '
-                "1, or num_learners to 1"
+                f"learner.gpus_per_learner {self.gpus_per_learner:g} would put two learners on one GPU, which NCCL "
+                "refuses: set it, or num_learners, to 1"
             )
 
     @property
@@ -59,24 +55,19 @@ class OptimizerSection(ComputeSection):
         OnlyWith(("betas",), "optimizer", ("adamw",)),
     )
 
-    lr: float = Field(1e-5, gt=0)
+    lr: Positive = 1e-5
     lr_schedule: Literal["constant", "linear"] = "constant"
-    lr_final_fraction: float = Field(
-        0.1, ge=0, le=1, description="Of a linear schedule, reached at the last iteration."
-    )
-    optimizer: Literal["adamw", "adafactor"] = Field(
-        "adamw", description="adafactor keeps row and column sums instead of moments, and has no betas."
-    )
+    lr_final_fraction: Share = 0.1  # Of a linear schedule, reached at the last iteration.
+    # adafactor keeps row and column sums instead of moments, and has no betas.
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
     betas: tuple[Beta, Beta] = (0.9, 0.98)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    micro_batch_tokens: int = Field(8192, ge=1)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    micro_batch_tokens: Count = 8192
     share_prompts: bool = True
-    attention: Literal["auto", "segments", "dense"] = Field(
-        "auto",
-        description="Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by "
-        "itself, which pays for what is seen; auto: segments where that is cheaper.",
-    )
+    # Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by itself, which pays
+    # for what is seen; auto: segments where that is cheaper.
+    attention: Literal["auto", "segments", "dense"] = "auto"
     gradient_checkpointing: bool = False
 
 
@@ -89,30 +80,16 @@ class LearnerSection(LearnerActors, OptimizerSection):
         OnlyWith(("offload_params",), "strategy", ("fsdp2", "zero3")),
     )
 
-    strategy: StrategyName | None = Field(
-        None,
-        description="How learners share a step. single: one learner; all_reduce: each holds all and gradients are "
-        "added; fsdp2: the frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, "
-        "gradients, frozen layers. null: single or all_reduce, by num_learners.",
-    )
-    offload_optimizer: bool = Field(
-        False, description="Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3."
-    )
-    offload_params: bool = Field(
-        False, description="Keep the shards of the frozen layers in host memory; fsdp2 and zero3."
-    )
-    ema_decay: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights "
-        "uses it.",
-    )
-    log_entropy: bool = Field(
-        True,
-        description="Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it "
-        "anyway.",
-    )
+    # How learners share a step. single: one learner; all_reduce: each holds all and gradients are added; fsdp2: the
+    # frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, gradients, frozen layers. null: single
+    # or all_reduce, by num_learners.
+    strategy: StrategyName | None = None
+    offload_optimizer: bool = False  # Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3.
+    offload_params: bool = False  # Keep the shards of the frozen layers in host memory; fsdp2 and zero3.
+    # Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights uses it.
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    # Measure policy/entropy, about 6 % of the time of a large head on a CPU. A bonus measures it anyway.
+    log_entropy: bool = True
 
     def problems(self) -> Iterator[str]:
         """What the strategy cannot do."""
@@ -123,10 +100,7 @@ class LearnerSection(LearnerActors, OptimizerSection):
         if name not in (None, "single") and self.num_learners == 0:
             yield f"learner.strategy {name} needs learners that are actors: set num_learners to 2 or more"
         if self.zero_stage and self.optimizer == "adafactor":
-            yield (
-                f"learner.strategy {name} cuts the optimiser's tensors into flat shards, which have no rows and "
-                "columns for adafactor: use adamw, or strategy fsdp2"
-            )
+            yield f"learner.strategy {name} has flat shards, without adafactor's rows: use adamw, or strategy fsdp2"
 
     @property
     def zero_stage(self) -> int:
@@ -146,19 +120,13 @@ class LearnerSection(LearnerActors, OptimizerSection):
 class CriticSection(Section):
     """The value function of PPO: a linear head on the last hidden state of the policy, or of an adapter of its own."""
 
-    place: ClassVar[str] = "critic."
-
-    kind: Literal["head", "adapter"] = Field(
-        "head",
-        description="head: on the policy's hidden state. adapter: a second LoRA on the same frozen model, with a head.",
-    )
-    hidden: int = Field(0, ge=0, description="Width of a hidden layer of the head; 0: a linear head.")
-    lr: float | None = Field(None, gt=0, description="null: learner.lr.")
-    loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss.")
-    clip: float | None = Field(
-        0.2, gt=0, description="How far a value may move from the old one, in normalised returns; null: not clipped."
-    )
-    warmup_iterations: int = Field(0, ge=0, description="First iterations, in which the critic learns alone.")
+    # head: on the policy's hidden state. adapter: a second LoRA on the same frozen model, with a head.
+    kind: Literal["head", "adapter"] = "head"
+    hidden: Natural = 0  # Width of a hidden layer of the head; 0: a linear head.
+    lr: Positive | None = None  # null: learner.lr.
+    loss_coef: Positive = 0.5  # Weight of the value loss.
+    clip: Positive | None = 0.2  # How far a value may move from the old one, in normalised returns; null: not clipped.
+    warmup_iterations: Natural = 0  # First iterations, in which the critic learns alone.
 
 
 # The losses that need no plugin. Importing their module would import torch.
@@ -166,57 +134,35 @@ BUILTIN_LOSSES = ("clipped", "gspo", "cispo", "sapo")
 BUILTIN_ESTIMATORS = ("group", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gigpo", "gae")
 # Estimators that compare trajectories with each other, so that a critic would learn nothing from them.
 WITHOUT_CRITIC = tuple(name for name in BUILTIN_ESTIMATORS if name != "gae")
+_GRPO: dict[str, Any] = {
+    "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
+    "advantage_scale": 1.0,
+}  # fmt: skip
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 # What a preset sets. A key that is given beside the preset wins over it.
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300; without its KL penalty of 0.04, which is kl_coef's.
-    "grpo": {
-        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "grpo": _GRPO | _CLIP,
     # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is
     # overlong_buffer's, whose size depends on the token budget (there a fifth of it).
-    "dapo": {
-        "loss": "clipped", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0,
-    },
+    "dapo": _GRPO | {"aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0},
     # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a
     # token's.
-    "gspo": {
-        "loss": "gspo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "clip_low": 3e-4, "clip_high": 4e-4,
-    },
+    "gspo": _GRPO | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     # CISPO, MiniMax-M1, arXiv 2506.13585, which does not publish its bound; 5 is that of ScaleRL, arXiv 2510.13786.
-    "cispo": {
-        "loss": "cispo", "aggregation": "token_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "cispo_cap": 5.0,
-    },
+    "cispo": _GRPO | {"loss": "cispo", "aggregation": "token_mean", "cispo_cap": 5.0},
     # SAPO, arXiv 2511.20347.
-    "sapo": {
-        "loss": "sapo", "aggregation": "sequence_mean", "estimator": "group", "advantage_normalization": "std",
-        "advantage_scale": 1.0, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05,
-    },
+    "sapo": _GRPO | {"loss": "sapo", "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05},
     # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing
     # is clipped.
-    "rloo": {
-        "loss": "clipped", "aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "rloo": _GRPO | _CLIP | {"aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none"},
     # REINFORCE++, arXiv 2501.03262: no baseline of the group, advantages normalised over the whole batch.
-    "reinforce_pp": {
-        "loss": "clipped", "aggregation": "sequence_mean", "estimator": "reinforce_pp", "advantage_normalization": "std",  # noqa: E501
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "reinforce_pp": _GRPO | _CLIP | {"estimator": "reinforce_pp"},
     # Dr. GRPO, arXiv 2503.20783: no division by the standard deviation or by the length.
-    "dr_grpo": {
-        "loss": "clipped", "aggregation": "constant", "estimator": "group", "advantage_normalization": "none",
-        "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
+    "dr_grpo": _GRPO | _CLIP | {"aggregation": "constant", "advantage_normalization": "none"},
     # PPO, arXiv 1707.06347, with a critic and GAE (arXiv 1506.02438).
-    "ppo": {
-        "name": "ppo", "loss": "clipped", "aggregation": "token_mean", "estimator": "gae",
-        "advantage_normalization": "std", "advantage_scale": 1.0, "clip_low": 0.2, "clip_high": 0.2,
-    },
-}  # fmt: skip
+    "ppo": _GRPO | _CLIP | {"name": "ppo", "aggregation": "token_mean", "estimator": "gae"},
+}
 # exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says
 # nothing.
 # Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the
@@ -242,85 +188,58 @@ class AlgorithmSection(Section):
         OnlyWith(("tis_cap",), "mismatch", ("truncate", "sequence_mask")),
         OnlyWith(("mismatch_low", "mismatch_high"), "mismatch", ("mask", "sequence_mask")),
         OnlyWith(("kl_estimator",), "kl_in", ("loss",)),
-        OnlyWith(("kl_rate", "kl_min", "kl_max"), "kl_target"),
     )
 
-    name: Literal["grpo", "ppo"] = Field("grpo", description="grpo or ppo; preference_sac is set by `preference`.")
-    iterations: int = Field(100, ge=1)
-    preset: str | None = Field(
-        None,
-        description="Sets loss, aggregation, estimator and their published constants together: grpo (arXiv "
-        "2402.03300), dapo (2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo "
-        "(2402.14740), reinforce_pp (2501.03262), dr_grpo (2503.20783), ppo (1707.06347).",
-    )
-    loss: str = Field("clipped", description="Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.")
-    aggregation: Literal["sequence_mean", "token_mean", "constant"] = Field(
-        "sequence_mean",
-        description="Of token losses: mean of each sequence's mean, mean over all tokens, sum over a constant.",
-    )
-    estimator: str = Field(
-        "group",
-        description="Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a "
-        "plugin registers.",
-    )
-    advantage_normalization: Literal["std", "none"] = Field(
-        "std", description="Of the estimators group, gigpo and gae."
-    )
-    advantage_scale: float = Field(1.0, gt=0)
-    gigpo_gamma: float = Field(0.95, ge=0, le=1, description="Discount per turn of gigpo's step rewards.")
-    gigpo_step_weight: float = Field(1.0, ge=0, description="Of gigpo's step-relative beside its episode advantage.")
-    overlong_buffer: int = Field(
-        0,
-        ge=0,
-        description="The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); "
-        "0: off.",
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Of the losses clipped and gspo, as is clip_high.")
-    clip_high: float = Field(0.28, gt=0)
-    dual_clip: float | None = Field(
-        None, gt=1, description="Bounds a bad token's loss at this times its advantage (arXiv 1912.09729); null: off."
-    )
-    cispo_cap: float = Field(5.0, ge=1, description="Upper bound of the ratio, which cispo uses as a weight.")
-    sapo_tau_pos: float = Field(1.0, gt=0, description="Temperature of sapo's gate for positive advantages.")
-    sapo_tau_neg: float = Field(1.05, gt=0, description="Temperature of sapo's gate for negative advantages.")
-    mismatch: Literal["truncate", "mask", "sequence_mask", "none"] = Field(
-        "truncate",
-        description="What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens "
-        "outside [mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, "
-        "and the rest truncated; none.",
-    )
-    tis_cap: float | None = Field(2.0, gt=0, description="Cap of the engine-to-learner importance weight; null: off.")
-    mismatch_low: float | None = Field(None, gt=0, lt=1, description="null: 0.5 with mask, 0.99 with sequence_mask.")
-    mismatch_high: float | None = Field(None, gt=1, description="null: 5 with mask, 1.01 with sequence_mask.")
-    kl_coef: float = Field(0.0, ge=0)
-    kl_estimator: Literal["k2", "k3"] = Field("k3", description="Of the KL penalty in the loss.")
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="Where the KL penalty goes: reward subtracts kl_coef (old - reference) from each token's."
-    )
-    kl_target: float | None = Field(
-        None, gt=0, description="KL per token that kl_coef is adapted to (.02 is usual); needs kl_in: reward."
-    )
-    kl_rate: float = Field(1.5, gt=1, description="Factor of kl_coef above twice the target, divisor below half of it.")
-    kl_min: float = Field(1e-5, gt=0, description="Lower bound of an adapted kl_coef.")
-    kl_max: float = Field(0.5, gt=0, description="Upper bound of an adapted kl_coef.")
-    gae_level: Literal["token", "turn", "bilevel"] = Field(
-        "token", description="What one step of GAE is: a token, a turn (one value per turn), or tokens inside turns."
-    )
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token.")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="GAE's lambda per token.")
-    turn_gamma: float = Field(1.0, ge=0, le=1, description="Discount per turn (gae_level turn and bilevel).")
-    turn_lambda: float = Field(1.0, ge=0, le=1, description="GAE's lambda per turn (gae_level turn and bilevel).")
-    entropy_coef: float = Field(0.0, ge=0)
-    epochs: int = Field(1, ge=1)
-    minibatches: int = Field(1, ge=1, description="Optimiser steps per epoch of a rollout.")
-    max_refill: float = Field(
-        0.0,
-        ge=0,
-        description="Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of "
-        "them are replaced by further groups in each iteration (dynamic sampling). Rewards are the "
-        "environment's: what overlong_buffer takes off does not count, as in DAPO. 0: off.",
-    )
-    shuffle_rewards: bool = Field(False, description="A control that must fail: rewards are permuted over the batch.")
+    name: Literal["grpo", "ppo"] = "grpo"  # grpo or ppo; preference_sac is set by `preference`.
+    iterations: Count = 100
+    # Sets loss, aggregation, estimator and their published constants together: grpo (arXiv 2402.03300), dapo
+    # (2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo (2402.14740), reinforce_pp
+    # (2501.03262), dr_grpo (2503.20783), ppo (1707.06347).
+    preset: str | None = None
+    loss: str = "clipped"  # Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.
+    # Of token losses: mean of each sequence's mean, mean over all tokens, sum over a constant.
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
+    # Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a plugin registers.
+    estimator: str = "group"
+    advantage_normalization: Literal["std", "none"] = "std"  # Of the estimators group, gigpo and gae.
+    advantage_scale: Positive = 1.0
+    gigpo_gamma: Share = 0.95  # Discount per turn of gigpo's step rewards.
+    gigpo_step_weight: NonNegative = 1.0  # Of gigpo's step-relative beside its episode advantage.
+    # The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); 0: off.
+    overlong_buffer: Natural = 0
+    clip_low: float = Field(0.2, gt=0, lt=1)  # Of the losses clipped and gspo, as is clip_high.
+    clip_high: Positive = 0.28
+    # Bounds a bad token's loss at this times its advantage (arXiv 1912.09729); null: off.
+    dual_clip: float | None = Field(None, gt=1)
+    cispo_cap: float = Field(5.0, ge=1)  # Upper bound of the ratio, which cispo uses as a weight.
+    sapo_tau_pos: Positive = 1.0  # Temperature of sapo's gate for positive advantages.
+    sapo_tau_neg: Positive = 1.05  # Temperature of sapo's gate for negative advantages.
+    # What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens outside
+    # [mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, and the rest truncated;
+    # none.
+    mismatch: Literal["truncate", "mask", "sequence_mask", "none"] = "truncate"
+    tis_cap: Positive | None = 2.0  # Cap of the engine-to-learner importance weight; null: off.
+    mismatch_low: float | None = Field(None, gt=0, lt=1)  # null: 0.5 with mask, 0.99 with sequence_mask.
+    mismatch_high: float | None = Field(None, gt=1)  # null: 5 with mask, 1.01 with sequence_mask.
+    kl_coef: NonNegative = 0.0
+    kl_estimator: Literal["k2", "k3"] = "k3"  # Of the KL penalty in the loss.
+    # Where the KL penalty goes: reward subtracts kl_coef (old - reference) from each token's.
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_target: Positive | None = None  # KL per token that kl_coef is adapted to (.02 is usual); needs kl_in: reward.
+    # What one step of GAE is: a token, a turn (one value per turn), or tokens inside turns.
+    gae_level: Literal["token", "turn", "bilevel"] = "token"
+    gamma: Share = 1.0  # Discount per token.
+    gae_lambda: Share = 1.0  # GAE's lambda per token.
+    turn_gamma: Share = 1.0  # Discount per turn (gae_level turn and bilevel).
+    turn_lambda: Share = 1.0  # GAE's lambda per turn (gae_level turn and bilevel).
+    entropy_coef: NonNegative = 0.0
+    epochs: Count = 1
+    minibatches: Count = 1  # Optimiser steps per epoch of a rollout.
+    # Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are replaced
+    # by further groups in each iteration (dynamic sampling). Rewards are the environment's: what overlong_buffer takes
+    # off does not count, as in DAPO. 0: off.
+    max_refill: NonNegative = 0.0
+    shuffle_rewards: bool = False  # A control that must fail: rewards are permuted over the batch.
 
     @property
     def learns_without_advantage(self) -> bool:
@@ -379,8 +298,6 @@ class AlgorithmSection(Section):
         yield from super().problems()
         if self.kl_target and self.kl_in != "reward":
             yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
-        if self.kl_min > self.kl_max:
-            yield f"algorithm.kl_min ({self.kl_min}) exceeds algorithm.kl_max ({self.kl_max})"
         if self.estimator == "gae" and self.name == "grpo":
             yield "algorithm.estimator gae needs a critic: set algorithm.name to ppo"
         if self.estimator in WITHOUT_CRITIC and self.name == "ppo":

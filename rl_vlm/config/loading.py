@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,93 +11,68 @@ from typing import Any, TypeAlias, TypeVar
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import to_jsonable_python
 
 from rl_vlm.config.learner import without_preset_keys
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
-from rl_vlm.config.section import Problems, Section, WrittenFloat, WrittenInt, keys_of, section_of
+from rl_vlm.config.section import Section, keys_of, section_of
 from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
-MAX_VALUES = 200_000  # of a document, those behind aliases counted each time
-_MERGE = "tag:yaml.org,2002:merge"
 
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases, which a short file could use to stand for endless values, and with keys that differ.
 
-class _StrictLoader(yaml.SafeLoader):
-    """Rejects a key that stands twice.
-
-    Others take the last one: a section that was pasted a second time would lose the first.
+    Others take the last one of two keys: a section that was pasted a second time would lose the first.
     """
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                problem="write out what *aliases stand for", problem_mark=self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """As the base class, with keys that differ; what `<<` merges may be set anew."""
         node = super().compose_mapping_node(anchor)
-        seen: set[Any] = set()
+        seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
-                value = self.construct_object(key)
-                if value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value[:80]!r} stands twice", problem_mark=key.start_mark)
-                seen.add(value)
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value[:80]!r} stands twice", problem_mark=key.start_mark)
+            seen.add((key.tag, str(key.value)))
         return node
 
 
-# YAML 1.2's core schema (chapter 10.3.2). PyYAML's own is that of YAML 1.1, where `off` is a boolean, `010` is 8 and
-# `1:30` is 90.
+# YAML 1.2's core schema (chapter 10.3.2). PyYAML's own is that of YAML 1.1, where `off` is a boolean and `1:30` is 90.
+# Digits that begin with 0 are text here, as a name's are; a field for numbers takes them all the same.
 _CORE = (
     ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
-    ("merge", r"<<", ["<"]),
 )
-_StrictLoader.yaml_implicit_resolvers = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.1 or 1.2 would read as something else."""
+
+
+_Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in _CORE:
-    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
-
-
-def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> WrittenInt | WrittenFloat:
-    number: WrittenInt | WrittenFloat
-    if node.tag.endswith("int"):
-        number = WrittenInt(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
-    else:
-        number = WrittenFloat(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    number.text = node.value
-    return number
-
-
-for _tag in ("int", "float"):
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
 
 
 def load_yaml(text: str) -> Any:
-    """The document as plain values. Raises yaml.YAMLError, also for one that is too large, too deep or holds itself."""
+    """The document as plain values. Raises yaml.YAMLError, also for one that is nested too deeply or has aliases."""
     try:
-        value = yaml.load(text, Loader=_StrictLoader)
-        if _count(value, {}) > MAX_VALUES:
-            raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES} values")
+        return yaml.load(text, Loader=_Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
     except (ValueError, TypeError, OverflowError) as error:  # of the constructors of values, such as dates
         raise yaml.YAMLError(str(error)) from error
-    return value
-
-
-def _count(value: Any, known: dict[int, int]) -> int:
-    """Values below `value`, those behind aliases counted each time; `known` holds what was counted, 0 what is being."""
-    if not isinstance(value, dict | list | set | tuple):
-        return 1
-    found = known.get(id(value))
-    if found == 0:
-        raise yaml.YAMLError("an alias stands inside what it stands for")
-    if found is None:
-        known[id(value)] = 0
-        parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
-        found = known[id(value)] = 1 + sum(_count(part, known) for part in parts)
-    return found
 
 
 # What has the keys of each class, in error messages.
@@ -106,28 +80,6 @@ _KINDS: dict[type[Section], str] = {
     PolicyConfig: "with algorithm.name grpo or ppo",
     PreferenceConfig: "with algorithm.name preference_sac",
     SFTConfig: "in `rl-vlm sft`",
-}
-# Keys of one kind of run, and what another kind has in their place.
-_COUNTERPARTS = (
-    ("algorithm.iterations", "preference.total_steps"),
-    ("learner.lr", "preference.sac.lr"),
-    ("learner.betas", "preference.sac.betas"),
-    ("rollout.num_env_runners", "preference.collection.num_env_runners"),
-    ("rollout.cpus_per_env_runner", "preference.collection.cpus_per_env_runner"),
-    ("rollout.timeout_s", "preference.collection.timeout_s"),
-    ("evaluation.every", "preference.evaluation.every"),
-    ("evaluation.num_items", "preference.evaluation.episodes"),
-    ("env.isolation", "preference.collection.num_env_runners"),
-    ("env.data", "env.kwargs"),
-    ("learner.gpus_per_learner", "sft.device"),
-)
-
-_NO_TRUNCATION = "the learner cannot reproduce a truncated distribution, so training samples from the whole one"
-# Keys that cannot be supported, or of another command, and why.
-_UNSUPPORTED = {
-    "sft": "this is a configuration of `rl-vlm sft`",
-    "rollout.top_p": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-p",
-    "rollout.top_k": f"{_NO_TRUNCATION}; `rl-vlm rollout` has --top-k",
 }
 
 
@@ -138,13 +90,13 @@ def explain(error: ValidationError, root: type[Section]) -> str:
 
 
 def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
-    location = [str(part) for part in error["loc"]]
+    # Without the members of a union, of which each has an error.
+    location = [str(part) for part in error["loc"] if part != "str" and "[" not in str(part)]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        yield from _explain_unknown(location, error["input"], root)
+        yield _unknown(location, root)
     elif error["type"] == "value_error":
-        cause = error["ctx"]["error"]
-        for sentence in cause.sentences if isinstance(cause, Problems) else [str(cause)]:
+        for sentence in str(error["ctx"]["error"]).split("\n"):
             named = not key or sentence.startswith(key.split(".")[0])
             yield f"Config: {sentence}." if named else f"Config key {key}: {sentence}."
     else:
@@ -153,44 +105,26 @@ def _sentences(error: Mapping[str, Any], root: type[Section]) -> Iterator[str]:
         yield f"Config key {key or 'file'}: {error['msg'][0].lower()}{error['msg'][1:]}; got {shown}."
 
 
-def _explain_unknown(location: Sequence[str], value: Any, root: type[Section]) -> Iterator[str]:
-    key = ".".join(location)
-    if key in _UNSUPPORTED and root is not SFTConfig:
-        yield f"Unknown config key {key}: {_UNSUPPORTED[key]}."
-    elif root not in _KINDS or not any(key in keys_of(kind) for kind in _KINDS):
-        parent = ".".join(location[:-1])
-        owner = next((kind for kind in (root, *_KINDS) if not parent or parent in keys_of(kind)), root)
-        yield _suggest(location, owner)
-    elif isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _explain_unknown([*location, str(name)], inner, root)
-    else:
-        instead = _counterpart(key, set(keys_of(root)))
-        advice = f"use {instead}" if instead else "remove it"
-        yield f"Config key {key} has no effect {_KINDS[root]}: {advice}."
-
-
-def _counterpart(key: str, known: set[str]) -> str | None:
-    pairs = (*_COUNTERPARTS, *((second, first) for first, second in _COUNTERPARTS))
-    return next((other for one, other in pairs if one == key and other in known), None)
-
-
-def _suggest(location: Sequence[str], root: type[Section]) -> str:
+def _unknown(location: Sequence[str], root: type[Section]) -> str:
     section = root
     for part in location[:-1]:
         if part in section.model_fields:  # and not a place in a list
             section = section_of(section.model_fields[part].annotation) or section
-    key = ".".join(location)
-    meant = _nearest(location[-1], keys_of(section), ".".join(location[:-1])) or _nearest(location[-1], keys_of(root))
+    key, parent = ".".join(location), "".join(f"{part}." for part in location[:-1])
+    meant = _nearest(location[-1], keys_of(section, parent)) or _nearest(location[-1], keys_of(root))
+    if root in _KINDS and any(key in keys_of(kind) for kind in _KINDS):
+        return f"Config key {key} has no effect {_KINDS[root]}: " + (
+            f"did you mean {meant}?" if meant else "remove it."
+        )
     hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
     return f"Unknown config key {key}. {hint}"
 
 
-def _nearest(name: str, keys: Iterable[str], parent: str = "") -> str | None:
+def _nearest(name: str, keys: Iterable[str]) -> str | None:
     """The first of the keys whose last part is most like the name, if one is like it."""
     known = {key.rpartition(".")[2]: key for key in reversed(list(keys))}
-    alike = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.75)
-    return ".".join(filter(None, (parent, known[alike[0]]))) if alike else None
+    alike = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.78)
+    return known[alike[0]] if alike else None
 
 
 _Config = TypeVar("_Config", bound=Section)
@@ -306,15 +240,12 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def save_config(config: TrainConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration, atomically.
-
-    What YAML holds comes back as it was: as JSON nan would be null.
-    """
+    """Write the resolved configuration, atomically."""
     write_atomic(path, _dumped(config))
 
 
 def _dumped(config: TrainConfig | SFTConfig) -> str:
-    return str(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def changes_since(path: Path, config: TrainConfig | SFTConfig) -> dict[str, tuple[Any, Any]]:
@@ -330,17 +261,6 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, inner in value.items():
         yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what only Python holds, such as a path or numpy's numbers, as JSON would."""
-
-
-for _tag, _pattern, _first in _CORE:  # quotes texts that YAML 1.1 or 1.2 would read as something else
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
-for _date in (datetime.date, datetime.datetime):  # which YAML 1.2 has not
-    _Dumper.add_representer(_date, lambda dumper, value: dumper.represent_str(value.isoformat()))
-_Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(to_jsonable_python(value)))
 
 
 def parse_override(override: str) -> tuple[str, Any]:

@@ -13,9 +13,9 @@ from rl_vlm.config.rollout import (
     CurriculumSection,
     EnvSection,
     EvaluationSection,
+    JudgeSection,
     RolloutSection,
     SightSection,
-    StageSection,
 )
 from rl_vlm.config.section import LoggingSection
 from rl_vlm.config.serving import VLLM_TEMPERATURES, ModelSection
@@ -35,7 +35,7 @@ class PolicyConfig(CommonConfig):
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     learner: LearnerSection = LearnerSection()
-    critic: CriticSection | None = Field(None, validate_default=True, description="Of PPO alone; GRPO has none.")
+    critic: CriticSection | None = Field(None, validate_default=True)  # Of PPO alone; GRPO has none.
     evaluation: EvaluationSection = EvaluationSection()
     sight: SightSection = SightSection()
     logging: LoggingSection = LoggingSection()
@@ -53,39 +53,28 @@ class PolicyConfig(CommonConfig):
     def problems(self) -> Iterator[str]:
         """Settings of different sections that contradict each other."""
         yield from super().problems()
-        yield from self._serving_problems()
         yield from self._sampling_problems()
         yield from self._learning_problems()
         if self.model.train == "full":
             yield from self._full_problems()
-        if self.serving.vllm.rest_while_learning:
-            yield from self._rest_problems()
         yield from self._task_problems()
 
-    def _serving_problems(self) -> Iterator[str]:
-        uses_vllm = self.serving.expected_engine == "vllm"
-        if self.deterministic and self.rollout.max_policy_lag:
+    def _sampling_problems(self) -> Iterator[str]:
+        serving, rollout, settings = self.serving, self.rollout, self.algorithm
+        uses_vllm, (coldest, hottest) = serving.expected_engine == "vllm", VLLM_TEMPERATURES
+        if self.deterministic and rollout.max_policy_lag:
             yield "deterministic: true needs rollout.max_policy_lag 0"
-        if self.serving.shared and self.rollout.in_flight_updates:
-            yield "serving.shared and rollout.in_flight_updates exclude each other: leave out one of the two"
-        judged = [part.reward for part in self.env.parts.values() if "judge" in part.reward.weights]
-        if self.deterministic and any(reward.judge.probabilities for reward in judged):
+        if self.deterministic and any(judge.probabilities for judge in self._judges):
             # Which questions share a batch depends on time, and their last bits on the batch.
             yield "deterministic: true with a judge needs env.reward.judge.probabilities: false"
-        coldest, hottest = VLLM_TEMPERATURES
-        if uses_vllm and not coldest <= self.rollout.temperature <= hottest:
-            yield (
-                f"rollout.temperature {self.rollout.temperature:g}: vLLM samples at {coldest:g} to {hottest:g}; change "
-                "it, or set serving.engine to transformers"
-            )
-        if uses_vllm and self.model.train != "full" and self.model.lora.target_modules == "vision":
-            yield (
-                "model.lora.target_modules vision needs serving.engine transformers, because vLLM would ignore the "
-                "adapted vision tower: change the engine, or set target_modules to all"
-            )
-
-    def _sampling_problems(self) -> Iterator[str]:
-        rollout, settings = self.rollout, self.algorithm
+        if serving.shared and rollout.in_flight_updates:
+            yield "serving.shared and rollout.in_flight_updates exclude each other: leave out one of the two"
+        if rollout.partial_tokens and rollout.in_flight_updates:
+            yield "rollout.partial_tokens and rollout.in_flight_updates exclude each other: set one of them"
+        if uses_vllm and not coldest <= rollout.temperature <= hottest:
+            yield f"rollout.temperature {rollout.temperature:g}: vLLM samples at {coldest:g} to {hottest:g}"
+        if uses_vllm and self._adapts_vision:
+            yield "model.lora.target_modules vision needs serving.engine transformers: vLLM ignores an adapted tower"
         if settings.minibatches > rollout.prompts_per_iteration:
             yield (
                 f"algorithm.minibatches ({settings.minibatches}) exceeds rollout.prompts_per_iteration "
@@ -94,153 +83,101 @@ class PolicyConfig(CommonConfig):
         if rollout.group_size == 1 and settings.estimator in _COMPARE_IN_GROUP:
             yield (
                 f"rollout.group_size 1 with algorithm.estimator {settings.estimator}: a group of one has nobody to be "
-                "compared with, so nothing would be learned; use a larger group, algorithm.estimator=reinforce_pp, or "
-                "algorithm.name=ppo"
+                "compared with; use a larger group, algorithm.estimator=reinforce_pp, or algorithm.name=ppo"
             )
-        if settings.max_refill and rollout.group_size == 1:
+        if settings.max_refill and (
+            rollout.group_size == 1 or settings.kl_in_reward or settings.estimator in _COMPARE_BEYOND_GROUP
+        ):
             yield (
-                "algorithm.max_refill replaces groups whose rewards are all equal, and all groups of one are: set it "
-                "to 0, or rollout.group_size to 2 or more"
+                "algorithm.max_refill replaces groups whose rewards are all equal: it needs groups of 2 or more, an "
+                "estimator that compares these rewards alone, and no algorithm.kl_in reward; set it to 0"
             )
-        elif settings.max_refill and (own := self._gradient_of_equal_rewards()):
+        begins = rollout.max_new_tokens - settings.overlong_buffer
+        if settings.overlong_buffer and not 0 <= begins < rollout.max_turns * rollout.max_new_tokens_per_turn:
             yield (
-                f"algorithm.max_refill replaces groups whose rewards are all equal, and with {own} these have a "
-                "gradient: set it to 0"
+                f"algorithm.overlong_buffer ({settings.overlong_buffer}) is the last part of rollout.max_new_tokens "
+                f"({rollout.max_new_tokens}), and answers end before it at max_turns x max_new_tokens_per_turn"
             )
-        if not rollout.max_policy_lag:
-            for key in rollout.changed("groups_per_runner", "late_groups", "partial_tokens", "in_flight_updates"):
-                yield f"rollout.{key} has no effect with rollout.max_policy_lag 0: remove it, or allow a lag"
-        if rollout.partial_tokens and rollout.in_flight_updates:
+        if serving.vllm.rest_while_learning and not self._takes_turns:
             yield (
-                "rollout.partial_tokens and rollout.in_flight_updates both let a turn go on with newer weights, at the "
-                "end of a piece and between any two tokens: set one of them"
+                "serving.vllm.rest_while_learning is for one replica and one learner on one GPU: set num_replicas to "
+                "1, serving.gpus_per_replica and learner.gpus_per_learner to 0.5, rollout.max_policy_lag to 0, and "
+                "leave out serving.shared"
             )
-        if settings.overlong_buffer:
-            yield from self._overlong_problems()
 
-    def _gradient_of_equal_rewards(self) -> str | None:
-        """What gives a group whose rewards are all equal an advantage that is not zero, if anything does."""
-        if self.algorithm.kl_in_reward:
-            return "algorithm.kl_in reward"
-        estimator = self.algorithm.estimator
-        return f"algorithm.estimator {estimator}" if estimator in _COMPARE_BEYOND_GROUP else None
+    @property
+    def _judges(self) -> list[JudgeSection]:
+        return [part.reward.judge for part in self.env.parts.values() if "judge" in part.reward.weights]
 
-    def _overlong_problems(self) -> Iterator[str]:
-        rollout, buffer = self.rollout, self.algorithm.overlong_buffer
-        begins, longest = rollout.max_new_tokens - buffer, rollout.max_turns * rollout.max_new_tokens_per_turn
-        if begins < 0:
-            yield (
-                f"algorithm.overlong_buffer ({buffer}) exceeds rollout.max_new_tokens ({rollout.max_new_tokens}): it "
-                "is the last part of that budget"
-            )
-        if begins >= longest:
-            yield (
-                f"algorithm.overlong_buffer has no effect: its penalty begins after {begins} tokens, and "
-                f"rollout.max_turns x max_new_tokens_per_turn allows {longest}; lower rollout.max_new_tokens "
-                f"({rollout.max_new_tokens})"
-            )
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether one replica and one learner share a GPU. Without one they may, to try it out."""
+        serving, learner = self.serving, self.learner
+        shares = (serving.gpus_per_replica, learner.gpus_per_learner)
+        one_pair = serving.num_replicas == 1 and serving.autoscaling is None and learner.num_learners <= 1
+        fit = not shares[0] or (one_pair and all(0 < share < 1 for share in shares) and sum(shares) <= 1)
+        return fit and not serving.shared and not self.rollout.max_policy_lag
 
     def _learning_problems(self) -> Iterator[str]:
-        learner, critic = self.learner, self.critic
-        if learner.zero_stage and critic is not None:
+        learner = self.learner
+        if learner.zero_stage and (self.critic is not None or self._adapts_vision):
             yield (
-                f"learner.strategy {learner.strategy} clips all gradients by one norm, and algorithm.name "
-                f"{self.algorithm.name} clips the critic's by their own: use fsdp2 or all_reduce"
-            )
-        if learner.zero_stage and self.model.train != "full" and self.model.lora.target_modules == "vision":
-            yield (
-                f"learner.strategy {learner.strategy} adds up gradients while a backward pass runs, and the vision "
-                "tower has some only where there are images: use fsdp2 or all_reduce with model.lora.target_modules "
-                "vision"
-            )
-        if critic is not None and critic.warmup_iterations >= self.algorithm.iterations:
-            yield (
-                f"critic.warmup_iterations ({critic.warmup_iterations}) leave none of algorithm.iterations "
-                f"({self.algorithm.iterations}) to the policy: lower them"
+                f"learner.strategy {learner.strategy} trains neither a critic, whose gradients have their own norm, "
+                "nor the vision tower, which has none without images: use fsdp2 or all_reduce"
             )
         if self.evaluation.weights == "ema" and (learner.ema_decay is None or self.rollout.max_policy_lag):
             yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
 
     def _full_problems(self) -> Iterator[str]:
         """What `model.train: full` cannot be combined with."""
-        if self.model.adapter is not None:
-            yield (
-                "model.adapter belongs to model.train: lora: export it into its model with `rl-vlm export`, and give "
-                "that folder as model.path"
-            )
-        if self.model.dtype == "float16":
-            yield (
-                "model.train: full computes gradients in the model's precision, and those of float16 underflow: set "
-                "model.dtype to bfloat16 or float32"
-            )
-        if self.serving.shared:
-            yield (
-                "serving.shared serves several policies on one set of weights, which model.train: full changes: leave "
-                "it out, or set model.train to lora"
-            )
-        if self.serving.quantization != "none":
-            yield (
-                f"serving.quantization {self.serving.quantization} is computed when a model is loaded, and "
-                "model.train: full sends new weights after every update: set it to none, or model.train to lora"
-            )
+        model, serving, full = self.model, self.serving, "model.train: full"
+        if model.adapter is not None:
+            yield "model.adapter belongs to model.train: lora: `rl-vlm export` it, and give the result as model.path"
+        if model.dtype == "float16":
+            yield f"{full} in float16 would lose small gradients: set model.dtype to bfloat16 or float32"
+        if serving.shared:
+            yield f"serving.shared serves several policies on one set of weights, which {full} changes: leave it out"
+        if serving.quantization != "none":
+            yield f"serving.quantization {serving.quantization} would be undone by {full}: set it to none"
         if self.learner.in_step:
-            yield (
-                f"learner.strategy {self.learner.strategy} shards frozen weights, of which model.train: full has none: "
-                "use all_reduce (every learner holds the whole model), or set model.train to lora"
-            )
+            yield f"learner.strategy {self.learner.strategy} shards frozen weights, and {full} has none: use all_reduce"
         if self.critic is not None and self.critic.kind == "adapter":
-            yield "critic.kind adapter needs frozen weights, of which model.train: full has none: use critic.kind head"
-        if self.serving.expected_engine == "vllm":
-            yield from self._full_vllm_problems()
-
-    def _full_vllm_problems(self) -> Iterator[str]:
-        if self.rollout.in_flight_updates == "keep":
-            yield (
-                "rollout.in_flight_updates keep would mix image features and cached prompts of several versions with "
-                "model.train: full and vLLM: set it to recompute"
-            )
-        if any(
-            "judge" in part.reward.weights
-            and (part.reward.judge.endpoint is None or part.reward.judge.against == "start")
-            for part in self.env.parts.values()
+            yield f"critic.kind adapter needs frozen weights, of which {full} has none: use critic.kind head"
+        if serving.expected_engine == "vllm" and self.rollout.in_flight_updates == "keep":
+            yield f"rollout.in_flight_updates keep would mix versions with {full} and vLLM: set it to recompute"
+        if serving.expected_engine == "vllm" and any(
+            judge.endpoint is None or judge.against == "start" for judge in self._judges
         ):
             yield (
-                "env.reward.judge asks the base model, which replicas of vLLM no longer hold with model.train: full: "
-                "give it an endpoint and against: reference, or set serving.engine to transformers"
+                f"env.reward.judge asks the base model, which vLLM does not keep with {full}: give it an endpoint and "
+                "against: reference, or set serving.engine to transformers"
             )
 
-    def _rest_problems(self) -> Iterator[str]:
-        """What `serving.vllm.rest_while_learning`, where sampling and learning take turns on one GPU, cannot be
-        combined with."""
-        key, serving, learner = "serving.vllm.rest_while_learning", self.serving, self.learner
-        if self.rollout.max_policy_lag:
-            yield (
-                f"{key} stops sampling while the learner works, and rollout.max_policy_lag "
-                f"{self.rollout.max_policy_lag} samples then: remove one of them"
-            )
-        if serving.shared:
-            yield f"{key} would stop the other runs of serving.shared: remove it, or give the run its own replicas"
-        shares = (serving.gpus_per_replica, learner.gpus_per_learner)
-        one_pair = serving.num_replicas == 1 and serving.autoscaling is None and learner.num_learners <= 1
-        # Without a GPU they take the same turns, to try them out; a CPU's memory stays where it is.
-        if shares[0] and not (one_pair and all(0 < share < 1 for share in shares) and sum(shares) <= 1):
-            yield (
-                f"{key} is for one replica and one learner on one GPU: set serving.gpus_per_replica and "
-                "learner.gpus_per_learner to 0.5 and serving.num_replicas to 1, or remove it"
-            )
+    @property
+    def _adapts_vision(self) -> bool:
+        return self.model.train != "full" and self.model.lora.target_modules == "vision"
 
     def _task_problems(self) -> Iterator[str]:
         """Mixture, curriculum and variants that do not fit together."""
-        weights = {part.name: part.weight for part in self.env.mixture}
-        for name in weights:
+        names, stages = [part.name for part in self.env.mixture], self.curriculum.stages
+        for name in names:
             if name in _TAKEN_NAMES or name in self.evaluation.variants:
                 yield f"env.mixture: the name {name} belongs to another metric: choose another one"
         changes = {f"evaluation.variants.{name}": value for name, value in self.evaluation.variants.items()}
-        changes |= {f"curriculum.stages.{number}.env": stage.env for number, stage in enumerate(self.curriculum.stages)}
-        for key, arguments in changes.items() if weights else ():
-            yield from _argument_problems(key, arguments, list(weights))
-        for number, stage in enumerate(self.curriculum.stages):
-            yield from _weight_problems(f"curriculum.stages.{number}.mixture", stage, weights)
+        changes |= {f"curriculum.stages.{number}.env": stage.env for number, stage in enumerate(stages)}
+        for key, arguments in changes.items() if names else ():
+            if not all(name in names and isinstance(inner, dict) for name, inner in arguments.items()):
+                yield (
+                    f"{key}: with env.mixture it maps names ({', '.join(names)}) to arguments, such as {names[0]}: "
+                    "{seed: 1}"
+                )
+        weights = {part.name: part.weight for part in self.env.mixture}
+        for number, stage in enumerate(stages):
+            key = f"curriculum.stages.{number}.mixture"
+            if unknown := sorted(stage.mixture.keys() - weights.keys()):
+                yield f"{key} names {', '.join(unknown)}, and env.mixture has {', '.join(names) or 'none'}"
+            elif names and not any((weights | stage.mixture).values()):
+                yield f"{key}: all weights are 0, so that no environment would ever be chosen"
 
     def variant_arguments(self, variant: str, env: str) -> dict[str, Any]:
         """What an evaluation variant changes in the arguments of an environment, which `env.parts` names."""
@@ -291,25 +228,3 @@ class PolicyConfig(CommonConfig):
         """The precision of what is published: vLLM rounds adapters to that of the model, and the learner itself
         computes with full weights in it; checkpoints keep float32."""
         return self.model.dtype if self.serving.expected_engine == "vllm" or self.model.train == "full" else "float32"
-
-
-def _argument_problems(key: str, arguments: dict[str, Any], names: list[str]) -> Iterator[str]:
-    for name, inner in arguments.items():
-        if name not in names:
-            yield (
-                f"{key}: with env.mixture it maps names ({', '.join(names)}) to arguments, such as {names[0]}: {{seed: "
-                f"1}}; {name} is not one of them"
-            )
-        elif not isinstance(inner, dict):
-            yield f"{key}.{name}: arguments are a mapping, such as {{seed: 1}}, not {inner!r}"
-
-
-def _weight_problems(key: str, stage: StageSection, weights: dict[str, float]) -> Iterator[str]:
-    for name, weight in stage.mixture.items():
-        if name not in weights:
-            known = f"env.mixture has {', '.join(weights)}" if weights else "env.mixture is empty"
-            yield f"{key} names {name}, and {known}"
-        if weight < 0:
-            yield f"{key}.{name}: a weight is at least 0, not {weight}"
-    if weights and not any((weights | stage.mixture).values()):
-        yield f"{key}: all weights are 0, so that no environment would ever be chosen"

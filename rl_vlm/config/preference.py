@@ -10,7 +10,7 @@ from pydantic import Field
 from rl_vlm.config.common import Actors, CommonConfig
 from rl_vlm.config.labels import LabelsSection, names_no_cache
 from rl_vlm.config.rollout import EvaluationDeadline
-from rl_vlm.config.section import Beta, Section
+from rl_vlm.config.section import Beta, Count, Natural, NonNegative, Positive, Section, Share
 
 # `preference.reward_model`: the reward ensemble.
 #
@@ -23,23 +23,23 @@ Squash = Literal["tanh", "sigmoid", "relu"]
 class RewardModelSection(Section):
     """The reward ensemble."""
 
-    architecture: Architecture = Field("cnn", description="[image_reward, resnet]")
-    size: int = Field(3, ge=1, description="[ensemble_size]")
-    lr: float = Field(3e-4, gt=0, description="[reward_lr]")
-    batch: int | None = Field(None, ge=1, description="Pairs per gradient step; by default 64, ResNet 32, MLP 128.")
-    epochs: int = Field(10, ge=1, description="Per session. [reward_update]")
-    stop_accuracy: float = Field(0.97, gt=0, description="Ends a session early. Above 1: never.")
+    architecture: Architecture = "cnn"  # [image_reward, resnet]
+    size: Count = 3  # [ensemble_size]
+    lr: Positive = 3e-4  # [reward_lr]
+    batch: Count | None = None  # Pairs per gradient step; by default 64, ResNet 32, MLP 128.
+    epochs: Count = 10  # Per session. [reward_update]
+    stop_accuracy: Positive = 0.97  # Ends a session early. Above 1: never.
     # With few pairs the accuracy on them is high long before the reward is right.
-    min_gradient_steps: int = Field(60, ge=0, description="Per session, whatever the accuracy; the original: 0.")
-    label_margin: float = Field(0.0, ge=0, lt=0.5, description="m turns a hard label into (1 - m, m).")
-    stride: int = Field(1, ge=1, description="See every stride-th pixel. [resize_factor]")
-    kernels: tuple[int, ...] = Field((5, 3, 3, 3), description="[conv_kernel_sizes]")
-    channels: tuple[int, ...] = Field((16, 32, 64, 128), description="[conv_n_channels]")
-    strides: tuple[int, ...] = Field((3, 2, 2, 2), description="[conv_strides]")
-    hidden: int = Field(256, ge=1, description="Width of the MLP.")
-    layers: int = Field(3, ge=1, description="Hidden layers of the MLP.")
-    squash: Squash = Field("tanh", description="[activation]")
-    load: str | None = Field(None, description="A saved reward model to begin with. [reward_model_load_dir]")
+    min_gradient_steps: Natural = 60  # Per session, whatever the accuracy; the original: 0.
+    label_margin: float = Field(0.0, ge=0, lt=0.5)  # m turns a hard label into (1 - m, m).
+    stride: Count = 1  # See every stride-th pixel. [resize_factor]
+    kernels: tuple[int, ...] = (5, 3, 3, 3)  # [conv_kernel_sizes]
+    channels: tuple[int, ...] = (16, 32, 64, 128)  # [conv_n_channels]
+    strides: tuple[int, ...] = (3, 2, 2, 2)  # [conv_strides]
+    hidden: Count = 256  # Width of the MLP.
+    layers: Count = 3  # Hidden layers of the MLP.
+    squash: Squash = "tanh"  # [activation]
+    load: str | None = None  # A saved reward model to begin with. [reward_model_load_dir]
 
     @property
     def batch_size(self) -> int:
@@ -50,32 +50,30 @@ class RewardModelSection(Section):
 class SACSection(Section):
     """The agent of the preference loop. Defaults are RL-VLM-F's for MetaWorld."""
 
-    lr: float = Field(3e-4, gt=0, description="Of actor and critics.")
-    alpha_lr: float = Field(1e-4, gt=0)
-    init_alpha: float = Field(0.1, gt=0)
+    lr: Positive = 3e-4  # Of actor and critics.
+    alpha_lr: Positive = 1e-4
+    init_alpha: Positive = 0.1
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    gamma: float = Field(0.99, ge=0, le=1)
+    gamma: Share = 0.99
     tau: float = Field(0.005, gt=0, le=1)
-    target_update_every: int = Field(2, ge=1)
-    actor_update_every: int = Field(1, ge=1)
-    batch_size: int = Field(512, ge=1)
-    hidden: int = Field(256, ge=1)
-    depth: int = Field(3, ge=1, description="Hidden layers.")
+    target_update_every: Count = 2
+    actor_update_every: Count = 1
+    batch_size: Count = 512
+    hidden: Count = 256
+    depth: Count = 3  # Hidden layers.
     log_std_bounds: tuple[float, float] = (-5.0, 2.0)
-    updates_per_step: int = Field(1, ge=1)
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="torch.compile, with a fallback. auto: on a GPU, where the run makes enough updates to pay for it.",
-    )
+    updates_per_step: Count = 1
+    # torch.compile, with a fallback. auto: on a GPU, where the run makes enough updates to pay for it.
+    compile: Literal["auto", "on", "off"] = "auto"
 
 
 class CollectionSection(Section):
     """Who steps the control environments."""
 
-    num_env_runners: int = Field(0, ge=0, description="0: the driver itself.")
-    cpus_per_env_runner: float = Field(0.5, ge=0)
-    steps: int = Field(1, ge=1, description="Steps per environment between updates, which then are as many.")
-    timeout_s: float = Field(300.0, gt=0)
+    num_env_runners: Natural = 0  # 0: the driver itself.
+    cpus_per_env_runner: NonNegative = 0.5
+    steps: Count = 1  # Steps per environment between updates, which then are as many.
+    timeout_s: Positive = 300.0
 
     @property
     def num_envs(self) -> int:
@@ -86,12 +84,10 @@ class CollectionSection(Section):
 class ControlEvaluationSection(Section):
     """Evaluation of the agent on episodes from random starts, always the same ones."""
 
-    every: int = Field(10_000, ge=0, description="Environment steps between evaluations; 0: only before and after.")
-    episodes: int = Field(20, ge=1)
-    end_on_success: bool = Field(
-        False, description="End an evaluation episode when it succeeds. [eval_terminate_on_success]"
-    )
-    film: int = Field(1, ge=0, description="Episodes of which a GIF is kept.")
+    every: Natural = 10_000  # Environment steps between evaluations; 0: only before and after.
+    episodes: Count = 20
+    end_on_success: bool = False  # End an evaluation episode when it succeeds. [eval_terminate_on_success]
+    film: Natural = 1  # Episodes of which a GIF is kept.
 
 
 class PreferenceSection(Section):
@@ -105,24 +101,23 @@ class PreferenceSection(Section):
         "gt_task_reward",
         "sparse_task_reward",
     ] = "learn_from_preference"
-    total_steps: int = Field(1_000_000, ge=1)
-    random_steps: int = Field(1000, ge=0)
-    exploration_steps: int = Field(9000, ge=0, description="After the random ones; rewarded by the states' entropy.")
-    exploration_k: int = Field(5, ge=1)
-    num_interact: int = Field(4000, ge=1, description="Steps between labelling sessions.")
-    max_feedback: int = Field(20_000, ge=0, description="Pairs that are labelled in all; lost ones do not count.")
-    session_pairs: int = Field(40, ge=1)
-    feedback_schedule: Literal[0, 1, 2] = Field(0, description="0: constant; 1: sessions shrink; 2: they grow.")
-    query_episodes: int = Field(100, ge=1, description="What is labelled is drawn from that many newest episodes.")
-    segment_length: int = Field(1, ge=1)
-    reset_updates: int = Field(100, ge=0, description="Updates at once after the critics are reset.")
-    replay_capacity: int = Field(1_000_000, ge=1, description="Steps; at most frame_capacity if images are the input.")
-    frame_capacity: int = Field(200_000, ge=1)
+    total_steps: Count = 1_000_000
+    random_steps: Natural = 1000
+    exploration_steps: Natural = 9000  # After the random ones; rewarded by the states' entropy.
+    exploration_k: Count = 5
+    num_interact: Count = 4000  # Steps between labelling sessions.
+    max_feedback: Natural = 20_000  # Pairs that are labelled in all; lost ones do not count.
+    session_pairs: Count = 40
+    feedback_schedule: Literal[0, 1, 2] = 0  # 0: constant; 1: sessions shrink; 2: they grow.
+    query_episodes: Count = 100  # What is labelled is drawn from that many newest episodes.
+    segment_length: Count = 1
+    reset_updates: Natural = 100  # Updates at once after the critics are reset.
+    replay_capacity: Count = 1_000_000  # Steps; at most frame_capacity if images are the input.
+    frame_capacity: Count = 200_000
     image_size: int = Field(300, ge=16, le=1024)
-    labeller_patience_s: float = Field(
-        600.0, ge=0, description="How long a session waits for a labeller that is down before the run stops."
-    )
-    steps_per_iteration: int = Field(1000, ge=1, description="Environment steps per row of figures.")
+    # How long a session waits for a labeller that is down before the run stops.
+    labeller_patience_s: NonNegative = 600.0
+    steps_per_iteration: Count = 1000  # Environment steps per row of figures.
     sac: SACSection = SACSection()
     collection: CollectionSection = CollectionSection()
     evaluation: ControlEvaluationSection = ControlEvaluationSection()
@@ -139,15 +134,6 @@ class PreferenceSection(Section):
             yield "preference.reward learn_from_score needs labels.source vlm, endpoint, generate, clip or itm"
         if self.learns_reward and self.random_steps + self.exploration_steps < 2 * self.segment_length:
             yield "preference.random_steps + exploration_steps must give the first session something to show"
-        holds = {"replay_capacity": self.replay_capacity}
-        if self.rewards_images:
-            holds["frame_capacity"] = self.frame_capacity
-        name = min(holds, key=holds.__getitem__)
-        if holds[name] < (rows := self.collection.num_envs * self.collection.steps):
-            yield (
-                f"preference.{name} ({holds[name]}) holds fewer steps than come at once ({rows}, of collection.steps "
-                "in each environment): raise it"
-            )
 
     @property
     def learns_reward(self) -> bool:
@@ -176,7 +162,7 @@ class PreferenceSection(Section):
 class ControlEnvSection(Section):
     """The control environment."""
 
-    id: str = Field("ContinuousCartPole-v0", description="A registry id of a control environment.")
+    id: str = "ContinuousCartPole-v0"  # A registry id of a control environment.
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property

@@ -3,63 +3,53 @@ measured."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
-    ValidationInfo,
     field_validator,
     model_serializer,
 )
 
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.config.section import OnlyWith, Section
-from rl_vlm.types import InFlightUpdates
+from rl_vlm.config.section import Count, Natural, NonNegative, OnlyWith, Positive, Section
+from rl_vlm.types import InFlightUpdates, Split
 
-JUDGE_TOKEN = "RL_VLM_JUDGE_TOKEN"
+
+class JudgeEndpoint(EndpointSection):
+    """A judge elsewhere, which is not sent the labeller's token."""
+
+    url: str = Field(pattern="^https?://")  # Such as http://host:8000/v1.
+    token_env: str = "RL_VLM_JUDGE_TOKEN"
 
 
 class JudgeSection(Section):
     """The part `judge`: a model is shown the episode's images and two texts, in both orders, and says which describes
     them better."""
 
-    against: Literal["reference", "start"] = Field(
-        "reference",
-        description="reference: the text that the environment gives in `info[key]`. start: what the base model itself "
-        "answers, greedily, to the same prompt.",
+    # reference: the text that the environment gives in `info[key]`. start: what the base model itself answers,
+    # greedily, to the same prompt.
+    against: Literal["reference", "start"] = "reference"
+    key: str = Field("reference", min_length=1)  # Where in the environment's `info` the reference is.
+    # What is asked after the images; the quoted texts take the places of {first} and {second}.
+    question: str = (
+        "Caption 1: {first}\nCaption 2: {second}\nWhich caption describes the image better? Reply with 1 or 2 alone."
     )
-    key: str = Field("reference", min_length=1, description="Where in the environment's `info` the reference is.")
-    question: str = Field(
-        "Caption 1: {first}\nCaption 2: {second}\nWhich caption describes the image better? Reply with 1 or 2 alone.",
-        description="What is asked after the images; the quoted texts take the places of {first} and {second}.",
-    )
-    probabilities: bool = Field(
-        True,
-        description="Pay the mean probability of the answer's choice where the judge gives it; false: 1, 0.5 or 0.",
-    )
-    guided: bool = Field(
-        True,
-        description="The reply is 1 or 2 by construction. false: the judge may reason first; its last line counts.",
-    )
-    max_chars: int = Field(1000, ge=1, description="A longer answer loses unseen; a longer reference is cut off.")
-    start_tokens: int = Field(
-        256, ge=1, description="At most so many tokens of the base model's answer (against: start)."
-    )
-    answer_tokens: int = Field(16, ge=2, description="At most so many tokens of the judge's reply.")
-    deadline_s: float = Field(60.0, gt=0, description="How long one question may take, retries included.")
-    attempts: int = Field(
-        3, ge=1, description="At one question; those at which the endpoint is busy (429, 503, gone since) do not count."
-    )
-    max_in_flight: int = Field(256, ge=1, description="Questions of an env runner at once.")
-    endpoint: EndpointSection | None = Field(
-        None,
-        description="A judge elsewhere that speaks OpenAI's chat completions, its token in RL_VLM_JUDGE_TOKEN; null: "
-        "the base weights of the replicas that serve the policy.",
-    )
+    # Pay the mean probability of the answer's choice where the judge gives it; false: 1, 0.5 or 0.
+    probabilities: bool = True
+    guided: bool = True  # The reply is 1 or 2 by construction. false: the judge may reason first; its last line counts.
+    max_chars: Count = 1000  # A longer answer loses unseen; a longer reference is cut off.
+    start_tokens: Count = 256  # At most so many tokens of the base model's answer (against: start).
+    answer_tokens: int = Field(16, ge=2)  # At most so many tokens of the judge's reply.
+    deadline_s: Positive = 60.0  # How long one question may take, retries included.
+    attempts: Count = 3  # At one question; those at which the endpoint is busy (429, 503, gone since) do not count.
+    max_in_flight: Count = 256  # Questions of an env runner at once.
+    # A judge elsewhere that speaks OpenAI's chat completions, its token in RL_VLM_JUDGE_TOKEN; null: the base weights
+    # of the replicas that serve the policy.
+    endpoint: JudgeEndpoint | None = None
 
     @field_validator("question")
     @classmethod
@@ -68,60 +58,28 @@ class JudgeSection(Section):
             raise ValueError("env.reward.judge.question must hold {first} and {second} once each")
         return question
 
-    @field_validator("endpoint", mode="before")
-    @classmethod
-    def _own_token(cls, value: Any) -> Any:
-        # The labeller's token is not sent to a judge.
-        return {"token_env": JUDGE_TOKEN, **value} if isinstance(value, dict) else value
-
-    @field_validator("endpoint")
-    @classmethod
-    def _has_address(cls, endpoint: EndpointSection | None) -> EndpointSection | None:
-        if endpoint is not None and not endpoint.url.startswith(("http://", "https://")):
-            raise ValueError("env.reward.judge.endpoint.url is needed, such as http://host:8000/v1")
-        return endpoint
-
 
 class RewardSection(Section):
     """The reward as a weighted sum of named parts: the environment's own, built-in ones, and those that plugins
     register."""
 
-    weights: dict[str, float] = Field(
-        default_factory=dict,
-        description="Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it "
-        "is.",
-    )
-    length_budget: int = Field(
-        0, ge=0, description="Sampled tokens of an episode that the part `length` does not count."
-    )
+    # Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it is.
+    weights: dict[str, float] = Field(default_factory=dict)
+    length_budget: Natural = 0  # Sampled tokens of an episode that the part `length` does not count.
     judge: JudgeSection = JudgeSection()
 
 
 class EnvPart(Section):
     """What one environment is made from."""
 
-    id: str = Field(
-        "Shapes-v0",
-        description="A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` "
-        "or `http://host:port`.",
-    )
-    data: str | dict[str, str] | None = Field(
-        None,
-        description="Folder, file or hub name of the data, or one for each of `train` and `test`; passed on as `data`.",
-    )
+    # A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` or
+    # `http://host:port`.
+    id: str = "Shapes-v0"
+    # Folder, file or hub name of the data, or one for each of `train` and `test`; passed on as `data`.
+    data: str | dict[Split, str] | None = None
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    num_items: int | None = Field(None, ge=1, description="Use only the first items of the training split.")
+    num_items: Count | None = None  # Use only the first items of the training split.
     reward: RewardSection = RewardSection()
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _names_sources(cls, value: Any, info: ValidationInfo) -> Any:
-        by_split = isinstance(value, dict) and value.keys() <= {"train", "test"}
-        if value is None or isinstance(value, str) or (by_split and all(isinstance(v, str) for v in value.values())):
-            return value
-        raise ValueError(
-            "env.data is a folder, file or hub name, or a mapping such as {train: a.parquet, test: b.parquet}"
-        )
 
     def make_kwargs(self, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The arguments that the environment is made with."""
@@ -132,22 +90,19 @@ class EnvPart(Section):
 class MixtureSection(EnvPart):
     """One environment of a mixture."""
 
-    id: str = Field(description="A registry id, `package.module:Class`, or `path/to/env.py[:Class]`.")
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$",
-        description="Names its metrics, `reward/<name>` and `accuracy/<name>`.",
-    )
-    weight: float = Field(1.0, ge=0, description="Share of the groups, relative to the other weights.")
+    id: str  # A registry id, `package.module:Class`, or `path/to/env.py[:Class]`.
+    # Names its metrics, `reward/<name>` and `accuracy/<name>`.
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")
+    weight: NonNegative = 1.0  # Share of the groups, relative to the other weights.
 
 
 class EnvSection(EnvPart):
     """The environment, or a mixture of several in one run."""
 
-    isolation: Literal["thread", "process"] = Field("thread", description="process: a child that can be killed.")
-    step_timeout_s: float = Field(60.0, gt=0)
-    mixture: tuple[MixtureSection, ...] = Field(
-        (), description="Several environments, each with name, id, kwargs, data, weight, num_items and reward."
-    )
+    isolation: Literal["thread", "process"] = "thread"  # process: a child that can be killed.
+    step_timeout_s: Positive = 60.0
+    # Several environments, each with name, id, kwargs, data, weight, num_items and reward.
+    mixture: tuple[MixtureSection, ...] = ()
 
     def problems(self) -> Iterator[str]:
         """A mixture beside a single environment, and one that cannot be drawn from."""
@@ -182,24 +137,12 @@ class EnvSection(EnvPart):
 class StageSection(Section):
     """One stage."""
 
-    name: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,40}$", description="Default: its number.")
-    start: int = Field(ge=0, description="Episodes or iterations after which it begins; the first at 0.")
-    env: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Environment arguments, laid over env.kwargs; with env.mixture a name -> arguments.",
-    )
-    mixture: dict[str, float] = Field(default_factory=dict, description="Name -> weight, in place of env.mixture's.")
-
-    @field_validator("env")
-    @classmethod
-    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"a stage's arguments must be JSON, and there is something else ({error}): quote dates"
-            ) from error
-        return value
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,40}$")  # Default: its number.
+    start: Natural  # Episodes or iterations after which it begins; the first at 0.
+    # Environment arguments, laid over env.kwargs; with env.mixture a name -> arguments.
+    env: dict[str, Any] = Field(default_factory=dict)
+    # Name -> weight, in place of env.mixture's.
+    mixture: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
 
 
 class CurriculumSection(Section):
@@ -212,17 +155,12 @@ class CurriculumSection(Section):
     )
 
     stages: tuple[StageSection, ...] = ()
-    by: Literal["episodes", "iterations"] = Field("episodes", description="What moves a run to the next stage.")
-    blend: bool = Field(
-        False,
-        description="Numbers in a stage's arguments and weights move to the next stage's, linearly between the starts.",
-    )
-    blend_levels: int = Field(8, ge=2, le=64, description="Steps in which they move: environments are made for each.")
-    sampling: Literal["uniform", "solve_rate"] = Field(
-        "uniform",
-        description="uniform: each task once per epoch. solve_rate: tasks and environments near a solve rate of one "
-        "half first.",
-    )
+    by: Literal["episodes", "iterations"] = "episodes"  # What moves a run to the next stage.
+    # Numbers in a stage's arguments and weights move to the next stage's, linearly between the starts.
+    blend: bool = False
+    blend_levels: int = Field(8, ge=2, le=64)  # Steps in which they move: environments are made for each.
+    # uniform: each task once per epoch. solve_rate: tasks and environments near a solve rate of one half first.
+    sampling: Literal["uniform", "solve_rate"] = "uniform"
 
     def problems(self) -> Iterator[str]:
         """Stages that do not follow each other."""
@@ -245,57 +183,41 @@ class CurriculumSection(Section):
 class RolloutSection(Section):
     """How the policy is sampled: from its whole distribution, since the learner cannot reproduce a truncated one."""
 
-    num_env_runners: int = Field(2, ge=1)
-    cpus_per_env_runner: float = Field(0.25, ge=0)
-    prompts_per_iteration: int = Field(16, ge=1)
-    group_size: int = Field(8, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    max_turns: int = Field(
-        8, ge=1, description="Turns after which an episode is truncated, whatever the environment says."
+    place: ClassVar[str] = "rollout."
+    conditional: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(("groups_per_runner", "late_groups", "partial_tokens", "in_flight_updates"), "max_policy_lag"),
     )
-    max_new_tokens_per_turn: int = Field(64, ge=1)
-    max_new_tokens: int = Field(3072, ge=1, description="Sampled tokens of a whole trajectory.")
-    require_end_of_turn: bool = Field(
-        True, description="A turn without its end-of-turn token ends the episode without a reward."
-    )
-    max_policy_lag: int = Field(
-        0,
-        ge=0,
-        description="0: sample, then learn. 1 or more: both at the same time, and a group is used when it is complete; "
-        "none is learned from that is more versions old than this.",
-    )
-    late_groups: Literal["wait", "drop"] = Field(
-        "wait",
-        description="With a lag, where a slow group would become too old: the learner waits for it, or it is dropped. "
-        "Dropping is faster and loses long episodes more often than short ones.",
-    )
-    groups_per_runner: int | None = Field(
-        None,
-        ge=1,
-        description="With a lag, groups that an env runner samples at once. Default: prompts_per_iteration × "
-        "max_policy_lag over all runners.",
-    )
-    partial_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="With a lag, partial rollouts: a turn is sampled in pieces of this many tokens, and each goes on "
-        "with the newest weights. The age of a group is then that of its newest token.",
-    )
-    in_flight_updates: InFlightUpdates | None = Field(
-        None,
-        description="With a lag, samples that are running take each new version between two tokens. keep: with the "
-        "keys and values that they have, of older versions; recompute: these are computed anew, so each "
-        "token's log-probability is exactly its version's. The age of a group is then that of its newest "
-        "token.",
-    )
-    open_ahead: bool = Field(
-        True,
-        description="Open the next round's episodes and encode their images while the learner works (max_policy_lag "
-        "0).",
-    )
-    group_retries: int = Field(2, ge=0, description="How often a failed group is tried again with fresh environments.")
-    max_consecutive_failures: int = Field(32, ge=1, description="Lost groups in a row after which the run stops.")
-    timeout_s: float = Field(900.0, gt=0, description="Deadline of one round of sampling.")
+
+    num_env_runners: Count = 2
+    cpus_per_env_runner: NonNegative = 0.25
+    prompts_per_iteration: Count = 16
+    group_size: Count = 8
+    temperature: Positive = 1.0
+    max_turns: Count = 8  # Turns after which an episode is truncated, whatever the environment says.
+    max_new_tokens_per_turn: Count = 64
+    max_new_tokens: Count = 3072  # Sampled tokens of a whole trajectory.
+    require_end_of_turn: bool = True  # A turn without its end-of-turn token ends the episode without a reward.
+    # 0: sample, then learn. 1 or more: both at the same time, and a group is used when it is complete; none is learned
+    # from that is more versions old than this.
+    max_policy_lag: Natural = 0
+    # With a lag, where a slow group would become too old: the learner waits for it, or it is dropped. Dropping is
+    # faster and loses long episodes more often than short ones.
+    late_groups: Literal["wait", "drop"] = "wait"
+    # With a lag, groups that an env runner samples at once. Default: prompts_per_iteration × max_policy_lag over all
+    # runners.
+    groups_per_runner: Count | None = None
+    # With a lag, partial rollouts: a turn is sampled in pieces of this many tokens, and each goes on with the newest
+    # weights. The age of a group is then that of its newest token.
+    partial_tokens: Count | None = None
+    # With a lag, samples that are running take each new version between two tokens. keep: with the keys and values that
+    # they have, of older versions; recompute: these are computed anew, so each token's log-probability is exactly its
+    # version's. The age of a group is then that of its newest token.
+    in_flight_updates: InFlightUpdates | None = None
+    # Open the next round's episodes and encode their images while the learner works (max_policy_lag 0).
+    open_ahead: bool = True
+    group_retries: Natural = 2  # How often a failed group is tried again with fresh environments.
+    max_consecutive_failures: Count = 32  # Lost groups in a row after which the run stops.
+    timeout_s: Positive = 900.0  # Deadline of one round of sampling.
 
     @property
     def crosses_versions(self) -> bool:
@@ -321,46 +243,32 @@ class RolloutSection(Section):
 class EvaluationDeadline(Section):
     """How long an evaluation may take."""
 
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: Positive = 1800.0
 
 
 class EvaluationSection(EvaluationDeadline):
     """Held-out evaluation, greedy; with `samples` above 1 also pass@k at the rollout temperature."""
 
-    every: int = Field(50, ge=0, description="Iterations between evaluations; 0: only before and after.")
-    num_items: int = Field(512, ge=1)
-    samples: int = Field(1, ge=1)
-    weights: Literal["policy", "ema"] = Field(
-        "policy", description="ema: evaluate the average of the weights (learner.ema_decay); needs max_policy_lag 0."
-    )
+    every: Natural = 50  # Iterations between evaluations; 0: only before and after.
+    num_items: Count = 512
+    samples: Count = 1
+    # ema: evaluate the average of the weights (learner.ema_decay); needs max_policy_lag 0.
+    weights: Literal["policy", "ema"] = "policy"
     split: Literal["train", "test"] = "test"
-    variants: dict[str, dict[str, Any]] = Field(
-        {"default": {}},
-        min_length=1,
-        description="Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.",
-    )
-    category: str = Field(
-        "category", description="Key of the environment's info by which `rl-vlm eval` makes a table of its own."
-    )
-    at_once: int = Field(
-        64,
-        ge=1,
-        description="Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that "
-        "an evaluation in training plays at once, all env runners together, with env.isolation process.",
-    )
+    # Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.
+    variants: dict[str, dict[str, Any]] = Field({"default": {}}, min_length=1)
+    category: str = "category"  # Key of the environment's info by which `rl-vlm eval` makes a table of its own.
+    # Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that an evaluation in
+    # training plays at once, all env runners together, with env.isolation process.
+    at_once: Count = 64
 
 
 class SightSection(Section):
     """Checks that engine and learner see the same images, and figures of how much answers depend on them."""
 
-    gate: Literal["error", "warn", "off"] = Field(
-        "error",
-        description="What a fault found before training, or while it goes on, does; off: nothing of this section is "
-        "measured.",
-    )
-    items: int = Field(8, ge=2, description="Held-out items that the gate asks about, each with several images.")
-    every: int = Field(10, ge=0, description="Iterations between the figures sight/kl_blank and sight/gap; 0: none.")
-    samples: int = Field(4, ge=1, description="Trajectories that these figures are computed from.")
-    blank_items: int = Field(
-        32, ge=0, description="Held-out items that evaluations repeat with blank images, for sight/accuracy_gap."
-    )
+    # What a fault found before training, or while it goes on, does; off: nothing of this section is measured.
+    gate: Literal["error", "warn", "off"] = "error"
+    items: int = Field(8, ge=2)  # Held-out items that the gate asks about, each with several images.
+    every: Natural = 10  # Iterations between the figures sight/kl_blank and sight/gap; 0: none.
+    samples: Count = 4  # Trajectories that these figures are computed from.
+    blank_items: Natural = 32  # Held-out items that evaluations repeat with blank images, for sight/accuracy_gap.

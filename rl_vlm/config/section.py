@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Values within bounds.
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam, which rejects other values when a learner starts
-
-
-class Problems(ValueError):
-    """What is wrong with one section: a sentence each."""
-
-    def __init__(self, sentences: Iterable[str]) -> None:
-        self.sentences = list(sentences)
-        super().__init__("; ".join(self.sentences))
 
 
 class OnlyWith(NamedTuple):
@@ -27,43 +26,18 @@ class OnlyWith(NamedTuple):
     values: tuple[Any, ...] = ()
 
 
-class WrittenInt(int):
-    """An integer of a YAML file that remembers its text, for fields that hold text: `name: 007`."""
-
-    text: str
-
-
-class WrittenFloat(float):
-    """As `WrittenInt`."""
-
-    text: str
-
-
-def _for_field(value: Any, annotation: Any) -> Any:
-    """A value of a YAML file: as text where the field is text, as a plain number where the field is anything."""
-    if annotation in (str, str | None) and isinstance(value, WrittenInt | WrittenFloat):
-        return value.text
-    return _plain(value) if "Any" in str(annotation) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_plain(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return int(value) if isinstance(value, WrittenInt) else float(value) if isinstance(value, WrittenFloat) else value
-
-
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are not changed after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, ser_json_inf_nan="constants"
+    )
 
     place: ClassVar[str] = ""  # the section's name with a point, `serving.`, for messages
     conditional: ClassVar[tuple[OnlyWith, ...]] = ()
 
     def problems(self) -> Iterator[str]:
-        """A sentence on each contradiction between values that are valid by themselves.
+        """A sentence, without a line break, on each contradiction between values that are valid by themselves.
 
         Keys have their full dotted names.
         """
@@ -80,18 +54,10 @@ class Section(BaseModel):
         chosen = getattr(self, rule.chooser)
         return chosen in rule.values if rule.values else bool(chosen)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_written(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
-        return {name: _for_field(value, kinds.get(name)) for name, value in data.items()}
-
     @model_validator(mode="after")
     def _has_no_problems(self) -> Self:
         if sentences := list(self.problems()):
-            raise Problems(sentences)
+            raise ValueError("\n".join(sentences))
         return self
 
     def changed(self, *keys: str) -> Iterator[str]:
@@ -125,8 +91,8 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
 class PlainLogging(Section):
     """What every run keeps."""
 
-    checkpoint_every: int = Field(25, ge=1)
-    keep_checkpoints: int = Field(3, ge=1)
+    checkpoint_every: Count = 25
+    keep_checkpoints: Count = 3
     tensorboard: bool = True
     wandb_project: str = "rl-vlm"
 
@@ -134,17 +100,16 @@ class PlainLogging(Section):
 class TrainLogging(PlainLogging):
     """What a run on Ray keeps."""
 
-    ray_metrics: bool | None = Field(
-        None, description="Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster."
-    )
-    traces: int = Field(0, ge=0, description="Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.")
+    # Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster.
+    ray_metrics: bool | None = None
+    traces: Natural = 0  # Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.
 
 
 class LoggingSection(TrainLogging):
     """What a run that trains the policy keeps."""
 
-    trajectories_every: int = Field(10, ge=0, description="Iterations between dumps of sampled trajectories; 0: none.")
-    trajectories_per_dump: int = Field(64, ge=1)
+    trajectories_every: Natural = 10  # Iterations between dumps of sampled trajectories; 0: none.
+    trajectories_per_dump: Count = 64
 
 
 _SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
@@ -163,18 +128,13 @@ class ResourcesSection(Section):
     1}'`). An autoscaler starts a node of the kind that offers what an actor waits for.
     """
 
-    num_cpus: int | None = Field(
-        None, ge=1, description="Logical CPUs of the private cluster; null: what the run needs."
-    )
-    object_store_mib: int | None = Field(
-        None, ge=80, description="Of the private cluster; null: 256, or more where versions of the adapter need it."
-    )
+    num_cpus: Count | None = None  # Logical CPUs of the private cluster; null: what the run needs.
+    # Of the private cluster; null: 256, or more where versions of the adapter need it.
+    object_store_mib: int | None = Field(None, ge=80)
     dashboard: bool = False
-    replicas_on: _ResourceName | None = Field(None, description="Where replicas of the model run; null: anywhere.")
-    learners_on: _ResourceName | None = Field(
-        None, description="Where learner actors run; one in the driver stays there."
-    )
-    env_runners_on: _ResourceName | None = Field(None, description="Where env runners run.")
+    replicas_on: _ResourceName | None = None  # Where replicas of the model run; null: anywhere.
+    learners_on: _ResourceName | None = None  # Where learner actors run; one in the driver stays there.
+    env_runners_on: _ResourceName | None = None  # Where env runners run.
 
     @property
     def node_kinds(self) -> set[str]:

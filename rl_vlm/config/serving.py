@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rl_vlm.config.section import OnlyWith, Section
+from rl_vlm.config.section import Count, Name, Natural, NonNegative, OnlyWith, Positive, Section
 from rl_vlm.files import resolved
 from rl_vlm.types import PixelLimits
 
@@ -25,34 +25,26 @@ class LoraSection(Section):
     """LoRA on linear layers."""
 
     rank: int = Field(16, ge=1, le=512)
-    alpha: int = Field(32, ge=1)
-    target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = Field(
-        "all",
-        description="Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, "
-        "and the vision tower's. none: nothing, for evaluation and serving.",
-    )
+    alpha: Count = 32
+    # Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, and the vision
+    # tower's. none: nothing, for evaluation and serving.
+    target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = "all"
 
 
 class PlainModelSection(Section):
     """The vision-language model: where it is, and how it computes."""
 
-    path: str = Field("tiny", description="`tiny`, a Hugging Face folder, or a hub name that was fetched before.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="float16 is for evaluation and serving alone: gradients underflow in it."
-    )
-    head_dtype: Literal["model", "float32"] = Field(
-        "model",
-        description="Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, "
-        "which in bfloat16 is most of what engine and learner differ by. float32: not rounded.",
-    )
-    min_pixels: int | None = Field(None, ge=1, description="Smaller images are enlarged; null: the processor's limit.")
-    max_pixels: int | None = Field(None, ge=1, description="Larger images are reduced; null: the processor's limit.")
-    gpu_memory_gib: float | None = Field(
-        None,
-        gt=0,
-        description="The card that this recipe is made for, as it is sold: 24, 48, 80. `plan` and the start "
-        "of a run compare it with the machine; cards report up to 3 % less.",
-    )
+    path: str = "tiny"  # `tiny`, a Hugging Face folder, or a hub name that was fetched before.
+    # float16 is for evaluation and serving alone: gradients underflow in it.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, which in bfloat16
+    # is most of what engine and learner differ by. float32: not rounded.
+    head_dtype: Literal["model", "float32"] = "model"
+    min_pixels: Count | None = None  # Smaller images are enlarged; null: the processor's limit.
+    max_pixels: Count | None = None  # Larger images are reduced; null: the processor's limit.
+    # The card that this recipe is made for, as it is sold: 24, 48, 80. `plan` and the start of a run compare it with
+    # the machine; cards report up to 3 % less.
+    gpu_memory_gib: Positive | None = None
 
     @property
     def pixels(self) -> PixelLimits:
@@ -68,13 +60,9 @@ class PlainModelSection(Section):
 class ServedModelSection(PlainModelSection):
     """A model that replicas serve."""
 
-    image_cache_mib: int = Field(
-        256,
-        ge=0,
-        description="Memory for features of images, in each learner and each replica of the transformers engine; what "
-        "was used longest ago is dropped; 0: none are kept. Pays where images come again, as rows of a "
-        "data set do.",
-    )
+    # Memory for features of images, in each learner and each replica of the transformers engine; what was used longest
+    # ago is dropped; 0: none are kept. Pays where images come again, as rows of a data set do.
+    image_cache_mib: Natural = 256
 
     @property
     def image_cache_bytes(self) -> int:
@@ -85,17 +73,13 @@ class ServedModelSection(PlainModelSection):
 class TrainedModelSection(PlainModelSection):
     """A model of which something is trained."""
 
-    train: Literal["lora", "full"] = Field(
-        "lora",
-        description="lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision "
-        "tower's too, with float32 masters; `lora` is then not read.",
-    )
+    # lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision tower's too, with
+    # float32 masters; `lora` is then not read.
+    train: Literal["lora", "full"] = "lora"
     lora: LoraSection = LoraSection()
-    adapter: str | None = Field(
-        None,
-        description="A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; "
-        "`lora` must describe it. The reference of the KL penalty stays the model without any adapter.",
-    )
+    # A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; `lora` must describe
+    # it. The reference of the KL penalty stays the model without any adapter.
+    adapter: str | None = None
 
     @field_validator("adapter")
     @classmethod
@@ -111,39 +95,27 @@ class ModelSection(ServedModelSection, TrainedModelSection):
 class HTTPSection(Section):
     """`rl-vlm serve`: where it listens and what it refuses."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="Beyond loopback a token is required.")
-    port: int = Field(8000, ge=0, le=65535, description="0: any free port.")
-    model_name: str | None = Field(
-        None, min_length=1, description="What clients call the model; null: as it was given."
-    )
-    max_body_mib: float = Field(32.0, gt=0, description="One request's body, enforced while it is read.")
-    max_images: int = Field(16, ge=0, description="Per request.")
-    max_image_mib: float = Field(10.0, gt=0, description="One image's file.")
-    max_image_pixels: int = Field(16_777_216, ge=1, description="One image; its header is read before it is decoded.")
-    max_request_pixels: int = Field(
-        201_326_592, ge=1, description="All images of a request; 16 photos of 12 megapixels fit."
-    )
-    max_text_chars: int = Field(200_000, ge=1, description="All texts of a request; its tokens: serving.max_context.")
-    max_parts: int = Field(1024, ge=1, description="Messages and their parts in one request.")
-    max_new_tokens: int = Field(2048, ge=1, description="Per sample; also the default where a client names none.")
-    max_samples: int = Field(64, ge=1, description="`n` of one request.")
-    max_reply_values: int = Field(
-        100_000, ge=1, description="Log-probabilities of a reply: n x max_tokens x (1 + top_logprobs)."
-    )
-    max_queue: int = Field(
-        256, ge=1, description="Requests at a time, waiting and running; more are told to come back."
-    )
-    max_connections: int | None = Field(
-        None,
-        ge=1,
-        description="At a time; null: four times max_queue, at least 1024. Fewer where descriptors are short.",
-    )
-    max_connections_per_peer: int | None = Field(
-        None, ge=1, description="Of one address (IPv6: network of 64 bits); null: three quarters of all."
-    )
-    headers_s: float = Field(10.0, gt=0, description="Until the headers of a request are complete, on any connection.")
-    deadline_s: float = Field(300.0, gt=0, description="Of one request, from its first byte to its last token.")
-    drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
+    host: str = Field("127.0.0.1", min_length=1)  # Beyond loopback a token is required.
+    port: int = Field(8000, ge=0, le=65535)  # 0: any free port.
+    model_name: str | None = Field(None, min_length=1)  # What clients call the model; null: as it was given.
+    max_body_mib: Positive = 32.0  # One request's body, enforced while it is read.
+    max_images: Natural = 16  # Per request.
+    max_image_mib: Positive = 10.0  # One image's file.
+    max_image_pixels: Count = 16_777_216  # One image; its header is read before it is decoded.
+    max_request_pixels: Count = 201_326_592  # All images of a request; 16 photos of 12 megapixels fit.
+    max_text_chars: Count = 200_000  # All texts of a request; its tokens: serving.max_context.
+    max_parts: Count = 1024  # Messages and their parts in one request.
+    max_new_tokens: Count = 2048  # Per sample; also the default where a client names none.
+    max_samples: Count = 64  # `n` of one request.
+    max_reply_values: Count = 100_000  # Log-probabilities of a reply: n x max_tokens x (1 + top_logprobs).
+    max_queue: Count = 256  # Requests at a time, waiting and running; more are told to come back.
+    # At a time; null: four times max_queue, at least 1024. Fewer where descriptors are short.
+    max_connections: Count | None = None
+    # Of one address (IPv6: network of 64 bits); null: three quarters of all.
+    max_connections_per_peer: Count | None = None
+    headers_s: Positive = 10.0  # Until the headers of a request are complete, on any connection.
+    deadline_s: Positive = 300.0  # Of one request, from its first byte to its last token.
+    drain_s: NonNegative = 30.0  # How long running requests may go on after SIGTERM.
 
 
 # vLLM silently raises lower temperatures than the first and refuses higher ones than the second.
@@ -153,45 +125,31 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 class VLLMSection(Section):
     """Settings that only the vLLM engine has."""
 
-    gpu_memory_utilization: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what "
-        "gpus_per_replica gives it.",
-    )
-    tensor_parallel_size: int = Field(1, ge=1)
+    # Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what gpus_per_replica gives it.
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    tensor_parallel_size: Count = 1
     enforce_eager: bool = False
-    max_num_seqs: int = Field(256, ge=1)
-    max_num_batched_tokens: int = Field(
-        8192,
-        ge=16,
-        description="Tokens of one step on a GPU, prompts and samples together; vLLM's own default here is 2048.",
-    )
-    kv_cache_gib: int = Field(1, ge=1, description="Memory for keys and values on a machine without a GPU, whole GiB.")
-    gpu_kv_cache_gib: float | None = Field(
-        None,
-        gt=0,
-        description="Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, "
-        "else what vLLM measures.",
-    )
-    rest_while_learning: bool = Field(
-        False,
-        description="Give the memory of keys and values to the learner while it works, and take it back for sampling. "
-        "For one replica and one learner on one GPU, with rollout.max_policy_lag 0.",
-    )
+    max_num_seqs: Count = 256
+    # Tokens of one step on a GPU, prompts and samples together; vLLM's own default here is 2048.
+    max_num_batched_tokens: int = Field(8192, ge=16)
+    kv_cache_gib: Count = 1  # Memory for keys and values on a machine without a GPU, whole GiB.
+    # Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, else what vLLM
+    # measures.
+    gpu_kv_cache_gib: Positive | None = None
+    # Give the memory of keys and values to the learner while it works, and take it back for sampling. For one replica
+    # and one learner on one GPU, with rollout.max_policy_lag 0.
+    rest_while_learning: bool = False
 
 
 class AutoscalingSection(Section):
     """How the number of replicas follows the load (Ray Serve's autoscaler)."""
 
-    min_replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(1, ge=1)
-    target_ongoing_requests: float = Field(
-        4.0, gt=0, description="Calls per replica that are aimed at. An env runner's common call counts as one."
-    )
-    upscale_delay_s: float = Field(10.0, ge=0, description="How long the load must last before a replica is added.")
-    downscale_delay_s: float = Field(120.0, ge=0, description="How long it must be gone before one is stopped.")
+    min_replicas: Count = 1
+    max_replicas: Count = 1
+    # Calls per replica that are aimed at. An env runner's common call counts as one.
+    target_ongoing_requests: Positive = 4.0
+    upscale_delay_s: NonNegative = 10.0  # How long the load must last before a replica is added.
+    downscale_delay_s: NonNegative = 120.0  # How long it must be gone before one is stopped.
 
     def problems(self) -> Iterator[str]:
         """Bounds that contradict each other."""
@@ -202,21 +160,13 @@ class AutoscalingSection(Section):
 class SharingSection(Section):
     """Replicas that several runs share (`serving.shared`). Those of the run that starts the service count."""
 
-    max_lora_rank: int | None = Field(
-        None,
-        ge=1,
-        description="The highest model.lora.rank of a run that joins (engine vllm). Null: that of the first.",
-    )
-    lora_slots: int = Field(8, ge=1, description="Adapters that sample at the same time (engine vllm).")
-    merged_gib: float = Field(
-        4.0,
-        ge=0,
-        description="Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are "
-        "computed beside the weights.",
-    )
-    lease_s: float = Field(
-        60.0, gt=0, description="A run that has not been heard of for this long has crashed: its policy is dropped."
-    )
+    # The highest model.lora.rank of a run that joins (engine vllm). Null: that of the first.
+    max_lora_rank: Count | None = None
+    lora_slots: Count = 8  # Adapters that sample at the same time (engine vllm).
+    # Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are computed beside
+    # the weights.
+    merged_gib: NonNegative = 4.0
+    lease_s: Positive = 60.0  # A run that has not been heard of for this long has crashed: its policy is dropped.
 
 
 class ServingSection(Section):
@@ -228,91 +178,64 @@ class ServingSection(Section):
         OnlyWith(("max_rows", "max_kv_gib", "num_threads"), "engine", ("transformers",)),
     )
 
-    engine: Literal["auto", "transformers", "vllm"] = Field(
-        "auto", description="auto: vllm on a GPU, else transformers."
-    )
-    shared: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$",
-        description="A name: all runs on the cluster that give it share one set of replicas, each with a policy of its "
-        "own. Null: the run has its own replicas.",
-    )
+    engine: Literal["auto", "transformers", "vllm"] = "auto"  # auto: vllm on a GPU, else transformers.
+    # A name: all runs on the cluster that give it share one set of replicas, each with a policy of its own. Null: the
+    # run has its own replicas.
+    shared: Name | None = None
     sharing: SharingSection = SharingSection()
-    num_replicas: int = Field(2, ge=1, description="With autoscaling: how many there are at the start.")
-    autoscaling: AutoscalingSection | None = Field(None, description="Null: the number of replicas is fixed.")
-    cpus_per_replica: float = Field(0.5, ge=0)
-    gpus_per_replica: float = Field(0.0, ge=0)
-    max_context: int = Field(4096, ge=16, description="Prompt and new tokens of one sample.")
-    max_rows: int = Field(512, ge=1, description="Samples that the transformers engine runs at once.")
-    max_kv_gib: float | None = Field(
-        None,
-        gt=0,
-        description="Keys and values of a replica with the transformers engine; requests beyond it wait. Null: what "
-        "its share of the GPU leaves, or 80 % of the free memory of a machine without one, over all "
-        "replicas.",
-    )
-    num_threads: int = Field(1, ge=1, description="torch threads of a replica on a CPU.")
-    quantization: Literal["none", "nf4", "fp8"] = Field(
-        "none",
-        description="Of the linear weights: nf4 (engine transformers, needs bitsandbytes) or fp8 (vllm on a GPU).",
-    )
-    request_timeout_s: float = Field(300.0, gt=0)
-    publish_timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="How long one attempt to load new weights may take, attempts may keep failing before the replica "
-        "is replaced, and a request waits for its version.",
-    )
-    startup_timeout_s: float = Field(600.0, gt=0)
-    probe_after_s: float = Field(
-        15.0,
-        gt=0,
-        description="An engine that has produced nothing for this long must generate a token, to prove that it can.",
-    )
-    probe_timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="How long that token may take, or any half of a layer of the model (vLLM: any step); a second "
-        "failure replaces it.",
-    )
+    num_replicas: Count = 2  # With autoscaling: how many there are at the start.
+    autoscaling: AutoscalingSection | None = None  # Null: the number of replicas is fixed.
+    cpus_per_replica: NonNegative = 0.5
+    gpus_per_replica: NonNegative = 0.0
+    max_context: int = Field(4096, ge=16)  # Prompt and new tokens of one sample.
+    max_rows: Count = 512  # Samples that the transformers engine runs at once.
+    # Keys and values of a replica with the transformers engine; requests beyond it wait. Null: what its share of the
+    # GPU leaves, or 80 % of the free memory of a machine without one, over all replicas.
+    max_kv_gib: Positive | None = None
+    num_threads: Count = 1  # torch threads of a replica on a CPU.
+    # Of the linear weights: nf4 (engine transformers, needs bitsandbytes) or fp8 (vllm on a GPU).
+    quantization: Literal["none", "nf4", "fp8"] = "none"
+    request_timeout_s: Positive = 300.0
+    # How long one attempt to load new weights may take, attempts may keep failing before the replica is replaced, and a
+    # request waits for its version.
+    publish_timeout_s: Positive = 60.0
+    startup_timeout_s: Positive = 600.0
+    # An engine that has produced nothing for this long must generate a token, to prove that it can.
+    probe_after_s: Positive = 15.0
+    # How long that token may take, or any half of a layer of the model (vLLM: any step); a second failure replaces it.
+    probe_timeout_s: Positive = 10.0
     vllm: VLLMSection = VLLMSection()
 
     @field_validator("gpus_per_replica")
     @classmethod
     def _whole_or_share(cls, gpus: float) -> float:
         if gpus > 1 and gpus != int(gpus):
-            raise ValueError(
-                f"{gpus:g} GPUs: Ray gives a share of one GPU (up to 1) or whole GPUs; use {math.ceil(gpus)}"
-            )
+            raise ValueError(f"{gpus:g} GPUs: Ray gives a share of one GPU (up to 1) or whole GPUs")
         return gpus
 
     def problems(self) -> Iterator[str]:
         """Shares of GPUs that an engine cannot have."""
         yield from super().problems()
-        gpus, parallel = self.gpus_per_replica, self.vllm.tensor_parallel_size
+        gpus, vllm = self.gpus_per_replica, self.vllm
+        parallel, share = vllm.tensor_parallel_size, vllm.gpu_memory_utilization
         if self.expected_engine == "transformers":
             if gpus > 1:
-                yield (
-                    f"serving.gpus_per_replica {gpus:g} with the engine transformers, which computes on one GPU: set "
-                    "it to 1 and raise num_replicas, or use engine vllm with vllm.tensor_parallel_size"
-                )
+                yield f"serving.gpus_per_replica {gpus:g}: the engine transformers computes on one GPU; set it to 1"
             return
         if gpus and max(gpus, 1) != parallel:
             yield (
-                f"serving.gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: a "
-                f"replica computes on tensor_parallel_size whole GPUs; set both to {max(math.ceil(gpus), parallel)}, "
-                "or tensor_parallel_size to 1"
+                f"serving.gpus_per_replica {gpus:g} and vllm.tensor_parallel_size {parallel} contradict each other: "
+                f"set both to {max(math.ceil(gpus), parallel)}, or tensor_parallel_size to 1"
             )
-        if self.vllm.max_num_batched_tokens < self.vllm.max_num_seqs:
+        if vllm.max_num_batched_tokens < vllm.max_num_seqs:
             yield (
-                f"serving.vllm.max_num_batched_tokens ({self.vllm.max_num_batched_tokens}) is below vllm.max_num_seqs "
-                f"({self.vllm.max_num_seqs}): every running sample takes one token of a step"
+                f"serving.vllm.max_num_batched_tokens ({vllm.max_num_batched_tokens}) is below vllm.max_num_seqs "
+                f"({vllm.max_num_seqs}): every running sample takes one token of a step"
             )
-        share = self.vllm.gpu_memory_utilization
         if share is not None and 0 < gpus < 1 and share > gpus:
             yield (
                 f"serving.vllm.gpu_memory_utilization {share:g} is more of the GPU than gpus_per_replica {gpus:g} "
-                f"gives a replica, and what shares the GPU would run out of memory: set it to {gpus:g} or less"
+                f"gives: set it to {gpus:g} or less"
             )
 
     def reads(self, rule: OnlyWith) -> bool:

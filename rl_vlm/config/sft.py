@@ -8,40 +8,31 @@ from typing import Literal
 from pydantic import Field
 
 from rl_vlm.config.learner import OptimizerSection
-from rl_vlm.config.section import PlainLogging, Section
+from rl_vlm.config.section import Count, Name, Natural, PlainLogging, Positive, Section
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE, TrainedModelSection
 
 
 class SFTSection(Section):
     """Supervised fine-tuning: which conversations, for how long, and how progress is measured."""
 
-    data: str = Field(
-        "shapes",
-        description="A .jsonl or .parquet file, a folder of them or of images with metadata.jsonl, a hub data set that "
-        "was fetched before, or `shapes`; `@[a:b]` takes some of its rows.",
-    )
-    eval_data: str | None = Field(
-        None, description="Held-out conversations; null: the test split of `data`, if there is one."
-    )
-    eval_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of `data` that is held out, for data without held-out conversations."
-    )
-    batch_size: int = Field(16, ge=1, description="Conversations per optimiser step.")
-    epochs: float = Field(1.0, gt=0)
-    steps: int | None = Field(None, ge=1, description="Optimiser steps in place of epochs.")
-    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises to learner.lr.")
-    max_length: int = Field(4096, ge=2, description="Tokens of a conversation, images included.")
-    too_long: Literal["leave_out", "truncate"] = Field(
-        "leave_out", description="What happens to longer conversations; truncate cuts them off at the end."
-    )
-    eval_every: int = Field(
-        0, ge=0, description="Steps between evaluations; 0: before the first and after the last step."
-    )
-    eval_items: int = Field(512, ge=1, description="Held-out conversations of an evaluation, at most.")
-    eval_answers: int = Field(
-        64, ge=0, description="Of these, how many are answered greedily and compared with the last turn word for word."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one.")
+    # A .jsonl or .parquet file, a folder of them or of images with metadata.jsonl, a hub data set that was fetched
+    # before, or `shapes`; `@[a:b]` takes some of its rows.
+    data: str = "shapes"
+    eval_data: str | None = None  # Held-out conversations; null: the test split of `data`, if there is one.
+    # Share of `data` that is held out, for data without held-out conversations.
+    eval_fraction: float = Field(0.0, ge=0, lt=1)
+    batch_size: Count = 16  # Conversations per optimiser step.
+    epochs: Positive = 1.0
+    steps: Count | None = None  # Optimiser steps in place of epochs.
+    warmup_steps: Natural = 0  # Steps in which the learning rate rises to learner.lr.
+    max_length: int = Field(4096, ge=2)  # Tokens of a conversation, images included.
+    # What happens to longer conversations; truncate cuts them off at the end.
+    too_long: Literal["leave_out", "truncate"] = "leave_out"
+    eval_every: Natural = 0  # Steps between evaluations; 0: before the first and after the last step.
+    eval_items: Count = 512  # Held-out conversations of an evaluation, at most.
+    # Of these, how many are answered greedily and compared with the last turn word for word.
+    eval_answers: Natural = 64
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU where there is one.
 
     def problems(self) -> Iterator[str]:
         """Two held-out sets."""
@@ -52,7 +43,7 @@ class SFTSection(Section):
 class SFTConfig(Section):
     """The configuration of `rl-vlm sft`."""
 
-    name: str = Field("sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")
+    name: Name = "sft"
     seed: int = Field(0, ge=0, lt=2**31)
     model: TrainedModelSection = TrainedModelSection()
     sft: SFTSection = SFTSection()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rl_vlm.config.loading import TrainConfig, apply_overrides, parse_config, read_yaml, validated
 from rl_vlm.config.policy import PolicyConfig
-from rl_vlm.config.section import Section
+from rl_vlm.config.section import Count, Section
 from rl_vlm.types import UserInputError
 
 # Keys that change the shapes of what is trained, or of the optimiser's state.
@@ -29,11 +29,11 @@ SEED = "seed"  # trials that differ in it alone are runs of one setting
 class Values(Section):
     """What one key may be: exactly one of these."""
 
-    choice: list[Any] | None = Field(None, min_length=1, description="One of these, at random.")
-    grid: list[Any] | None = Field(None, min_length=1, description="Each of these.")
-    uniform: tuple[float, float] | None = Field(None, description="A number between two.")
-    loguniform: tuple[float, float] | None = Field(None, description="As uniform, of the logarithm; both above 0.")
-    randint: tuple[int, int] | None = Field(None, description="An integer from the first up to, without, the second.")
+    choice: list[Any] | None = Field(None, min_length=1)  # One of these, at random.
+    grid: list[Any] | None = Field(None, min_length=1)  # Each of these.
+    uniform: tuple[float, float] | None = None  # A number between two.
+    loguniform: tuple[float, float] | None = None  # As uniform, of the logarithm; both above 0.
+    randint: tuple[int, int] | None = None  # An integer from the first up to, without, the second.
 
     def problems(self) -> Iterator[str]:
         """More or less than one kind of values, and empty ranges."""
@@ -72,14 +72,11 @@ class Stopping(Section):
     (arXiv 1711.09846, synchronous) lets the worst quarter copy a trial of the best quarter and vary its settings.
     """
 
-    name: Literal["none", "asha", "pbt"] = Field("none", description="`none` trains each trial to its end.")
-    grace_period: int = Field(
-        50,
-        ge=1,
-        description="Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple "
-        "of evaluation.every.",
-    )
-    reduction_factor: int = Field(3, ge=2, description="ASHA: of so many trials one goes on at each rung.")
+    name: Literal["none", "asha", "pbt"] = "none"  # `none` trains each trial to its end.
+    # Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple of
+    # evaluation.every.
+    grace_period: Count = 50
+    reduction_factor: int = Field(3, ge=2)  # ASHA: of so many trials one goes on at each rung.
 
 
 class SweepConfig(Section):
@@ -88,23 +85,17 @@ class SweepConfig(Section):
     metric: `held_out/accuracy`, `held_out/reward`, or any figure of a run such as `reward/mean`.
     """
 
-    space: dict[str, Values] = Field(min_length=1, description="Dotted keys of the configuration, and their values.")
-    metric: str = Field(
-        "held_out/accuracy", description="What is compared: held_out/accuracy, held_out/reward, or a figure of a run."
-    )
-    mode: Literal["max", "min"] = Field("max", description="Whether more of it is better.")
-    num_samples: int = Field(1, ge=1, description="Trials, or with grids the trials of each point of the grid.")
-    max_concurrent: int | None = Field(None, ge=1, description="Trials at the same time; as many as fit by default.")
-    shared: bool | str = Field(
-        False,
-        description="True, or a name: all trials share one set of replicas of the base model (serving.shared) instead "
-        "of starting their own.",
-    )
-    search: Literal["random", "optuna"] = Field(
-        "random", description="How settings are chosen; optuna needs that package, and no grids."
-    )
+    space: dict[str, Values] = Field(min_length=1)  # Dotted keys of the configuration, and their values.
+    metric: str = "held_out/accuracy"  # What is compared: held_out/accuracy, held_out/reward, or a figure of a run.
+    mode: Literal["max", "min"] = "max"  # Whether more of it is better.
+    num_samples: Count = 1  # Trials, or with grids the trials of each point of the grid.
+    max_concurrent: Count | None = None  # Trials at the same time; as many as fit by default.
+    # True, or a name: all trials share one set of replicas of the base model (serving.shared) instead of starting their
+    # own.
+    shared: bool | str = False
+    search: Literal["random", "optuna"] = "random"  # How settings are chosen; optuna needs that package, and no grids.
     stopping: Stopping = Stopping()
-    seed: int = Field(0, description="Of the choice of settings.")
+    seed: int = 0  # Of the choice of settings.
 
     def problems(self) -> Iterator[str]:
         """A metric that is not there, and searches that cannot choose what they are to choose."""
@@ -159,30 +150,28 @@ class SweepConfig(Section):
     def check_space(self, run: TrainConfig) -> None:
         """Raise UserInputError when a value of the space does not fit the configuration.
 
-        Each value is tried with those of the other keys until a combination is taken: what only some contradict fails
-        its trial.
+        Each value is tried with those of the other keys, at random where these are many, until a combination is taken:
+        what only some contradict fails its trial.
         """
+        chosen = random.Random(self.seed)
         for key, values in self.space.items():
+            others = {name: other.examples for name, other in self.space.items() if name != key}
+            many = math.prod(map(len, others.values())) > _COMBINATIONS
             for value in values.examples:
-                self._check_value(run, key, value)
-
-    def _check_value(self, run: TrainConfig, key: str, value: Any) -> None:
-        """Raise UserInputError, that of the last combination, when none takes the value: of all, or of `_COMBINATIONS`
-        at random."""
-        others = {name: list(other.examples) for name, other in self.space.items() if name != key}
-        combinations: Iterable[tuple[Any, ...]] = itertools.product(*others.values())
-        if math.prod(map(len, others.values())) > _COMBINATIONS:
-            chosen = random.Random(self.seed)
-            combinations = (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
-        last: UserInputError | None = None
-        for combination in combinations:
-            try:
-                changed(run, {**dict(zip(others, combination, strict=True)), key: value})
-                return
-            except UserInputError as error:
-                last = error
-        if last is not None:
-            raise last
+                error: UserInputError | None = None
+                for combination in (
+                    (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
+                    if many
+                    else itertools.product(*others.values())
+                ):
+                    try:
+                        changed(run, {**dict(zip(others, combination, strict=True)), key: value})
+                        break
+                    except UserInputError as refused:
+                        error = refused
+                else:
+                    assert error is not None
+                    raise error
 
 
 def changed(run: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:

@@ -39,8 +39,6 @@ class RemoteEnv(EnvClient):
     then opens another one), EnvError for the environment's own failures, UserInputError for a wrong address or token.
     """
 
-    max_sessions: int | None = None  # of the server, all its clients together; None where it does not say
-
     def __init__(
         self,
         address: str,
@@ -81,8 +79,6 @@ class RemoteEnv(EnvClient):
         reply, _ = self._post({"op": "open"}, self._retry_s)
         raise_error(reply, f"{self._url}: open")
         self._session, self._number, self._sizes = str(reply["session"]), 0, dict(reply["num_items"])
-        most = reply.get("max_sessions")
-        self.max_sessions = most if type(most) is int and most > 0 else None
         try:
             # Those of the server's environment; a server of an earlier version does not tell them.
             self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]

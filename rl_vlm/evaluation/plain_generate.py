@@ -1,14 +1,7 @@
-"""Plain transformers `generate` in a process of its own, which `--compare-hf` starts with `python -m`.
-
-The first line of stdin is JSON with `config` (a run's), `adapter` (a folder or null) and `new_tokens`; each further
-line a list of item numbers, which are answered greedily as one batch. Each answer is a line of JSON: `seconds`, from
-messages to tokens, and the `tokens` of each item.
-"""
+"""Plain transformers `generate`, in a child process that `--compare-hf` starts (see `child`)."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +11,10 @@ import numpy as np
 import torch
 
 from rl_vlm.chat import expand_image_tokens
+from rl_vlm.child import Answer
 from rl_vlm.config import PolicyConfig, of_policy, parse_config
 from rl_vlm.evaluation.heldout import ItemPrompts
+from rl_vlm.frames import Frame
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.lora import merge_into
 from rl_vlm.models.weights import is_full, put_weights, read_payload
@@ -86,19 +81,18 @@ class PlainGenerate:
         return [list(map(int, row)) for row in out[:, longest:].cpu()]
 
 
-def main() -> None:
-    """Answer the lines of stdin until it ends."""
-    settings = json.loads(sys.stdin.readline())
-    config = of_policy(parse_config(settings["config"]))
-    prompts = ItemPrompts(config)
-    plain = PlainGenerate(config, settings["adapter"], settings["new_tokens"])
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        conversations = prompts.take(json.loads(line))
+def answerer(settings: dict[str, Any], adapter: str | None, new_tokens: int) -> Answer:
+    """What answers requests for `items`, a list of numbers, greedily as one batch.
+
+    settings: a run's. A reply has `seconds`, from messages to tokens, and the `tokens` of each item.
+    """
+    config = of_policy(parse_config(settings))
+    prompts, plain = ItemPrompts(config), PlainGenerate(config, adapter, new_tokens)
+
+    def answer(request: dict[str, Any], blobs: list[bytes]) -> Frame:
+        conversations = prompts.take(request["items"])
         started = time.perf_counter()
         tokens = plain.answer(conversations)
-        print(json.dumps({"seconds": time.perf_counter() - started, "tokens": tokens}), flush=True)
+        return {"seconds": time.perf_counter() - started, "tokens": tokens}, []
 
-
-if __name__ == "__main__":
-    main()
+    return answer

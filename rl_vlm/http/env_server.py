@@ -1,8 +1,8 @@
 """Serves an environment over HTTP, for `RemoteEnv`: sessions, each with an environment of its own.
 
-POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics",
-"max_sessions"}; then `reset`, `step` and `close` with the session, and a number that grows by one. A request whose
-number was answered gets the same answer.
+POST /env takes and returns a frame (see `frames.py`): {"op": "open"} → {"session", "num_items", "metrics"}; then
+`reset`, `step` and `close` with the session, and a number that grows by one. A request whose number was answered gets
+the same answer.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class EnvServer:
             raise
         if "error" in reply:
             session.end()  # the environment may be made all the same
-        return pack_frame({**reply, "session": name, "max_sessions": self._max_sessions}, [])
+        return pack_frame({**reply, "session": name}, [])
 
     async def _make_room(self) -> None:
         """Forget closed sessions, and where all places are taken end the one that is unused longest: clients that were

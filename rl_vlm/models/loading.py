@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jinja2.exceptions import TemplateError
+from safetensors import SafetensorError, safe_open
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.imports import replaced
@@ -97,10 +98,16 @@ def resolve_model(name: str, seed: int = 0) -> Path:
 
 
 def check_weights(name: str) -> None:
-    """Raise UserInputError for a model without weights, of which a dry run needs the shapes alone."""
+    """Raise UserInputError for a model without weights, of which a dry run needs the shapes alone, or damaged ones."""
     folder = resolve_model(name)
-    if not any(folder.glob("*.safetensors")):
+    files = list(folder.glob("*.safetensors"))
+    if not files:
         raise UserInputError(f"The folder {folder} holds no weights (*.safetensors): fetch the whole model.")
+    for file in files:
+        try:
+            safe_open(file, framework="numpy")  # reads the header
+        except (OSError, SafetensorError) as error:
+            raise UserInputError(f"The weights {file} cannot be read ({error}): fetch the model again.") from error
 
 
 def from_folder(auto: Any, folder: Path, **options: Any) -> Any:

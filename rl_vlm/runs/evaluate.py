@@ -6,19 +6,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_vlm.asking.http_endpoints import OpenAIEndpoint
+from rl_vlm.child import Child, ChildStartError
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
@@ -37,6 +36,7 @@ from rl_vlm.evaluation.outcomes import (
 )
 from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError, Play, losses, play_tasks
 from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.frames import FrameError, PeerGoneError
 from rl_vlm.models.loading import TextSide, load_text_side, resolve_model
 from rl_vlm.models.weights import find_trained, initial_adapter_folder, is_full, read_payload, trained_folder
 from rl_vlm.rollout.tasks import RolloutTask
@@ -61,23 +61,9 @@ def run_for(config: PolicyConfig, trained: Path) -> PolicyConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"train": kind})})
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model behind Ray Serve and a rollout worker in this process that asks it."""
-
-    run_id: str
-    worker: RolloutWorker
-    service: PolicyService
-
-    def publish(self, adapter: Path | None, version: int) -> None:
-        """Serve an adapter folder, or one of full weights, as this version; None changes nothing."""
-        if adapter is not None:
-            self.service.publish(read_payload(adapter, version))
-
-
 @contextmanager
-def served_worker(config: PolicyConfig) -> Iterator[Served]:
-    """Start Ray, the replicas and a worker; all end with the context."""
+def served_worker(config: PolicyConfig) -> Iterator[tuple[RolloutWorker, PolicyService]]:
+    """Start Ray, the replicas, and a rollout worker in this process that asks them; all end with the context."""
     from rl_vlm.rollout.env_runner import RolloutWorker
     from rl_vlm.runs.ray_session import ray_cluster
     from rl_vlm.serving.service import start_service
@@ -87,7 +73,7 @@ def served_worker(config: PolicyConfig) -> Iterator[Served]:
         worker = RolloutWorker(config, service.run_id, service.model.folder, key=service.key)
         try:
             service.wait_until_ready()
-            yield Served(service.run_id, worker, service)
+            yield worker, service
         finally:
             worker.close_envs()
             service.stop()
@@ -96,29 +82,16 @@ def served_worker(config: PolicyConfig) -> Iterator[Served]:
 # Who plays the items of an evaluation: the served model with each side's adapter, or an endpoint.
 
 
-@contextmanager
-def _players(
-    config: PolicyConfig, options: EvaluationOptions, adapters: dict[Side, Path | None], runner: asyncio.Runner
-) -> Iterator[tuple[Callable[[Side], Play], Served | None]]:
-    """Start what the options name: what plays the tasks of a side, and the served model, if there is one.
-
-    Tasks of one side must be finished before the other is asked for.
-    """
-    if options.endpoint is not None:
-        with _endpoint_player(config, options, options.endpoint, runner) as player:
-            yield lambda side: player.play, None
-        return
-    with served_worker(config) as served:
-        yield lambda side: _served_player(config, served, adapters, side), served
-
-
-def _served_player(config: PolicyConfig, served: Served, adapters: dict[Side, Path | None], side: Side) -> Play:
-    version = 1 + list(adapters).index(side)
-    served.publish(adapters[side], version)
-    oldest = version if adapters[side] is not None else BASE_MODEL
+def _served_player(
+    config: PolicyConfig, worker: RolloutWorker, service: PolicyService, adapters: dict[Side, Path | None], side: Side
+) -> Play:
+    adapter, oldest = adapters[side], BASE_MODEL
+    if adapter is not None:
+        oldest = 1 + list(adapters).index(side)
+        service.publish(read_payload(adapter, oldest))
 
     async def play(task: RolloutTask) -> list[Outcome] | str:
-        result = await served.worker.run([replace(task, min_version=oldest)])
+        result = await worker.run([replace(task, min_version=oldest)])
         if not result.groups:
             return next(iter(result.lost.values()))
         return outcomes_of(config, task, result.groups[0].trajectories, side)
@@ -158,36 +131,21 @@ class PlainGenerateError(RLVLMError):
     """The process with plain transformers ended or did not answer."""
 
 
-@dataclass(slots=True)
-class _Throughput:
-    """Of one batch size: a value per run. `first_s` and `steady` are of streams."""
+def _summary(kept: dict[str, list[float]]) -> dict[str, float]:
+    """Mean and standard deviation over runs; `ratio` is ours over theirs, the median over runs.
 
-    ours: list[float] = field(default_factory=list)  # tokens per second
-    theirs: list[float] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
-    steady: list[float] = field(default_factory=list)
-    equal: list[bool] = field(default_factory=list)  # per item: whether both chose the same tokens
-
-    def summary(self) -> dict[str, float]:
-        """Mean and standard deviation over runs; `ratio` is ours over theirs, the median over runs.
-
-        Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of
-        ratios of means.
-        """
-        result = {
-            "tokens_per_s_mean": float(np.mean(self.ours)),
-            "tokens_per_s_std": float(np.std(self.ours, ddof=1)) if len(self.ours) > 1 else 0.0,
-            "first_token_s": float(np.mean(self.first_s)),
-            "steady_tokens_per_s": float(np.mean(self.steady)),
-        }
-        if self.theirs:
-            result |= {
-                "hf_tokens_per_s_mean": float(np.mean(self.theirs)),
-                "hf_tokens_per_s_std": float(np.std(self.theirs, ddof=1)) if len(self.theirs) > 1 else 0.0,
-                "ratio": float(np.median(np.array(self.ours) / np.array(self.theirs))),
-                "same_answers": float(np.mean(self.equal)),
-            }
-        return result
+    Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of ratios of
+    means.
+    """
+    result = {"first_token_s": float(np.mean(kept["first_s"])), "steady_tokens_per_s": float(np.mean(kept["steady"]))}
+    for prefix, values in (("", kept["ours"]), ("hf_", kept["theirs"])):
+        if values:
+            result[f"{prefix}tokens_per_s_mean"] = float(np.mean(values))
+            result[f"{prefix}tokens_per_s_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    if kept["theirs"]:
+        result["ratio"] = float(np.median(np.array(kept["ours"]) / np.array(kept["theirs"])))
+        result["same_answers"] = float(np.mean(kept["equal"]))
+    return result
 
 
 async def measure_throughput(
@@ -203,29 +161,31 @@ async def measure_throughput(
     new_tokens = config.rollout.max_new_tokens_per_turn
     served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL, new_tokens)
     prompts, numbers = ItemPrompts(config), itertools.count()
-    throughput = {batch: _Throughput() for batch in BATCHES}
-    async with _plain(config, adapter, new_tokens, compare_hf) as plain:
+    # Of each batch size a value per run: tokens per second of ours and theirs, times of streams, and for each item
+    # whether both chose the same tokens.
+    throughput: dict[int, dict[str, list[float]]] = {batch: defaultdict(list) for batch in BATCHES}
+    with _plain(config, adapter, new_tokens) if compare_hf else nullcontext() as plain:
         for number in range(-_WARM_UPS, runs):
             for batch in BATCHES:
                 items = [next(numbers) for _ in range(batch)]
                 streamed = prompts.take([next(numbers) for _ in range(batch)])
-                kept = throughput[batch] if number >= 0 else _Throughput()
-                theirs = await plain.answer(items) if plain and number % 2 else None
+                kept = throughput[batch] if number >= 0 else defaultdict(list)
+                theirs = plain(items) if plain and number % 2 else None
                 seconds, tokens = await served.answer(prompts.take(items))
                 if plain and theirs is None:
-                    theirs = await plain.answer(items)
-                kept.ours.append(batch * new_tokens / seconds)
+                    theirs = plain(items)
+                kept["ours"].append(batch * new_tokens / seconds)
                 if theirs is not None:
-                    kept.theirs.append(batch * new_tokens / theirs[0])
-                    kept.equal += [ours == other for ours, other in zip(tokens, theirs[1], strict=True)]
+                    kept["theirs"].append(batch * new_tokens / theirs[0])
+                    kept["equal"] += [ours == other for ours, other in zip(tokens, theirs[1], strict=True)]
                 first, steady = await served.stream(streamed)
-                kept.first_s.append(first)
-                kept.steady.append(steady)
+                kept["first_s"].append(first)
+                kept["steady"].append(steady)
     prompts.close()
     return {
         "runs": runs,
         "new_tokens": new_tokens,
-        "batches": {str(batch): kept.summary() for batch, kept in throughput.items()},
+        "batches": {str(batch): _summary(kept) for batch, kept in throughput.items()},
     }
 
 
@@ -280,75 +240,34 @@ class _ServedModel:
         return [(time.perf_counter(), len(chunk.token_ids)) async for chunk in stream if len(chunk.token_ids)]
 
 
-class _PlainProcess:
-    """The process of plain_generate.py."""
+@contextmanager
+def _plain(
+    config: PolicyConfig, adapter: Path | None, new_tokens: int
+) -> Iterator[Callable[[Sequence[int]], tuple[float, list[list[int]]]]]:
+    """Plain transformers in a process of its own: a function that answers items as one batch, and returns seconds and
+    the new tokens of each."""
+    child = Child(
+        "rl_vlm.evaluation.plain_generate:answerer",
+        [config.model_dump(mode="json"), str(adapter) if adapter is not None else None, new_tokens],
+        variables={"OMP_NUM_THREADS": str(config.serving.num_threads), "TOKENIZERS_PARALLELISM": "false"},
+        quiet=False,
+    )
+    limit_s = config.serving.startup_timeout_s
 
-    def __init__(self, process: asyncio.subprocess.Process, errors: Path, deadline_s: float) -> None:
-        self._process, self._errors, self._deadline_s = process, errors, deadline_s
-
-    async def send(self, line: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(line).encode() + b"\n")
-        await self._process.stdin.drain()
-
-    async def receive(self) -> Any:
-        assert self._process.stdout is not None
+    def answer(items: Sequence[int]) -> tuple[float, list[list[int]]]:
         try:
-            async with asyncio.timeout(self._deadline_s):
-                line = await self._process.stdout.readline()
-        except TimeoutError as error:
-            raise PlainGenerateError(f"Plain transformers gave no answer in {self._deadline_s:g} s.") from error
-        if not line:
-            last = self._errors.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
-            raise PlainGenerateError(f"Plain transformers ended: {last[0]}")
-        return json.loads(line)
+            reply, _ = child.ask({"items": list(items)}, timeout_s=limit_s)
+        except (TimeoutError, PeerGoneError, FrameError) as error:
+            raise PlainGenerateError(f"Plain transformers gave no answer in {limit_s:g} s, or ended.") from error
+        return reply["seconds"], reply["tokens"]
 
-    async def answer(self, items: Sequence[int]) -> tuple[float, list[list[int]]]:
-        """Seconds for these items as one batch, and the new tokens of each."""
-        await self.send(list(items))
-        answer = await self.receive()
-        return answer["seconds"], answer["tokens"]
-
-
-@asynccontextmanager
-async def _plain(
-    config: PolicyConfig, adapter: Path | None, new_tokens: int, wanted: bool
-) -> AsyncIterator[_PlainProcess | None]:
-    if not wanted:
-        yield None
-        return
-    command = [sys.executable, "-m", "rl_vlm.evaluation.plain_generate"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(config.serving.num_threads), "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.NamedTemporaryFile(prefix="rl-vlm-plain-", suffix=".log") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            limit=2**24,
-        )
-        plain = _PlainProcess(process, Path(errors.name), config.serving.startup_timeout_s)
-        try:
-            settings = {"adapter": str(adapter) if adapter is not None else None, "new_tokens": new_tokens}
-            await plain.send({"config": config.model_dump(mode="json"), **settings})
-            await plain.receive()
-            yield plain
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-
-@dataclass(slots=True)
-class _Session:
-    """What this process did, beside what the items file held already."""
-
-    asked: int = 0
-    lost: dict[str, str] = field(default_factory=dict)
-    tokens: int = 0
-    seconds: float = 0.0
-    throughput: dict[str, Any] | None = None
+    try:
+        child.wait_ready(limit_s)
+        yield answer
+    except ChildStartError as error:
+        raise PlainGenerateError(f"Plain transformers: {error}") from error
+    finally:
+        child.kill()
 
 
 def evaluate_policy_run(
@@ -377,20 +296,19 @@ def evaluate_policy_run(
     with OutcomeLog(path, identity, resume=options.resume, overwrite=options.overwrite) as log:
         if out is not None:
             out.unlink(missing_ok=True)
-        session = _play_missing(config, options, adapters, tasks, log)
+        lost: dict[str, str] = {}
+        session = _play_missing(config, options, adapters, tasks, log, lost)
         if not log.outcomes:
-            reason = next(iter(session.lost.values()), "no tasks")
+            reason = next(iter(lost.values()), "no tasks")
             raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
         results = {
             "env": config.env.title,
             "model": config.model.path if options.endpoint is None else options.endpoint_model,
             "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
             **_results(config, envs, tasks, log, adapters),
-            "asked": session.asked,
-            **losses(session.lost),
+            **losses(lost),
             "seconds": round(time.monotonic() - started, 2),
-            "tokens_per_s": session.tokens / session.seconds if session.seconds else None,
-            **({"throughput": session.throughput} if session.throughput is not None else {}),
+            **session,
         }
         results = dict(to_jsonable(results))
         if out is not None:
@@ -464,39 +382,47 @@ def _play_missing(
     adapters: dict[Side, Path | None],
     tasks: Sequence[RolloutTask],
     log: OutcomeLog,
-) -> _Session:
-    """Ask what the items file does not hold, one side after the other, and measure the throughput."""
+    lost: dict[str, str],
+) -> dict[str, Any]:
+    """Ask what the items file does not hold, one side after the other, and measure the throughput.
+
+    Returns what is said of this process, and adds to `lost` why items were.
+    """
     if options.benchmark_runs and config.serving.shared:
         raise UserInputError("A throughput is that of replicas of one's own: set serving.shared=null, or measure none.")
-    session = _Session()
     missing = {side: log.missing(tasks, side) for side in adapters}
-    if not any(missing.values()) and not options.benchmark_runs:
-        return session
-    with asyncio.Runner() as runner, _players(config, options, adapters, runner) as (play_as, served):
+    said: dict[str, Any] = {"asked": sum(map(len, missing.values())), "tokens_per_s": None}
+    if not said["asked"] and not options.benchmark_runs:
+        return said
+    limits = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
+    before, seconds = len(log.outcomes), 0.0
+    with asyncio.Runner() as runner, ExitStack() as stack:
+        if options.endpoint is not None:
+            player = stack.enter_context(_endpoint_player(config, options, options.endpoint, runner))
+        else:
+            worker, service = stack.enter_context(served_worker(config))
         for side, todo in missing.items():
-            play = play_as(side)
+            if options.endpoint is not None:
+                play: Play = player.play
+            else:
+                play = _served_player(config, worker, service, adapters, side)
             began = time.monotonic()
-
-            def keep(outcomes: list[Outcome]) -> None:
-                session.tokens += sum(outcome.tokens for outcome in outcomes)
-                log.add(outcomes)
-
-            settings = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
-            lost = runner.run(play_tasks(todo, play, keep, **settings))
-            session.lost.update({f"{side}/{name}": reason for name, reason in lost.items()})
-            session.asked += len(todo)
-            session.seconds += time.monotonic() - began
-            if side == "policy" and options.benchmark_runs and served is not None:
-                session.throughput = runner.run(
+            reasons = runner.run(play_tasks(todo, play, log.add, **limits))
+            lost.update({f"{side}/{name}": reason for name, reason in reasons.items()})
+            seconds += time.monotonic() - began
+            if side == "policy" and options.benchmark_runs:
+                said["throughput"] = runner.run(
                     measure_throughput(
                         config,
-                        served.run_id,
+                        service.run_id,
                         adapters["policy"],
                         runs=options.benchmark_runs,
                         compare_hf=options.compare_hf,
                     )
                 )
-    return session
+    if said["asked"]:
+        said["tokens_per_s"] = sum(outcome.tokens for outcome in log.outcomes[before:]) / seconds
+    return said
 
 
 def _results(

@@ -8,8 +8,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path, PurePath
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import psutil
 from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, save_checkpoint
 from rl_vlm.config import SFTConfig, TrainConfig, save_config
 from rl_vlm.config.loading import changes_since
-from rl_vlm.files import clean_leftovers, open_own, write_atomic
+from rl_vlm.files import clean_leftovers, open_own
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.monitoring.display import ProgressDisplay
@@ -61,12 +61,11 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 # `rl-vlm cluster drain`: runs save their checkpoints before the containers of driver and actors are stopped.
 
-_COMMANDS = ("train", "sft", "sweep")  # which save a checkpoint on SIGTERM
 _ACTOR = "ray::"  # how the title of a Ray worker's process begins
 _IDLE = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "ProxyActor", "ServeController")  # what does no work of a run
 _PAUSE_S = 0.5
-# Names of a run's process (15 characters at most): a script's arguments do not show that it is a run, and a second
-# SIGTERM would end one that saves its checkpoint already.
+# Names of a run's process (15 characters at most): arguments do not show that a script is a run, and a second SIGTERM
+# would end one that saves its checkpoint already.
 RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
 
 
@@ -81,14 +80,6 @@ def call_this_process(name: str) -> str:
     return before
 
 
-def is_run(arguments: Sequence[str]) -> bool:
-    """Whether a process's arguments are those of `rl-vlm train`, `sft` or `sweep`."""
-    for position, argument in enumerate(arguments[:4]):
-        if PurePath(argument).name == "rl-vlm" or argument == "rl_vlm.cli":
-            return position + 1 < len(arguments) and arguments[position + 1] in _COMMANDS
-    return False
-
-
 def is_actor(arguments: Sequence[str]) -> bool:
     """Whether a process's arguments are the title of an actor or task of a run."""
     title = arguments[0] if arguments else ""
@@ -101,16 +92,12 @@ def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
 
     `within`: only processes that descend from this one; None: all of this user.
     """
-    runs = [
-        process for process, arguments in _mine(within) if is_run(arguments) or _name(process) in (RUNNING, STOPPING)
-    ]
-    for process in runs:
-        try:
-            if process.name() != STOPPING:
+    runs = {process: found["name"] for process, found in _mine(within) if found["name"] in (RUNNING, STOPPING)}
+    for process, name in runs.items():
+        if name == RUNNING:
+            with suppress(psutil.NoSuchProcess):
                 process.terminate()
-        except psutil.NoSuchProcess:
-            continue
-    _, left = psutil.wait_procs(runs, timeout=timeout_s)
+    _, left = psutil.wait_procs(list(runs), timeout=timeout_s)
     return [process.pid for process in left]
 
 
@@ -119,28 +106,20 @@ def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
     remain."""
     deadline = time.monotonic() + timeout_s
     while True:
-        left = [process.pid for process, arguments in _mine(within) if is_actor(arguments)]
+        left = [process.pid for process, found in _mine(within) if is_actor(found["cmdline"] or ())]
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(_PAUSE_S)
 
 
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.Error:
-        return ""
-
-
-def _mine(within: int | None) -> Iterator[tuple[psutil.Process, list[str]]]:
-    """This user's processes and their arguments."""
+def _mine(within: int | None) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
+    """This user's processes, each with name and arguments."""
     processes = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
     for process in processes:
-        try:
-            if process.uids().effective == os.geteuid():
-                yield process, process.cmdline()
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
+        with suppress(psutil.NoSuchProcess):
+            found = process.as_dict(["name", "uids", "cmdline"])
+            if found["uids"] is not None and found["uids"].effective == os.geteuid():
+                yield process, found
 
 
 class InterruptedRun(RLVLMError):
@@ -219,15 +198,18 @@ class BaseRun(ABC):
         self.display = self._new_display()
         if changes:
             self.display.message(changes)
-        self._before = _contents(folder, ("config.yaml", "result.json")) if resume else {}
-        save_config(config, folder / "config.yaml")
+        self._resumes = resume
+        if not resume:
+            save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(self.start if resume else None)
         self.display.recall(self.recorder.evaluations())
         self.stop = StopRequest()
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0
         self.write_errors = 0
-        self.rewards: list[float] = []  # of this process, for when a full disk keeps them out of progress.csv
+        # Of this process, for when a full disk keeps them out of the files.
+        self.rewards: list[float] = []
+        self.evaluations: list[dict[str, Any]] = []
 
     def _latest_checkpoint(self) -> Path | None:
         return latest_checkpoint(self.checkpoints)
@@ -275,22 +257,18 @@ class BaseRun(ABC):
                 except KeyboardInterrupt:
                     self.stop.signal = self.stop.signal or signal.SIGINT
                     status = "interrupted"
-                except RLVLMError as failure:
-                    error = str(failure)
-                    # Of a resume with a configuration that does not fit: the right one stays.
-                    refused = isinstance(failure, UserInputError) and self.stop.starting
-                    raise
                 except Exception as failure:
-                    error = f"{type(failure).__name__}: {failure}"
+                    error = str(failure) if isinstance(failure, RLVLMError) else f"{type(failure).__name__}: {failure}"
+                    # A resume with a configuration that does not fit leaves the folder as it was.
+                    refused = self._resumes and self.stop.starting and isinstance(failure, UserInputError)
                     raise
                 finally:
                     result = self._result(status) | self._outcome()
                     result["write_errors"] = self.write_errors + self.recorder.write_errors
                     if error:
                         result["error"] = error
-                    self.recorder.finish(result)
-                    for path, text in self._before.items() if refused else ():
-                        write_atomic(path, text)
+                    if not refused:
+                        self.recorder.finish(result)
         finally:
             self.recorder.close()
         if status == "interrupted":
@@ -320,14 +298,10 @@ class BaseRun(ABC):
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
         position = self._position()
-        if position == self.saved_at:
-            return
-        try:
-            self._save(position)
-        except OSError as error:
-            self._cannot_write("a checkpoint", error)
-            return
-        self.saved_at = position
+        if position != self.saved_at:
+            with self._writing("a checkpoint"):
+                self._save(position)
+                self.saved_at = position
 
     def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
         """Write what was trained into the run folder. Raises RLVLMError."""
@@ -349,6 +323,7 @@ class BaseRun(ABC):
 
     def _started(self) -> None:
         """Everything has started: from here on a signal ends the run with a checkpoint."""
+        save_config(self.config, self.folder / "config.yaml")
         self.startup_seconds = time.monotonic() - self.started
         self.stop.starting = False
 
@@ -361,9 +336,20 @@ class BaseRun(ABC):
         finally:
             self.train_seconds += time.monotonic() - begun  # again after a learner that was lost
 
-    def _cannot_write(self, what: str, error: OSError) -> None:
-        self.write_errors += 1
-        self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Where the disk is full the run goes on without what is written inside."""
+        try:
+            yield
+        except OSError as error:
+            self.write_errors += 1
+            self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
+
+    def _before_and_after(self, name: str, key: str) -> dict[str, Any]:
+        """The first and the last evaluation's value of a key."""
+        evaluations = self.recorder.evaluations() or self.evaluations
+        values = [entry[key] for entry in evaluations if entry.get(key) is not None]
+        return {f"{name}_before": values[0] if values else None, f"{name}_after": values[-1] if values else None}
 
     def _result(self, status: str) -> dict[str, Any]:
         rewards = self.recorder.column("reward/mean") or self.rewards
@@ -378,8 +364,7 @@ class BaseRun(ABC):
 
 
 class RunLifecycle(BaseRun):
-    """The state of one `train` call: Ray, and an algorithm on it. The static methods need no run: they are its
-    kind's."""
+    """The state of one `train` call: Ray, and an algorithm on it."""
 
     config: TrainConfig
 
@@ -387,19 +372,6 @@ class RunLifecycle(BaseRun):
         self.algorithm: Any = None
         self._figures: RayMetrics | None = None
         super().__init__(config, folder, resume)
-
-    @staticmethod
-    @abstractmethod
-    def inspect(config: Any) -> dict[str, Any]:
-        """Check a configuration without starting Ray; returns what was found, to be printed. Raises UserInputError."""
-
-    @staticmethod
-    @abstractmethod
-    def evaluate(config: Any, **options: Any) -> dict[str, Any]:
-        """Evaluate what a run trained; returns the results, and writes them to `out`.
-
-        options: `adapter`, `run_dir` and `out` (paths), and `options`, an EvaluationOptions.
-        """
 
     @staticmethod
     @abstractmethod
@@ -413,7 +385,8 @@ class RunLifecycle(BaseRun):
         from rl_vlm.runs.ray_session import ray_cluster
         from rl_vlm.serving.service import started_service
 
-        self._announce(serves)
+        replicas = " the replicas and" if serves else ""
+        self.display.message(f"Starting Ray,{replicas} the learner for {self.config.env.title} ...")
         with (
             ray_cluster(self.config),
             self._ray_metrics(),
@@ -423,13 +396,6 @@ class RunLifecycle(BaseRun):
             config = self.algorithm_class(self.config).from_run_config(self.config, self.folder, service)
             with self._algorithm(config):
                 self._train()
-
-    def _announce(self, serves: bool) -> None:
-        """Say what starts."""
-        shared = self.config.serving.shared
-        replicas = f", {self.config.serving.num_replicas} replicas" if serves else ""
-        replicas = f", the shared replicas {shared}" if serves and shared else replicas
-        self.display.message(f"Starting Ray{replicas} and the learner for {self.config.env.title} ...")
 
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
         recorder = super()._new_recorder(resumed_iteration)
@@ -477,10 +443,6 @@ class RunLifecycle(BaseRun):
         finally:
             if self.algorithm is not None:
                 self.algorithm.stop()
-
-
-def _contents(folder: Path, names: Sequence[str]) -> dict[Path, str]:
-    return {folder / name: (folder / name).read_text() for name in names if (folder / name).is_file()}
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import itertools
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.players import EpisodesLostError, losses
 from rl_vlm.files import to_jsonable, write_atomic
+from rl_vlm.models.weights import read_payload
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs.evaluate import run_for, served_worker, starting_adapter
@@ -47,26 +47,19 @@ def rollout(
         sizes = survey(config.env, "train").sizes["train"]
     names = [name for name, _ in zip(itertools.cycle(sizes), range(episodes), strict=False)]
     order = np.random.default_rng(seed).integers(0, [sizes[name] or 2**31 - 1 for name in names])
-    template = RolloutTask(
-        group_id="",
-        index=0,
-        split="train",
-        seed=0,
-        sampling_seed=0,
-        size=1,
-        temperature=options.get("temperature", config.rollout.temperature),
-        min_version=1 if adapter is not None else 0,
-        top_p=options.get("top_p", 1.0),
-        top_k=options.get("top_k", 0),
-        record=True,
-    )
     tasks = [
-        replace(
-            template,
+        RolloutTask(
             group_id=f"episode-{number:06d}",
             index=int(index),
+            split="train",
             seed=derive_seed(seed, 2, int(index)),
             sampling_seed=derive_seed(seed, 6, number),
+            size=1,
+            temperature=options.get("temperature", config.rollout.temperature),
+            min_version=1 if adapter is not None else 0,
+            top_p=options.get("top_p", 1.0),
+            top_k=options.get("top_k", 0),
+            record=True,
             env=name,
         )
         for number, (index, name) in enumerate(zip(order, names, strict=True))
@@ -114,10 +107,11 @@ def _line(group: TrajectoryGroup) -> dict[str, Any]:
 def _run_tasks(config: PolicyConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
     """Run the tasks, `batch` at a time."""
     merged = RolloutResult()
-    with served_worker(config) as served, asyncio.Runner() as loop:
-        served.publish(adapter, version=1)
+    with served_worker(config) as (worker, service), asyncio.Runner() as loop:
+        if adapter is not None:
+            service.publish(read_payload(adapter, version=1))
         for start in range(0, len(tasks), batch):
-            part = loop.run(served.worker.run(tasks[start : start + batch]))
+            part = loop.run(worker.run(tasks[start : start + batch]))
             merged.groups.extend(part.groups)
             merged.lost.update(part.lost)
             merged.seconds += part.seconds

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import json
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,17 +14,14 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.errors import check_step, reward_parts
 from rl_vlm.envs.isolation import check_plain
-from rl_vlm.envs.registry import make_part, portable_id, survey, train_size
-from rl_vlm.evaluation.heldout import evaluation_tasks
+from rl_vlm.envs.registry import make_part, portable_id, train_size
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.monitoring.display import ProgressDisplay
-from rl_vlm.rollout.curriculum import Stages, make_task_source
-from rl_vlm.rollout.scoring import OWN, REWARD_PARTS
+from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
@@ -67,16 +61,15 @@ class EqualRewards:
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
         """The sentence after iteration 1, 2, ... of a run, or an empty one."""
-        if iteration != self._iterations + 1 or metrics.get("reward/zero_advantage_groups", 0.0) < 1.0:
-            return ""
-        self._iterations = iteration
-        if iteration != _FIRST:
-            return ""
-        return (
-            f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
-            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
-            "answers and their rewards."
-        )
+        if iteration == self._iterations + 1 and metrics.get("reward/zero_advantage_groups", 0.0) >= 1.0:
+            self._iterations = iteration
+            if iteration == _FIRST:
+                return (
+                    f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same "
+                    f"reward (mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm "
+                    "rollout` shows answers and their rewards."
+                )
+        return ""
 
 
 class NotFiniteError(RLVLMError):
@@ -109,85 +102,6 @@ class SkippedSteps:
         raise NotFiniteError(
             f"The last {self.in_a_row} optimiser steps were skipped, {_NOT_FINITE}, so nothing is learned: look at "
             "policy/loss, policy/kl and mismatch/kl, and lower learner.lr (or mend the loss)."
-        )
-
-
-# Looks for misspelt parts of the reward before a run starts: an environment's own parts show in an episode alone.
-
-logger = logging.getLogger(__name__)
-
-_NEARLY = 0.85  # of difflib: "formt" and "format" are .91 alike
-
-
-def check_reward_names(names: Sequence[str], env: VisionEnv, max_turns: int) -> None:
-    """Check that the open episode gives every name that is no registered part. It is answered with empty texts until it
-    ends.
-
-    Raises UserInputError for one that is not. An episode that is cut off may not have come to its parts: there only
-    what is spelt nearly as a registered part is refused. One that raises says nothing.
-    """
-    unknown = set(names) - {OWN, *REWARD_PARTS.names()}
-    given: set[str] = set()
-    if not unknown:
-        return
-    for _ in range(max_turns):
-        try:
-            _, _, terminated, truncated, info = check_step(env.step(""))
-            given |= {name for name, _ in reward_parts(info)}
-        except Exception as error:  # whatever the environment raises; the run counts it
-            logger.debug("the parts of the reward are not known: %r", error)
-            return
-        if terminated or truncated:
-            break
-    else:
-        terminated = False
-    missing = sorted(
-        name
-        for name in unknown - given
-        if terminated or difflib.get_close_matches(name, REWARD_PARTS.names(), 1, _NEARLY)
-    )
-    if missing:
-        known = sorted(given | {OWN, *REWARD_PARTS.names()})
-        near = difflib.get_close_matches(missing[0], known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise UserInputError(
-            f"env.reward.weights names {', '.join(missing)}, and the parts here are {', '.join(known)}: correct the "
-            f"name, or let the environment give it in info['reward_parts'].{hint}"
-        )
-
-
-# How many environments a training run holds at once, which a server of environments must have places for.
-
-
-def held_at_once(config: PolicyConfig, name: str, held_out: int | None) -> tuple[int, int]:
-    """The most environments of one kind at once: in training, and beside them in an evaluation.
-
-    `name` is the environment's in a mixture, which may turn to it alone; `held_out` the items of its held-out split. An
-    evaluation comes on top: its variants have pools of their own, which keep their environments, unless
-    `evaluation.at_once` bounds them all.
-    """
-    rollout = config.rollout
-    groups = (
-        rollout.num_env_runners * rollout.groups_at_once if rollout.max_policy_lag else rollout.prompts_per_iteration
-    )
-    sizes = sorted((task.size for task in evaluation_tasks(config, {name: held_out}, 0)), reverse=True)
-    sizes += [1] * min(config.sight.blank_items, sum(sizes))
-    return groups * rollout.group_size, sum(sizes[: config.held_out_at_once])
-
-
-def check_places(config: PolicyConfig, name: str, held_out: int | None, places: int | None) -> None:
-    """Raise UserInputError where a run needs more than the `places` of its environment's server; None: they have no
-    limit.
-
-    Its groups would each hold a part of the places and wait for the rest until all are lost.
-    """
-    training, evaluation = held_at_once(config, name, held_out)
-    if places is not None and training + evaluation > places:
-        raise UserInputError(
-            f"{config.env.parts[name].id} has places for {places} environments at a time, and the run needs up to "
-            f"{training + evaluation}: {training} in training and {evaluation} in an evaluation. Start `rl-vlm envs "
-            f"serve` with --max-sessions {training + evaluation}, or lower rollout.prompts_per_iteration, "
-            "rollout.group_size or evaluation.num_items."
         )
 
 
@@ -255,10 +169,6 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
                     f"The first {split} prompt has {length} tokens and serving.max_context is "
                     f"{config.serving.max_context}: raise it, or shrink the images."
                 )
-            if split == config.evaluation.split:
-                check_places(config, name, size, getattr(env, "max_sessions", None))
-            if split == "train":
-                check_reward_names(list(config.env.parts[name].reward.weights), env, config.rollout.max_turns)
             summary |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
     except UserInputError:
         raise
@@ -298,31 +208,15 @@ def _open_changed(
         raise UserInputError(f"{where}: {error}") from error
 
 
-def _check_tasks(config: PolicyConfig, checkpoint: Path) -> None:
-    """Raise UserInputError where the configuration's tasks are not the checkpoint's."""
-    tasks = json.loads((checkpoint / "state.json").read_text())["rollouts"]["tasks"]
-    make_task_source(config, survey(config.env, "train").sizes["train"]).restore(tasks["source"])
-
-
 class PolicyRun(RunLifecycle):
     """A run that trains the served policy."""
 
     config: PolicyConfig
 
-    inspect = staticmethod(inspect_policy_run)
-
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
         super().__init__(config, folder, resume)
-        self.evaluations: list[dict[str, Any]] = []
         self.last_iteration = self.start
         self._equal_rewards, self._skipped_steps = EqualRewards(), SkippedSteps()
-
-    @staticmethod
-    def evaluate(config: PolicyConfig, **options: Any) -> dict[str, Any]:
-        """See RunLifecycle."""
-        from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
-
-        return evaluate_policy_run(config, **options)
 
     @staticmethod
     def algorithm_class(config: PolicyConfig) -> type[RunAlgorithm]:
@@ -331,10 +225,6 @@ class PolicyRun(RunLifecycle):
         from rl_vlm.algorithms.ppo import PPO
 
         return PPO if config.algorithm.name == "ppo" else GRPO
-
-    def _check_fits(self, checkpoint: Path) -> None:
-        """A minute before the algorithm would."""
-        _check_tasks(self.config, checkpoint)
 
     def _new_display(self) -> ProgressDisplay:
         return ProgressDisplay(self.config.algorithm.iterations, self.start)
@@ -465,28 +355,15 @@ class PolicyRun(RunLifecycle):
         return self.algorithm.updates if self.algorithm is not None else self.start
 
     def _outcome(self) -> dict[str, Any]:
-        evaluations = self.recorder.evaluations() or self.evaluations
-        variant = next(iter(self.config.evaluation.variants))
-        accuracy = [e[f"accuracy/{variant}"] for e in evaluations if f"accuracy/{variant}" in e]
-        counts = _counts(self.algorithm) if self.algorithm is not None else {}
+        variant, algorithm = next(iter(self.config.evaluation.variants)), self.algorithm
+        rollouts = algorithm.rollouts if algorithm is not None else None
         return {
-            "iterations": counts.get("updates", 0),
-            "accuracy_before": accuracy[0] if accuracy else None,
-            "accuracy_after": accuracy[-1] if accuracy else None,
-            "policy_version": counts.get("version", 0),
-            **{name: counts.get(name, {}) for name in ("dropped", "restarts", "requests_by_replica")},
-            "trajectories": counts.get("trajectories", 0),
+            "iterations": getattr(algorithm, "updates", 0),
+            **self._before_and_after("accuracy", f"accuracy/{variant}"),
+            "policy_version": getattr(algorithm, "version", 0),
+            "dropped": dict(getattr(rollouts, "dropped", {})),
+            "restarts": dict(getattr(algorithm, "restarts", {})),
+            "requests_by_replica": dict(getattr(rollouts, "requests_by_replica", {})),
+            "trajectories": getattr(rollouts, "trajectories", 0),
             "skipped_steps": int(sum(self.recorder.column("policy/skipped_steps"))),
         }
-
-
-def _counts(algorithm: Any) -> dict[str, Any]:
-    rollouts = algorithm.rollouts
-    return {
-        "updates": algorithm.updates,
-        "version": algorithm.version,
-        "trajectories": rollouts.trajectories,
-        "dropped": dict(rollouts.dropped),
-        "restarts": dict(algorithm.restarts),
-        "requests_by_replica": dict(rollouts.requests_by_replica),
-    }

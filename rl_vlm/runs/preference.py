@@ -96,8 +96,6 @@ class PreferenceRun(RunLifecycle):
 
     _unit = "step"
 
-    inspect = staticmethod(inspect_preference_run)
-
     def __init__(self, config: PreferenceConfig, folder: Path, resume: bool) -> None:
         self.settings = config.preference
         root = os.environ.get("ARTIFACT_ROOT")
@@ -111,11 +109,6 @@ class PreferenceRun(RunLifecycle):
             table.rewind(self.saved_at)
         self.session_metrics: dict[str, float] = {}
         self.episode_started = time.monotonic()
-
-    @staticmethod
-    def evaluate(config: PreferenceConfig, **options: Any) -> dict[str, Any]:
-        """See RunLifecycle."""
-        return evaluate_preference_run(config, **options)
 
     @staticmethod
     def algorithm_class(config: PreferenceConfig) -> type[RunAlgorithm]:
@@ -181,10 +174,8 @@ class PreferenceRun(RunLifecycle):
         started = time.monotonic()
         results: list[EpisodeResult] = algorithm.evaluate_policy()
         metrics = {**evaluation_metrics(results), "seconds": time.monotonic() - started}
-        try:
+        with self._writing("eval.csv"):
             self.eval_csv.add(evaluation_row(metrics, algorithm.env_steps, algorithm.tracker.finished))
-        except OSError as error:
-            self._cannot_write("eval.csv", error)
         self.recorder.log_evaluation(algorithm.env_steps, metrics)
         self.display.evaluation(algorithm.env_steps, metrics)
         self._save_videos(results)
@@ -198,11 +189,9 @@ class PreferenceRun(RunLifecycle):
             first, *others = map(Image.fromarray, result.frames)
             content = io.BytesIO()
             first.save(content, "GIF", save_all=True, append_images=others, duration=_MS_PER_FRAME, loop=0)
-            try:
+            with self._writing("a video"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomic(folder / name, content.getvalue())
-            except OSError as error:
-                self._cannot_write("a video", error)
 
     def _log_session(self, metrics: dict[str, float]) -> None:
         self.session_metrics = metrics
@@ -237,10 +226,8 @@ class PreferenceRun(RunLifecycle):
             **updates,
         }
         self.episode_started = now
-        try:
+        with self._writing("train.csv"):
             self.train_csv.add([row.get(name, "") for name in TRAIN_COLUMNS])
-        except OSError as error:
-            self._cannot_write("train.csv", error)
 
     def _write_checkpoint(self, folder: Path) -> None:
         self.algorithm.save_checkpoint(str(folder))
@@ -255,20 +242,14 @@ class PreferenceRun(RunLifecycle):
 
     def _outcome(self) -> dict[str, Any]:
         algorithm = self.algorithm
-        evaluations = self.recorder.evaluations()
-        success = [entry["accuracy/success"] for entry in evaluations]
-        returns = [entry["reward/success"] for entry in evaluations]
         feedback = getattr(algorithm, "feedback", None)
+        counts = ("asked", "usable", "sessions")
         return {
             "iterations": getattr(algorithm, "env_steps", 0),
             "unit": "steps",
-            "accuracy_before": success[0] if success else None,
-            "accuracy_after": success[-1] if success else None,
-            "evaluation_reward_before": returns[0] if returns else None,
-            "evaluation_reward_after": returns[-1] if returns else None,
-            "labels": {"asked": feedback.asked, "usable": feedback.usable, "sessions": feedback.sessions}
-            if feedback is not None
-            else {},
+            **self._before_and_after("accuracy", "accuracy/success"),
+            **self._before_and_after("evaluation_reward", "reward/success"),
+            "labels": {name: getattr(feedback, name) for name in counts} if feedback is not None else {},
             "restarts": dict(getattr(algorithm, "restarts", {})),
         }
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import signal
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from ray.exceptions import AuthenticationError
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.imports import replaced
-from rl_vlm.runs.memory import adapters_mib, object_store_mib
+from rl_vlm.runs.memory import object_store_mib
 from rl_vlm.runs.surroundings import (
     ClusterError,
     available_cpus,
     can_write,
     cannot_join,
-    check_cpus,
+    check_counts,
     check_resources,
     cluster_address,
     is_loopback,
@@ -110,18 +109,15 @@ _WORKER_ENVIRONMENT = {
     # micro-batches rarely repeat a shape, so that learners would grow by hundreds of MiB.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "LRU_CACHE_CAPACITY": "16",
+    # A job's own runtime environment may name some of these, which Ray would refuse; the values are the same.
+    "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
 }
-
-
-_set_here: set[str] = set()  # variables of `_WORKER_ENVIRONMENT` that nobody had given
 
 
 def prepare_environment() -> None:
     """Set what Ray's workers, and RLlib where it is imported, read from the environment; what is given there stays."""
     for name, value in _WORKER_ENVIRONMENT.items():
-        if name not in os.environ:
-            os.environ[name] = value
-            _set_here.add(name)
+        os.environ.setdefault(name, value)
 
 
 def quiet_ray() -> None:
@@ -137,27 +133,12 @@ def starts_own_cluster() -> bool:
 
 def _check_driver_gpu(config: CommonConfig) -> None:
     """On a joined cluster the driver cannot know which GPUs of its machine Ray gives to replicas."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:  # a job's own GPUs, or the user's choice
-        return
-    if (
-        config.learner.num_learners == 0
-        and config.learner.gpus_per_learner
-        and config.serving.gpus_per_replica
-        and config.serves
-    ):
+    given = "CUDA_VISIBLE_DEVICES" in os.environ  # a job's own GPUs, or the user's choice
+    has_replicas = config.serves and config.serving.gpus_per_replica
+    if not given and has_replicas and config.learner.num_learners == 0 and config.learner.gpus_per_learner:
         raise UserInputError(
             "learner.gpus_per_learner with learner.num_learners 0: the learner would take a GPU of the driver's "
             "machine without Ray's knowledge, perhaps a replica's. Set learner.num_learners=1."
-        )
-
-
-def _check_object_store(config: CommonConfig, offered: Mapping[str, float]) -> None:
-    what, lower = ("weights", "") if config.trains_full else ("adapter", ", or lower model.lora.rank")
-    needed, there = adapters_mib(config), offered.get("object_store_memory", math.inf) / 2**20
-    if there < needed:
-        raise UserInputError(
-            f"The cluster's object stores hold {there:.0f} MiB and versions of this run's {what} take {needed}: start "
-            f"its nodes with a larger --object-store-memory{lower}."
         )
 
 
@@ -189,10 +170,9 @@ def _init_with_retry(**settings: Any) -> None:
                 ) from error
 
 
-def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any]) -> None:
-    """Join the cluster; workers get the variables that nobody has `given`. Raises UserInputError and ClusterError."""
-    # A job's own runtime environment may name some of them, and Ray refuses to have two values.
-    variables = {name: value for name, value in _WORKER_ENVIRONMENT.items() if name not in given}
+def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
+    """Join the cluster. Raises UserInputError and ClusterError."""
+    variables = {name: os.environ.get(name, value) for name, value in _WORKER_ENVIRONMENT.items()}
     address = cluster_address()
     try:
         with _keeping_our_signal_handler():
@@ -208,15 +188,8 @@ def _join(config: CommonConfig, given: Collection[str], common: Mapping[str, Any
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
     if not os.environ.get("RL_VLM_AUTOSCALING"):
-        check_cpus(config, limits.get("CPU", 0))
+        check_counts(config, limits.get("CPU", 0), limits.get("GPU", 0))
         _check_placement(config, limits)
-        _check_object_store(config, limits)
-        if limits.get("GPU", 0) < config.needed_gpus:
-            raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and the cluster has {limits.get('GPU', 0):g}: set "
-                "serving.gpus_per_replica and learner.gpus_per_learner lower, add nodes, or set RL_VLM_AUTOSCALING=1 "
-                "where nodes come when they are asked for."
-            )
     if not is_token_auth_enabled() and not is_loopback(ray.util.get_node_ip_address()):
         logger.warning(
             "The Ray cluster has no token: whoever reaches its ports can run code on every node. Start it with "
@@ -260,11 +233,10 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
         yield
         return
     prepare_environment()
-    given = {name for name in _WORKER_ENVIRONMENT if name not in _set_here}
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
     quiet_ray()
     if joins_cluster():
-        _join(config, given, common)
+        _join(config, common)
     else:
         check_resources(config)
         folder, moved = ray_folder()
@@ -278,10 +250,8 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
                 num_cpus=config.resources.num_cpus or available_cpus(),
                 include_dashboard=config.resources.dashboard,
                 object_store_memory=object_store_mib(config) << 20,
-                resources={
-                    **dict.fromkeys(config.resources.node_kinds, 1.0),
-                    **(more or {}),
-                },  # it is every kind of node
+                resources=dict.fromkeys(config.resources.node_kinds, 1.0)
+                | dict(more or {}),  # it is every kind of node
                 **common,
             )
     try:

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from rl_vlm.files import cache_folder, open_own
 from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run, run_files
 from rl_vlm.types import RLVLMError, UserInputError
 
-# A run folder on remote storage (s3://, gs://, any URL that fsspec knows): written here, copied there while the run
-# goes on.
+# A run folder on object storage (s3://, gs://, abfs://, ...): written here, copied there while the run goes on.
 #
 # Object stores neither append nor rename, so a run writes to a folder of this machine, and what has changed is
 # uploaded every half minute and at the end. `index.json` there is written last and names the files of one moment: a
@@ -34,9 +33,6 @@ _LISTINGS = 5  # of the folder in one copy, before it waits for the next
 _INDEX = "index.json"
 _UNFINISHED = tuple(f"{parent}{prefix}" for parent in ("", "checkpoints/") for prefix in (".writing-", ".replaced-"))
 _PROBE = ".rl_vlm_probe"
-_PARTIAL = ".partial"
-_WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs", "ftp", "arrow_hdfs", "webdav")
-_RENAMED = ("file", "local", "sftp", "ssh")  # which write in place, and rename over a file that is there
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}  # protocol -> extra of this package
 
 
@@ -68,12 +64,8 @@ class RemoteFolder:
             raise UserInputError(
                 f"{url} cannot be opened ({error}): give a folder, or a URL such as s3://BUCKET/RUN."
             ) from error
-        self._has_folders = protocol in _WITH_FOLDERS  # which must be made before the files in them
-        self._renames = protocol in _RENAMED
         self._copied: dict[str, tuple[int, int]] = {}  # name -> size and time of change, as they were uploaded
         self._index: frozenset[str] = frozenset()  # what the index there names
-        self._lock = threading.Lock()
-        self.is_copied = False  # whether all that is here is there, and stays so
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Fetch the run that is there (`resume`; none is there yet: it begins), delete it (`overwrite`), or refuse it.
@@ -86,90 +78,66 @@ class RemoteFolder:
         with self._errors("read"):
             self._files.invalidate_cache()
             index = self._read_index()
-            empty = index is None and not (self._files.exists(self._root) and self._files.find(self._root))
-            cut_short = not empty and index is None and self._files.exists(f"{self._root}/{RUN_MARKER}")
-        if cut_short and (resume or overwrite):
-            return  # the first copy never came to its end: the run begins anew, and its files are written again
-        if index is None:
-            if not empty:
-                raise UserInputError(
-                    f"{self.url} holds files and no run, and nothing in it is deleted: choose another --run-dir."
-                )
-            return
-        if resume:
-            self._fetch(index)
-        elif overwrite:
-            with self._errors("emptied"):
-                self._delete([_INDEX, *index])
-        else:
+            if index is None:
+                # After a first copy that never came to its end the run begins anew, and its files are written again.
+                begins_anew = (resume or overwrite) and self._files.exists(f"{self._root}/{RUN_MARKER}")
+                if not begins_anew and self._files.exists(self._root) and self._files.find(self._root):
+                    raise UserInputError(
+                        f"{self.url} holds files and no run, and nothing in it is deleted: choose another --run-dir."
+                    )
+                return
+        if not (resume or overwrite):
             raise UserInputError(
                 f"The run folder {self.url} exists: choose another --run-dir, or add --resume or --overwrite."
             )
+        with self._errors("read" if resume else "emptied"):
+            if resume:
+                self._fetch(index)
+            else:
+                self._delete([_INDEX, *index])
 
     def push(self) -> None:
         """Upload what has changed, then the index, then delete what is no longer here.
 
         Raises RemoteStorageError, also where files kept coming and going.
         """
-        with self._lock, self._errors("written"):
+        with self._errors("written"):
             for _ in range(_LISTINGS):
                 names = self._names()
                 if RUN_MARKER not in names:
                     if self._index:  # as nothing here is older than what is there, nothing there is deleted for it
                         raise RemoteStorageError(f"{self.url} was left as it was: its copy {self.folder} is gone.")
                     return
-                for name in sorted(
-                    names, key=lambda name: (name != RUN_MARKER, name)
-                ):  # the marker first: see `prepare`
+                for name in sorted(names, key=lambda name: (name != RUN_MARKER, name)):  # marker first: see `prepare`
                     self._upload(name)
                 # A checkpoint that was replaced meanwhile is in neither listing whole.
                 if names <= self._copied.keys() and names == self._names():
                     break
             else:
                 raise RemoteStorageError(f"{self.url} was not written: files changed while they were copied.")
-            if gone := self._index - names:
-                self._copied = {name: state for name, state in self._copied.items() if name in names}
+            gone = self._index - names
             if names != self._index:
-                content = json.dumps({"files": sorted(names)}, indent=1).encode()
-                self._put(_INDEX, content)
-                self._index = frozenset(names)
+                self._put(_INDEX, json.dumps({"files": sorted(names)}, indent=1).encode())
+                self._index = names
+            self._copied = {name: state for name, state in self._copied.items() if name in names}
             self._delete(sorted(gone))
 
-    @contextmanager
-    def pushed_regularly(self) -> Iterator[None]:
-        """Push in the background inside this context, and once more at its end, whose failure is raised; then
-        `is_copied` holds."""
-        stop = threading.Event()
-
-        def work() -> None:
-            while not stop.wait(PUSH_EVERY_S):
-                try:
-                    self.push()
-                except RemoteStorageError as error:  # the next copy has it all
-                    logger.warning("%s", error)
-
-        thread = threading.Thread(target=work, name="remote run folder", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            try:
-                self._copy_the_rest(thread)
-            except KeyboardInterrupt as error:
-                raise RemoteStorageError(f"The last copy to {self.url} was interrupted.") from error
-
-    def _copy_the_rest(self, background: threading.Thread) -> None:
-        print(f"Copying the run to {self.url} ...", file=sys.stderr, flush=True)
-        background.join()
-        for attempt in range(_ATTEMPTS):
+    def push_until(self, stop: threading.Event) -> None:
+        """Push again and again."""
+        while not stop.wait(PUSH_EVERY_S):
             try:
                 self.push()
-                break
+            except RemoteStorageError as error:  # the next copy has it all
+                logger.warning("%s", error)
+
+    def push_the_rest(self) -> None:
+        """Push for the last time. Raises RemoteStorageError after some attempts."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return self.push()
             except RemoteStorageError:
-                if attempt == _ATTEMPTS - 1:
+                if not left:
                     raise
-        self.is_copied = True
 
     def _names(self) -> frozenset[str]:
         names = (name for name in run_files(self.folder) if not name.startswith(_UNFINISHED))
@@ -178,48 +146,24 @@ class RemoteFolder:
     def _upload(self, name: str) -> None:
         path = self.folder / name
         try:
-            state = path.stat()
-            seen = (state.st_size, state.st_mtime_ns)
-            if self._copied.get(name) != seen:
-                self._make_folder(name)
-                with self._whole(name) as target:
-                    self._files.put_file(str(path), target)
-                self._copied[name] = seen
+            state = _state(path)
+            if self._copied.get(name) != state:
+                self._files.put_file(str(path), f"{self._root}/{name}")
+                self._copied[name] = state
         except FileNotFoundError:  # it was deleted meanwhile, or the storage lacks something, such as the bucket
             self._copied.pop(name, None)
             if path.exists():
                 raise
 
     def _put(self, name: str, content: bytes) -> None:
-        self._make_folder(name)
-        with self._whole(name) as target:
-            self._files.pipe_file(target, content)
-
-    @contextmanager
-    def _whole(self, name: str) -> Iterator[str]:
-        """Where to write a file so that a process that is killed meanwhile leaves the old one. Object stores do this
-        themselves."""
-        target = f"{self._root}/{name}"
-        if not self._renames:
-            yield target
-            return
-        yield f"{target}{_PARTIAL}"
-        self._files.mv(f"{target}{_PARTIAL}", target)
-
-    def _make_folder(self, name: str) -> None:
-        """The folder of a file, where the storage has folders. An object store would make a bucket of a mistyped
-        name."""
-        if self._has_folders:
-            self._files.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(f"{self._root}/{name}", content)
 
     def _fetch(self, index: frozenset[str]) -> None:
-        with self._errors("read"):
-            for name in sorted(index):
-                path = self.folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{self._root}/{name}", str(path))
-                state = path.stat()
-                self._copied[name] = (state.st_size, state.st_mtime_ns)
+        for name in sorted(index):
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files.get_file(f"{self._root}/{name}", str(path))
+            self._copied[name] = _state(path)
         self._index = index
 
     def _read_index(self) -> frozenset[str] | None:
@@ -228,13 +172,13 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
         try:
-            names = json.loads(content)["files"]
-            inside = all(isinstance(name, str) and _is_inside(name) for name in names)
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserInputError(f"{self.url}/{_INDEX} cannot be read ({error}): it is not a run's.") from error
-        if not inside or RUN_MARKER not in names:
+            names = frozenset(json.loads(content)["files"])
+            outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+        except (ValueError, TypeError, KeyError):
+            names, outside = frozenset(), []
+        if outside or RUN_MARKER not in names:
             raise UserInputError(f"{self.url}/{_INDEX} is not a run's: choose another --run-dir.")
-        return frozenset(names)
+        return names
 
     def _delete(self, names: list[str]) -> None:
         for name in names:
@@ -252,9 +196,9 @@ class RemoteFolder:
             raise RemoteStorageError(f"{self.url} could not be {what}: {text.splitlines()[0][:300]}") from error
 
 
-def _is_inside(name: str) -> bool:
-    path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
+def _state(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 @contextmanager
@@ -267,20 +211,27 @@ def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Pa
     parent = cache_folder() / "runs"
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
-    remote = RemoteFolder(url, folder)
     try:
+        remote = RemoteFolder(url, folder)
         remote.prepare(resume=resume, overwrite=overwrite)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    stop = threading.Event()
+    background = threading.Thread(target=remote.push_until, args=(stop,), name="remote run folder", daemon=True)
+    background.start()
     try:
-        with remote.pushed_regularly():
-            yield folder
-    except RemoteStorageError as error:
-        raise RemoteStorageError(f"{error} The run folder is {folder} on this machine: copy it yourself.") from error
+        yield folder
     finally:
-        if remote.is_copied:
-            shutil.rmtree(folder, ignore_errors=True)
+        stop.set()
+        print(f"Copying the run to {url} ...", file=sys.stderr, flush=True)
+        try:
+            background.join()
+            remote.push_the_rest()
+        except (RemoteStorageError, KeyboardInterrupt) as error:
+            why = str(error) or f"The last copy to {url} was interrupted."
+            raise RemoteStorageError(f"{why} The run folder is {folder} on this machine: copy it yourself.") from error
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 RunDir = str | Path  # a folder, or a URL of remote storage

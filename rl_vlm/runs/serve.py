@@ -19,8 +19,9 @@ from rl_vlm.config import LearnerSection, PolicyConfig, load_policy_config, load
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
-from rl_vlm.models.loading import check_quantization, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.loading import TextSide, check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload, WeightPayload, initial_adapter_folder, read_payload, trained_folder
 from rl_vlm.runs.evaluate import run_for
@@ -125,6 +126,17 @@ def keeps_base_model(config: PolicyConfig) -> bool:
     return config.model.train != "full" or config.serving.expected_engine != "vllm"
 
 
+def http_app(
+    config: PolicyConfig, name: str, run_id: str, handle: Any, registry: Any, text: TextSide, token: str | None
+) -> Gate:
+    """The HTTP application in front of a Serve application's replicas and registry."""
+    keeps_base = keeps_base_model(config)
+    backend = ServeBackend(
+        handle, registry, name, run_id=run_id, deadline_s=config.http.deadline_s, keeps_base=keeps_base
+    )
+    return ModelApp(backend, text, config.http, max_context=config.serving.max_context, token=token).gate
+
+
 def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Raises RLVLMError when the model cannot be served.
 
@@ -146,17 +158,9 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
                     service.publish(plan.adapter)
                     _wait_for_adapter(registry, config)
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
-                backend = ServeBackend(
-                    handle,
-                    registry,
-                    plan.name,
-                    run_id=run_id,
-                    deadline_s=limits.deadline_s,
-                    keeps_base=keeps_base_model(config),
-                )
-                app = ModelApp(backend, text, limits, max_context=config.serving.max_context, token=plan.token)
+                app = http_app(config, plan.name, run_id, handle, registry, text, plan.token)
                 port = sock.getsockname()[1]
-                HTTPServer(app.gate, sock, limits, lambda: announce(banner(plan, port))).serve_until_signal()
+                HTTPServer(app, sock, limits, lambda: announce(banner(plan, port))).serve_until_signal()
             finally:
                 service.stop()
 
@@ -174,24 +178,18 @@ def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
 
 
 def banner(plan: ServeTarget, port: int) -> str:
-    """Where it listens, under which names, within which limits."""
-    config, limits = plan.config, plan.config.http
+    """Where it listens, under which names, and who may connect."""
+    config = plan.config
     device = "GPU" if config.serving.gpus_per_replica else "CPU"
     names = [plan.name] if plan.adapter is None or keeps_base_model(config) else []
     if plan.adapter is not None:
         names = ["policy", f"policy-v{plan.adapter.version}", *names]
-    return "\n".join(
-        [
-            f"Serving on http://{url_host(limits.host)}:{port}",
-            f"  engine  {config.serving.engine} on {device}, {initial_replicas(config.serving)} replica(s), "
-            f"{config.model.dtype}",
-            f"  models  {', '.join(names)}",
-            "  routes  POST /v1/chat/completions /generate, GET /v1/models /health /metrics",
-            f"  limits  {config.serving.max_context} tokens of context, {limits.max_new_tokens} of them new; "
-            f"{limits.max_images} images of {limits.max_image_mib:g} MiB and {limits.max_image_pixels} pixels; bodies "
-            f"of {limits.max_body_mib:g} MiB; {limits.max_queue} requests at a time, {limits.deadline_s:g} s each",
-            "  token   "
-            f"{f'required ({TOKEN_VARIABLE})' if plan.token else 'none: programs on this machine may connect'}",
-            "Ctrl-C or SIGTERM lets running requests finish.",
-        ]
+    who = f"required ({TOKEN_VARIABLE})" if plan.token else "none: programs on this machine may connect"
+    return (
+        f"Serving on http://{url_host(config.http.host)}:{port}\n"
+        f"  engine  {config.serving.engine} on {device}, {initial_replicas(config.serving)} replica(s), "
+        f"{config.model.dtype}, {config.serving.max_context} tokens of context\n"
+        f"  models  {', '.join(names)}\n"
+        f"  token   {who}\n"
+        "Ctrl-C or SIGTERM lets running requests finish."
     )

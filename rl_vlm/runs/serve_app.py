@@ -20,15 +20,14 @@ from ray import serve
 
 from rl_vlm.config import PolicyConfig, Section
 from rl_vlm.config.loading import validated
+from rl_vlm.config.section import Count
 from rl_vlm.envs.address import TOKEN_VARIABLE
-from rl_vlm.http.app import ModelApp
-from rl_vlm.http.backend import ServeBackend
 from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import check_exposure
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import read_payload
-from rl_vlm.runs.serve import keeps_base_model, plan
+from rl_vlm.runs.serve import http_app, plan
 from rl_vlm.serving.deploy import build_app
 from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.types import POLICY
@@ -43,10 +42,10 @@ _HEALTH_CHECK_S = 5.0
 class ServeArguments(Section):
     """`args` of the application, as in `rl-vlm serve MODEL [overrides] --adapter ADAPTER`."""
 
-    model: str = Field(min_length=1, description="tiny, a model folder, a hub name, a configuration or a run folder.")
-    overrides: tuple[str, ...] = Field((), description="Changes to the configuration.")
-    adapter: Path | None = Field(None, description="A peft adapter folder; a run folder brings its own.")
-    ingress_replicas: int = Field(1, ge=1, description="Processes that parse requests; http.max_queue holds for each.")
+    model: str = Field(min_length=1)  # tiny, a model folder, a hub name, a configuration or a run folder
+    overrides: tuple[str, ...] = ()  # changes to the configuration
+    adapter: Path | None = None  # a peft adapter folder; a run folder brings its own
+    ingress_replicas: Count = 1  # processes that parse requests; http.max_queue holds for each
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -121,14 +120,4 @@ class HTTPIngress:
 
     def __serve_build_asgi_app__(self) -> Gate:
         """Serve's hook for an application that needs the handles."""
-        limits = self._config.http
-        backend = ServeBackend(
-            self._policy,
-            self._registry,
-            self._name,
-            run_id=self._run_id,
-            deadline_s=limits.deadline_s,
-            keeps_base=keeps_base_model(self._config),
-        )
-        max_context = self._config.serving.max_context
-        return ModelApp(backend, self._text, limits, max_context=max_context, token=self._token).gate
+        return http_app(self._config, self._name, self._run_id, self._policy, self._registry, self._text, self._token)

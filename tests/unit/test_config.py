@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from rl_vlm.config import (
     parse_config,
     save_config,
 )
-from rl_vlm.config.loading import _COUNTERPARTS, _KINDS
 from rl_vlm.config.section import keys_of
 from rl_vlm.types import UserInputError
 
@@ -45,12 +45,6 @@ def complaint(data: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("data", "key", "nearest"), TABLES["an_unknown_key_names_the_nearest_known_one"])
 def test_an_unknown_key_names_the_nearest_known_one(data: dict[str, Any], key: str, nearest: str) -> None:
     assert complaint(data) == f"Unknown config key {key}. Did you mean {nearest}?"
-
-
-def test_a_key_that_cannot_exist_says_why() -> None:
-    message = complaint({"rollout": {"top_p": 0.9}})
-    assert message.startswith("Unknown config key rollout.top_p: the learner cannot reproduce")
-    assert message.endswith("`rl-vlm rollout` has --top-p.")
 
 
 def test_a_key_that_resembles_nothing_lists_what_there_is() -> None:
@@ -95,8 +89,8 @@ def test_all_errors_are_shown_a_line_each() -> None:
         "learner.lr", "rollout.group_size",
     ]  # fmt: skip
     assert "Unknown config key learner.lrr. Did you mean learner.lr?" in lines and len(lines) == 4
-    contradictions = {"rollout": {"group_size": 1, "late_groups": "drop"}, "algorithm": {"minibatches": 99}}
-    assert len(complaint(contradictions).splitlines()) == 3
+    contradictions = {"rollout": {"group_size": 1}, "algorithm": {"minibatches": 99}}
+    assert len(complaint(contradictions).splitlines()) == 2
 
 
 def test_ppo_alone_has_a_critic(tmp_path: Path) -> None:
@@ -142,7 +136,7 @@ def test_every_config_of_the_project_loads(path: Path) -> None:
         (b"a: 1\nb: : 2", "not valid YAML in line 2"),
         (b"model: {path: tiny}\nseed: 1\nmodel: {dtype: float32}", "not valid YAML in line 3: 'model' stands twice."),
         (b"algorithm:\n  name: grpo\n  'name': ppo", "not valid YAML in line 3: 'name' stands twice."),
-        (b"extra: {010: 1, 10: 2}", "not valid YAML in line 1: '10' stands twice."),
+        (b"model: &m {path: tiny}\nserving: *m", "not valid YAML in line 2: write out what *aliases stand for."),
         (b"- 1\n- 2", "must hold sections such as `model:`, not a list"),
         (b"just text", "not a str"),
         (b"\xff\xfe\x00", "not a text file"),
@@ -174,20 +168,11 @@ def test_a_saved_config_comes_back_equal(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_a_saved_config_keeps_what_yaml_holds_and_json_does_not(tmp_path: Path) -> None:
-    kwargs = "{a: .nan, b: !!timestamp 2026-01-01, c: !!set {x}, d: -.inf, e: !!binary aGk=}"
-    for place in ("env.kwargs", "evaluation.variants.other"):
-        config = load_config(None, [f"{place}={kwargs}"])
-        save_config(config, tmp_path / "config.yaml")
-        loaded = load_config(tmp_path / "config.yaml")
-        found = loaded.env.kwargs if place == "env.kwargs" else loaded.evaluation.variants["other"]
-        assert math.isnan(found.pop("a"))
-        assert found == {"b": "2026-01-01", "c": {"x"}, "d": -math.inf, "e": b"hi"}
-
-
-def test_a_saved_config_writes_paths_and_numpys_numbers_as_plain_values(tmp_path: Path) -> None:
-    save_config(parse_config({"env": {"kwargs": {"p": Path("/x"), "n": np.float64(1.5)}}}), tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml").env.kwargs == {"p": "/x", "n": 1.5}
+def test_a_saved_config_holds_plain_values(tmp_path: Path) -> None:
+    kwargs = {"a": math.inf, "b": date(2026, 1, 1), "c": "1e3", "d": "off", "p": Path("/x"), "n": np.float64(1.5)}
+    save_config(parse_config({"env": {"kwargs": kwargs}}), tmp_path / "config.yaml")
+    found = load_config(tmp_path / "config.yaml").env.kwargs
+    assert found == kwargs | {"b": "2026-01-01", "p": "/x"} and type(found["n"]) is float
 
 
 # --- overrides
@@ -197,16 +182,14 @@ def test_a_saved_config_writes_paths_and_numpys_numbers_as_plain_values(tmp_path
     ("override", "expected"),
     [
         ("learner.betas=[0.8, 0.95]", (0.8, 0.95)),
-        ("name=1e-3", "1e-3"),
         ("name=007", "007"),
         ("name=2026-11-25", "2026-11-25"),
         ("name=on", "on"),
-        ("model.path=0x10", "0x10"),
+        ("name=7", "7"),
         ("seed=010", 10),
-        ("seed=0o17", 15),
         ("sight.gate=off", "off"),
         ("env.kwargs.day=2026-11-25", "2026-11-25"),
-        ("env.kwargs.id=007", 7),
+        ("env.kwargs.id=007", "007"),
         ("env.kwargs.answer=no", "no"),
         ("deterministic=off", False),
         *TABLES["overrides_set_what_they_say"],
@@ -306,7 +289,7 @@ def test_a_key_that_the_preference_loop_ignores_is_refused(dotted: dict[str, Any
 
 
 def test_a_key_that_grpo_ignores_is_refused() -> None:
-    with pytest.raises(UserInputError, match="preference.total_steps"):
+    with pytest.raises(UserInputError, match="Config key preference has no effect"):
         parse_config({"preference": {"total_steps": 5}})
     assert parse_config({"http": {"port": 9000}}).http.port == 9000  # serving is for every run
 
@@ -338,13 +321,3 @@ def test_a_saved_configuration_holds_what_its_run_reads(data: dict[str, Any], tm
 def test_a_saved_run_may_be_served_by_the_other_engine(tmp_path: Path) -> None:
     save_config(PolicyConfig(), tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml", ["serving.engine=vllm"]).serving.max_rows == 512
-
-
-# --- the tables name keys that exist
-
-
-def test_counterparts_are_keys_of_different_kinds_of_runs() -> None:
-    known = [set(keys_of(kind)) for kind in _KINDS]
-    for pair in _COUNTERPARTS:
-        assert all(any(key in keys for keys in known) for key in pair)
-        assert any((pair[0] in keys) != (pair[1] in keys) or "env" in pair[0] for keys in known)

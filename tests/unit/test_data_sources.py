@@ -93,7 +93,7 @@ def test_the_hint_for_a_missing_test_split_works_as_it_is_printed(tmp_path, kind
     assert [len(TableSet(QUESTIONS, data).split(split)) for split in ("train", "test")] == [50, 100]
 
 
-@pytest.mark.parametrize("data", ["5", "{dev: a.parquet}", "{train: 5}", "[a.parquet]"])
+@pytest.mark.parametrize("data", ["{dev: a.parquet}", "{train: [a]}", "[a.parquet]"])
 def test_a_data_setting_that_names_no_source_is_refused(tmp_path, data):
     (tmp_path / "run.yaml").write_text("env: {id: Geo3k-v0}\n")
     with pytest.raises(UserInputError, match=r"env\.data"):

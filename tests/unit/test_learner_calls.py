@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,15 +30,13 @@ from rl_vlm.algorithms.learners import (
 )
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import LearnerSection, PolicyConfig, parse_config, save_config
-from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.sight_faults import Fault, SightError
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.update import UnfitImagesError
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.rollout.curriculum import make_task_source
 from rl_vlm.rollout.rollouts import TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
-from rl_vlm.runs.policy import PolicyRun, _check_tasks
+from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.types import RLVLMError, UserInputError
 
 
@@ -409,23 +406,6 @@ def test_an_iteration_that_shows_a_fault_is_recorded_before_the_run_ends() -> No
     with pytest.raises(SightError):
         run._iterate()
     assert recorded == [5]
-
-
-def test_a_resume_with_other_tasks_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    stages = [{"name": "easy", "start": 0}, {"name": "hard", "start": 100}]
-    begun = parse_config({"env": {"id": "Shapes-v0"}, "curriculum": {"stages": stages}})
-    source = make_task_source(begun, survey(begun.env, "train").sizes["train"])
-    checkpoint = tmp_path / "checkpoints/iteration-000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"rollouts": {"tasks": {"source": source.state()}}}))
-    _check_tasks(begun, checkpoint)
-    other = parse_config(
-        {"env": {"id": "Shapes-v0"}, "curriculum": {"stages": [stages[0], {"name": "harder", "start": 100}]}}
-    )
-    with pytest.raises(UserInputError, match="has the stages easy, hard"):
-        _check_tasks(other, checkpoint)
-    with pytest.raises(UserInputError, match="curriculum.stages"):
-        _check_tasks(parse_config({"env": {"id": "Shapes-v0"}}), checkpoint)
 
 
 @pytest.mark.parametrize(

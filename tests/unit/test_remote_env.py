@@ -7,14 +7,12 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
 
 import rl_vlm
 from rl_vlm import frames
-from rl_vlm.cli.app import run as cli_run
 from rl_vlm.config import HTTPSection
 from rl_vlm.envs import isolation
 from rl_vlm.envs.address import base_url
@@ -191,18 +189,6 @@ def test_a_full_server_ends_the_session_that_is_longest_unused():
             RemoteEnv(url, retry_s=0.1)
         third.close()
         assert killed.reset()[0].messages[0].text == "Go."  # it was alive after all
-
-
-def test_a_run_that_needs_more_environments_at_once_than_its_server_has_is_refused(tiny_folder, capsys):
-    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-    settings = ["env.kwargs={}", "evaluation.num_items=3", "evaluation.samples=2", "sight.blank_items=2"]
-    settings += ["rollout.prompts_per_iteration=4", "rollout.group_size=2", f"model.path={tiny_folder}", "--dry-run"]
-    # 4 groups of 2; 3 items once greedily and twice sampled, and 2 with blank images.
-    for places, code in ((18, 2), (19, 0)):
-        with served(lambda: rl_vlm.make("Shapes-v0"), max_sessions=places) as (url, _):
-            assert cli_run(["train", str(quickstart), f"env.id={url}", *settings]) == code
-    said = capsys.readouterr().err
-    assert "places for 18 environments" in said and "--max-sessions 19" in said
 
 
 def test_sessions_and_bodies_are_limited():

@@ -388,25 +388,3 @@ def test_a_first_copy_that_was_cut_short_does_not_keep_the_run_from_beginning(
         assert [path.name for path in again.iterdir()] == [".rl_vlm_run"]
         write(again, "config.yaml", "new")
     assert contents(storage)["config.yaml"] == b"new" and "index.json" in contents(storage)
-
-
-def test_a_file_system_keeps_the_old_file_until_the_new_one_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"file://{tmp_path}/run"
-    with opened_run_folder(url, resume=False, overwrite=False) as folder:
-        write(folder, "progress.csv", "one row")
-    local = fsspec.filesystem("file")
-
-    def killed(self: Any, source: str, target: str, **_: Any) -> None:
-        Path(target).write_text("o")  # a part of it
-        raise KeyboardInterrupt
-
-    with opened_run_folder(url, resume=True, overwrite=False) as folder:
-        write(folder, "progress.csv", "one row and another")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(type(local), "put_file", killed)
-            RemoteFolder(url, folder).push()
-        assert (tmp_path / "run/progress.csv").read_text() == "one row"
-    assert (tmp_path / "run/progress.csv").read_text() == "one row and another"
-    assert not list((tmp_path / "run").glob("*.partial"))

@@ -104,7 +104,7 @@ TWO = [{"start": 0}, {"start": 10}]
         ({"stages": [{"start": 0, "name": "a"}, {"start": 1, "name": "a"}]}, "the names a, a must differ"),
         ({"blend": True}, "curriculum.blend has no effect without curriculum.stages"),
         ({"stages": TWO, "blend_levels": 4}, "curriculum.blend_levels has no effect without curriculum.blend"),
-        ({"stages": [{"start": 0, "mixture": {"a": 1.0}}]}, "mixture names a, and env.mixture is empty"),
+        ({"stages": [{"start": 0, "mixture": {"a": 1.0}}]}, "mixture names a, and env.mixture has none"),
         ({"stages": [{"start": 0, "strat": 1}]}, "Did you mean curriculum.stages.0.start"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_curriculum_that_makes_no_sense_is_refused_in_one_sentence(config: dic
         ),
         (
             {"env": {"mixture": MIXTURE}, "curriculum": {"stages": [{"start": 0, "env": {"walk": 3}}]}},
-            "curriculum.stages.0.env.walk: arguments are a mapping",
+            "curriculum.stages.0.env: with env.mixture it maps names",
         ),
         (
             {
