@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,14 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_vlm.chat import ChatCodec, mrope_positions
-from rl_vlm.engines.base import EngineError, encode_choices, expand_prompt
+from rl_vlm.engines.base import EngineError, NewTokens, choice_tokens, expand_prompt, naming
 from rl_vlm.engines.rows import (
-    ChoiceNode,
+    Choices,
     Chosen,
     PreparedRequest,
     RowCache,
     RowTable,
-    choice_trie,
     choose_tokens,
     most_likely,
     penalise,
@@ -188,7 +186,6 @@ class Decoder:
         self._max_context = max_context
         self._device = backbone.device
         self._text = TextModel(backbone.model, max_context)
-        self._trie = lru_cache(maxsize=64)(choice_trie)
         self._random = np.random.default_rng()
         self.counts = DecoderCounts()
         self.clear()
@@ -247,9 +244,10 @@ class Decoder:
             for index, item in enumerate(prepared):
                 if isinstance(item, PreparedRequest):
                     try:
-                        self._encode_images([item])
-                    except UserInputError as error:
-                        prepared[index] = EngineError(f"Request {item.request.request_id}: {error}")
+                        with naming(item.request):
+                            self._encode_images([item])
+                    except EngineError as error:
+                        prepared[index] = error
         return prepared
 
     def _expanded(self, request: GenerationRequest) -> PreparedRequest:
@@ -258,9 +256,10 @@ class Decoder:
         grids = [spec.grid_thw(image.width, image.height) for image in request.images]
         if not len(ids) or ids.min() < 0 or ids.max() >= len(self._backbone.token_bias):
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
-        choices: ChoiceNode | None = None
+        choices: Choices | None = None
         if request.sampling.choices:
-            choices = self._trie(encode_choices(request, self._codec.encode_text, self._codec.decode))
+            with naming(request):
+                choices = choice_tokens(request.sampling, self._codec.encode_text, self._codec.decode)
         positions = mrope_positions(ids, image_token, grids, spec.merge_size)
         return PreparedRequest(request, ids, positions, time.monotonic(), choices)
 
@@ -326,8 +325,8 @@ class Decoder:
         """
         for state, produced in zip(self._rows.states, self._rows.produced.tolist(), strict=True):
             state.changes.append((produced, version))
-            if state.prepared.stream is not None:
-                state.prepared.stream.policy_version = version
+            if (stream := state.prepared.stream) is not None:
+                stream.policy_version = version
         if recompute:
             self._recompute()
 
@@ -378,9 +377,9 @@ class Decoder:
         """Sample one token for the rows from `first` on (logits [R, V]) and retire what is finished."""
         rows = self._rows
         new = slice(first, len(rows))
-        special = [row for row in range(first, len(rows)) if not rows.states[row].prepared.plain]
-        nodes = {row - first: node for row in special if (node := rows.states[row].node) is not None}
-        restrict_to_choices(logits, nodes, self._codec.end_of_turn_id)
+        special = [row for row in range(first, len(rows)) if not rows.states[row].plain]
+        choices = {row - first: left for row in special if (left := rows.states[row].choices) is not None}
+        restrict_to_choices(logits, choices, self._codec.end_of_turn_id)
         self._restrict_by_past(logits, special, first)
         temperature, top_p, top_k, min_p = (
             getattr(rows, name)[new] for name in ("temperature", "top_p", "top_k", "min_p")
@@ -409,9 +408,6 @@ class Decoder:
         if special:
             self._record_top_logprobs(special, chosen, first)
             self._advance(special, stops)
-        for row in range(first, len(rows)):
-            if rows.states[row].prepared.cancelled:
-                stops[row] = StopReason.LENGTH
         return self._retire(stops) if stops else []
 
     def _restrict_by_past(self, logits: Tensor, special: list[int], first: int) -> None:
@@ -436,7 +432,7 @@ class Decoder:
                 states[row].top_logprobs.append(alternatives)
 
     def _advance(self, special: list[int], stops: dict[int, StopReason]) -> None:
-        """Search for stop strings (added to `stops`), move in the choice tries, and feed the streams."""
+        """Search for stop strings (added to `stops`), follow the choices, and feed the streams."""
         rows = self._rows
         for row in special:
             state, last = rows.states[row], rows.produced[row] - 1
@@ -453,11 +449,11 @@ class Decoder:
                 if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
             token = int(rows.tokens[row, last])
-            if state.node is not None:
-                state.node = state.node.following.get(token)
-            if state.prepared.stream is not None:
-                top = state.top_logprobs[-1:]
-                state.prepared.stream.put(state.number, [token], [float(rows.logprobs[row, last])], top, stops.get(row))
+            if state.choices is not None:
+                state.choices = tuple(choice[1:] for choice in state.choices if choice[:1] == (token,)) or None
+            if (stream := state.prepared.stream) is not None:
+                new = NewTokens([token], [float(rows.logprobs[row, last])], state.top_logprobs[-1:], stops.get(row))
+                stream.put(state.number, new)
 
     def _retire(self, stops: dict[int, StopReason]) -> list[PreparedRequest]:
         finished: list[PreparedRequest] = []

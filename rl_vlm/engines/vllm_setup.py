@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from rl_vlm.types import UserInputError
 # Bytes for keys and values on a GPU of so many bytes; None: vLLM measures what is free.
 KVCache = Callable[[int], int | None]
 NO_VERSION = "default"  # vLLM's name of its weights before they get another
+DEAD = "vLLM's engine core has died, its log says why: restart the replica."
 
 
 @dataclass(slots=True)
@@ -32,20 +32,7 @@ class Counts:
     steps: int = 0  # of the engine core that brought a token
     prefix_queries: int = 0
     prefix_hits: int = 0
-    policy_version: int = 0  # that sampled the tokens which came last; counted with in-flight updates only
-    unfinished: int = 0
-    busy_s: float = 0.0
-    sample_s: float = 0.0  # the integral of `unfinished` over time
-    _changed: float = 0.0
-
-    def change(self, difference: int) -> None:
-        """Add `difference` to the number of unfinished samples."""
-        now = time.monotonic()
-        if self.unfinished:
-            self.busy_s += now - self._changed
-            self.sample_s += (now - self._changed) * self.unfinished
-        self._changed = now
-        self.unfinished += difference
+    policy_version: int = 0  # that sampled the tokens which came last; where vLLM names them
 
 
 def prepare_environment(serving: ServingSection) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import make_part, part_size
 from rl_vlm.evaluation.outcomes import Side, label
-from rl_vlm.models.digest import hash_model
 from rl_vlm.models.loading import resolve_model
+from rl_vlm.models.reference import hash_model
 from rl_vlm.models.weights import tensors_file
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.tasks import RolloutTask, View

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
 
@@ -26,32 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Built-in models: names that `model.path` takes besides folders and names of the hub.
-#
-# An installed package provides them through the entry-point group `rl_vlm.models`: each entry is a mapping from names
-# to `BuiltinModel`.
-
+# An installed package provides built-in models through this entry-point group. Each entry maps names, which
+# `model.path` then takes, to objects with `folder(seed)` (the model's folder in the cache, built on first use),
+# `config()` (the content of its config.json, without building it) and `make(folder, seed)` (build it there).
 ENTRY_POINT_GROUP = "rl_vlm.models"
 
 
-class BuiltinModel(Protocol):
-    """A small model that code builds on the machine that needs it."""
-
-    def folder(self, seed: int = 0) -> Path:
-        """Its Hugging Face folder in the cache, built on first use."""
-        ...
-
-    def config(self) -> dict[str, Any]:
-        """The content of its config.json, without building it."""
-        ...
-
-    def make(self, folder: Path, seed: int = 0) -> Path:
-        """Build it into a folder, which appears complete or not at all."""
-        ...
-
-
 @functools.cache
-def builtin_models() -> dict[str, BuiltinModel]:
+def builtin_models() -> dict[str, Any]:
     """The built-in models of all installed packages by name."""
     return {name: model for point in provided(ENTRY_POINT_GROUP).values() for name, model in point.load().items()}
 
@@ -79,7 +61,7 @@ def resolve_model(name: str, seed: int = 0) -> Path:
     `tiny-NAME` are its variants: see `zoo/tiny/variants.py` for what each knows.
     """
     if name in builtin_models():
-        return builtin_models()[name].folder(seed)
+        return Path(builtin_models()[name].folder(seed))
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -33,7 +33,7 @@ from rl_vlm.engines import vllm_setup
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.engines.vllm_weights import AdapterFolders
+from rl_vlm.engines.vllm_weights import AdapterVersions
 from rl_vlm.models.images import ImageProcessorSpec, PixelLimits
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, lora_config, lora_state
@@ -57,7 +57,7 @@ from rl_vlm.config import ServingSection
 from rl_vlm.engines.vllm_engine import VLLMEngine
 if __name__ == "__main__":
     engine = VLLMEngine(Path(sys.argv[1]), dtype="float32", serving=ServingSection(engine="vllm", max_context=256), max_lora_rank=8)
-    print(engine._folders._root, flush=True)
+    print(engine._versions.root, flush=True)
     time.sleep(600)
 """
 
@@ -462,13 +462,13 @@ def test_unfit_adapters_are_refused_and_the_engine_keeps_its_version(
 def test_folders_of_old_versions_are_deleted(engine: VLLMEngine, adapters: dict[int, AdapterPayload]) -> None:
     for version in (4, 5, 6):
         asyncio.run(engine.load_adapter(adapters[version]))
-    assert len(list(engine._folders._root.iterdir())) == 2
+    assert len(list(engine._versions.root.iterdir())) == 2
 
 
 def test_the_engine_core_and_the_files_are_gone_after_close(engine: VLLMEngine, text: TextSide) -> None:
     # The last test of the module's engine.
     core = _engine_core(psutil.Process())
-    root = engine._folders._root
+    root = engine._versions.root
     assert core.is_running() and root.is_dir()
 
     async def close_while_busy() -> None:
@@ -493,7 +493,7 @@ def test_the_engine_core_dies_with_a_killed_owner(owner: subprocess.Popen[str]) 
     owner.wait()
     core.wait(timeout=10)
     assert root.is_dir()
-    AdapterFolders().close()  # the next engine on the machine sweeps
+    AdapterVersions(None, None).close()  # the next engine on the machine sweeps
     assert not root.exists()
 
 

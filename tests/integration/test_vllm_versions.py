@@ -99,8 +99,8 @@ def test_samples_that_adapters_change_under(engine: VLLMEngine, folder: Path, mo
             assert tuple(version for _, version in one.pieces) == VERSIONS
             assert sum(count for count, _ in one.pieces) == len(one.token_ids) == 160
     exact, kept = distances(folder, models, asked(folder), changing)
-    print(f"{engine._in_flight}: from a recomputation {exact}; from transformers with a kept cache {kept}")
-    right, wrong = (exact, kept) if engine._in_flight == "recompute" else (kept, exact)
+    print(f"{engine._versions._in_flight}: from a recomputation {exact}; from transformers with a kept cache {kept}")
+    right, wrong = (exact, kept) if engine._versions._in_flight == "recompute" else (kept, exact)
     assert right.largest < TOLERANCE
     assert wrong.largest > 0.1  # the versions are far from each other
     # Samples that begin later have nothing of the older versions: not from vLLM's prefix cache, either.
