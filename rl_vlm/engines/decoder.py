@@ -166,8 +166,7 @@ class DecoderCounts:
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    passes: int = 0  # forward passes of the language model
-    steps: int = 0  # decode steps, which are part of `passes`
+    steps: int = 0  # decode steps
     step_rows: int = 0  # rows summed over the decode steps
 
 
@@ -213,18 +212,17 @@ class Decoder:
 
     def longest(self, request: GenerationRequest) -> int:
         """Tokens that a sample of the request may have at its end, prompt and images included."""
-        spec = self._backbone.images
+        count = self._backbone.images.count_tokens
         try:
-            grids = [spec.grid_thw(image.width, image.height) for image in request.images]
+            images = sum(count(image.width, image.height) - 1 for image in request.images)
         except UserInputError:
             return self._max_context  # `prepare` refuses it
-        prompt = len(request.prompt_ids) + sum(spec.num_image_tokens(grid) - 1 for grid in grids)
-        return min(prompt + request.sampling.max_new_tokens, self._max_context)
+        return min(len(request.prompt_ids) + images + request.sampling.max_new_tokens, self._max_context)
 
     @property
     def progress(self) -> int:
         """Grows while a forward pass of the language model is under way, too."""
-        return self.counts.passes + self._text.parts_done
+        return self._text.parts_done
 
     def prepare(self, requests: Sequence[GenerationRequest]) -> list[PreparedRequest | EngineError]:
         """Expand prompts and encode their images (all images of all requests in one vision batch).
@@ -338,7 +336,6 @@ class Decoder:
             for batch in _batches(range(len(rows)), lambda row: int(rows.length[row])):
                 _, layers = self._forward([(*rows.cached(row), rows.states[row].prepared.features) for row in batch])
                 self._cache.replace(layers, torch.tensor(batch, device=self._device))
-                self.counts.passes += 1
         for item in prepared:
             item.features = []
 
@@ -399,7 +396,6 @@ class Decoder:
         rows.logprobs[index, rows.produced[new]] = chosen.logprobs.cpu().numpy()
         rows.produced[new] += 1
         self.counts.generated_tokens += len(tokens)
-        self.counts.passes += 1
         ended = tokens == self._codec.end_of_turn_id
         ended[[row - first for row in special if rows.states[row].prepared.request.sampling.ignore_eos]] = False
         stops: dict[int, StopReason] = {}

@@ -211,11 +211,6 @@ class TransformersEngine:
                 "serving.max_kv_gib."
             )
 
-    @property
-    def _num_rows(self) -> int:
-        """Samples that are running."""
-        return sum(batch.decoder.num_rows for batch in self._batches)
-
     def stats(self) -> EngineStats:
         """Counts for metrics."""
         with self._wake:
@@ -223,7 +218,7 @@ class TransformersEngine:
         counts, backbone = self._decoder.counts, self.backbone
         return EngineStats(
             requests=self._requests,
-            running=self._num_rows,
+            running=sum(batch.decoder.num_rows for batch in self._batches),
             waiting=waiting,
             prompt_tokens=counts.prompt_tokens,
             generated_tokens=counts.generated_tokens,
@@ -282,21 +277,15 @@ class TransformersEngine:
 
     # What follows runs on the engine's thread.
 
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._batches or self._waiting)
-
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._upcoming or self._has_work):
+                while not (self._closed or self._upcoming or self._batches or self._waiting):
                     self._wake.wait()
                 if self._closed:
                     break
-                idle = not self._has_work
-                images = (
-                    [self._upcoming.popleft() for _ in range(min(_IDLE_BATCH, len(self._upcoming)))] if idle else []
-                )
+                count = 0 if self._batches or self._waiting else min(_IDLE_BATCH, len(self._upcoming))
+                images = [self._upcoming.popleft() for _ in range(count)]
             try:
                 if images:
                     self._encode_ahead(images)

@@ -13,13 +13,12 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_vlm.config import ServingSection
+from rl_vlm.config import CommonConfig
 from rl_vlm.engines.base import EngineError, EngineStats, TokenStream
 from rl_vlm.engines.vllm_request import VLLMSampler
-from rl_vlm.engines.vllm_setup import Counts, KVCache, engine_args, prepare_environment, start_llm
+from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
 from rl_vlm.engines.vllm_weights import Adapter, AdapterVersions, FullVersions
-from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
-from rl_vlm.models.loading import HeadDType, load_text_side, quiet_libraries
+from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
 from rl_vlm.waiting import all_or_none
@@ -35,42 +34,23 @@ class VLLMEngine:
 
     Args:
         model: the model folder.
-        dtype: of the weights and the adapters.
-        serving: `max_context` and the `vllm` section, and `num_threads` on a machine without a GPU.
-        max_lora_rank: the highest rank of an adapter, rounded up to what vLLM knows (8, 16, 32, 64, ...).
-        max_loras: versions that may sample at the same time; requests of a further one wait for the oldest to finish.
-        pixels: limits of an image's size in place of the processor's own.
+        config: of the run; `model`, `serving` and what follows from them.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
             Those that began before the first adapter finish without one.
-        kv_cache: see KVCache; None: vLLM measures.
-        full: versions are all weights of the model, not adapters (see FullVersions).
-        head_dtype: float32 does not round logits to the model's type.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        *,
-        dtype: str,
-        serving: ServingSection,
-        max_lora_rank: int = 64,
-        max_loras: int = 2,
-        pixels: PixelLimits = DEFAULT_PIXELS,
-        in_flight: InFlightUpdates | None = None,
-        kv_cache: KVCache | None = None,
-        full: bool = False,
-        head_dtype: HeadDType = "model",
-    ) -> None:
+    def __init__(self, model: Path, config: CommonConfig, in_flight: InFlightUpdates | None = None) -> None:
+        serving, full = config.serving, config.trains_full
         prepare_environment(serving)
         quiet_libraries()
-        self._text = load_text_side(model, pixels)
+        self._text = load_text_side(model, config.model.pixels)
         self._max_num_seqs = serving.vllm.max_num_seqs
         self._closed = False
         self._asleep = False
         self._swaps, self._last_swap_s = 0, 0.0
         self._changing = asyncio.Lock()
         self._counts = Counts()
-        args = engine_args(model, dtype, serving, max_lora_rank, max_loras, self._text, kv_cache, full, head_dtype)
+        args = engine_args(model, config, self._text)
         self._gives_back = bool(args.enable_sleep_mode)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
@@ -282,7 +262,7 @@ class VLLMEngine:
             adapter = self._versions.choose(request)
             stream.policy_version = _version(request, adapter)
             await all_or_none(
-                [self._sampler.feed(plan, number, adapter, stream) for number in range(request.sampling.n)]
+                [self._sampler.sample(plan, number, adapter, stream) for number in range(request.sampling.n)]
             )
         except asyncio.CancelledError:
             stream.fail(EngineError(_CLOSED))  # other cancellations come from the reader, which has stopped reading

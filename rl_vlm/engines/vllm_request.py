@@ -133,11 +133,30 @@ class VLLMSampler:
         self.counts.prompt_tokens += len(ids)
         return Plan(request, ids, choices, prompt)
 
-    async def sample(self, plan: Plan, number: int, adapter: Adapter | None) -> Sample:
-        """One sample, whole. Raises EngineError."""
-        output = await self._ask(plan, number, adapter, None)
+    async def sample(
+        self, plan: Plan, number: int, adapter: Adapter | None, stream: TokenStream | None = None
+    ) -> Sample:
+        """One sample, whole; or its last tokens, where a stream is given that gets all of them as they come. Raises
+        EngineError."""
+        from vllm.exceptions import VLLMError
+
+        end, in_pieces = self._text.codec.end_of_turn_id, stream is not None
+        params = vllm_params(plan.request.sampling, number, end, plan.choices, in_pieces)
+        try:
+            output = await self._run(plan, number, params, adapter, stream)
+            if output.finish_reason == "error":
+                # The engine core had evicted an image that this process took for cached: the second attempt sends it
+                # again.
+                output = await self._run(plan, number, params, adapter, stream)
+        except (VLLMError, ValueError) as error:
+            reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
+            raise EngineError(f"Request {plan.request.request_id}: {reason}") from error
+        pieces: tuple[tuple[int, int], ...] = ()
+        if self._names_versions == "all" or self._is_named(plan, adapter):
+            pieces = tuple((span.end - span.start, int(span.version)) for span in output.weight_versions)
+        if not self._is_named(plan, adapter) and any(version for _, version in pieces):
+            raise EngineError(f"Request {plan.request.request_id}: the base model gave way to a version meanwhile.")
         new = read_tokens(output, plan.request.sampling.top_logprobs)
-        pieces = tuple((span.end - span.start, int(span.version)) for span in output.weight_versions or ())
         return Sample(
             np.array(new.token_ids, dtype=np.int32),
             np.array(new.logprobs, dtype=np.float32),
@@ -146,34 +165,10 @@ class VLLMSampler:
             pieces if self._is_named(plan, adapter) else (),
         )
 
-    async def feed(self, plan: Plan, number: int, adapter: Adapter | None, stream: TokenStream) -> None:
-        """One sample, into the stream as it grows. Raises EngineError."""
-        await self._ask(plan, number, adapter, stream)
-
     def _is_named(self, plan: Plan, adapter: Adapter | None) -> bool:
         if self._names_versions == "all":
             return plan.request.min_version != BASE_MODEL
         return self._names_versions == "adapters" and adapter is not None
-
-    async def _ask(self, plan: Plan, number: int, adapter: Adapter | None, stream: TokenStream | None) -> Any:
-        """vLLM's last CompletionOutput for sample `number`."""
-        from vllm.exceptions import VLLMError
-
-        end, pieces = self._text.codec.end_of_turn_id, stream is not None
-        params = vllm_params(plan.request.sampling, number, end, plan.choices, pieces)
-        try:
-            output = await self._run(plan, number, params, adapter, stream)
-            if output.finish_reason == "error":
-                # The engine core had evicted an image that this process took for cached: the second attempt sends it
-                # again.
-                output = await self._run(plan, number, params, adapter, stream)
-            asks_base = self._names_versions == "all" and plan.request.min_version == BASE_MODEL
-            if asks_base and any(int(span.version) for span in output.weight_versions):
-                raise ValueError("other weights have taken the place of the base model's")
-        except (VLLMError, ValueError) as error:
-            reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
-            raise EngineError(f"Request {plan.request.request_id}: {reason}") from error
-        return output
 
     async def _run(
         self, plan: Plan, number: int, params: Any, adapter: Adapter | None, stream: TokenStream | None

@@ -27,10 +27,14 @@ _KEPT = 2  # the newest adapters of a policy stay although no request uses them
 
 @dataclass(eq=False)
 class Adapter:
-    """One loaded version of a policy; `request` is vLLM's LoRARequest. The last reference deletes its folder."""
+    """One loaded version of a policy; `request` is vLLM's LoRARequest. `delete` deletes its folder, as does the end of
+    the last reference."""
 
     version: int
     request: Any
+
+    def __post_init__(self) -> None:
+        self.delete = weakref.finalize(self, shutil.rmtree, self.request.lora_path, ignore_errors=True)
 
 
 class Versions:
@@ -92,6 +96,7 @@ class AdapterVersions(Versions):
             else:
                 await self._replace(adapter)
         except Exception as error:  # vLLM raises errors of the engine core as plain Exceptions
+            adapter.delete()
             reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
             raise EngineError(reason) from error
         self._adapters[payload.policy].append(adapter)
@@ -125,9 +130,7 @@ class AdapterVersions(Versions):
         with enough_room(self.root):
             folder = payload.write(self.root / str(number))
         name, slot = (name, number) if self._in_flight is None else (POLICY, 1)
-        adapter = Adapter(payload.version, LoRARequest(name, slot, str(folder)))
-        weakref.finalize(adapter, shutil.rmtree, folder, ignore_errors=True)
-        return adapter
+        return Adapter(payload.version, LoRARequest(name, slot, str(folder)))
 
     async def drop(self, policy: str) -> None:
         """Forget a policy."""

@@ -16,11 +16,9 @@ from rl_vlm.files import replace_folder, resolved
 from rl_vlm.models.loading import from_folder, quiet_libraries, resolve_model, save_model
 from rl_vlm.models.lora import merge_into
 from rl_vlm.models.weights import (
-    AdapterPayload,
     FullPayload,
     find_trained,
     is_full,
-    put_weights,
     read_payload,
 )
 from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
@@ -43,10 +41,8 @@ def export_model(source: str | Path, out: str | Path, model: str | None = None, 
     quiet_libraries()
     base = resolve_model(model or str(named))
     check_target(out, overwrite, keep=(base, adapter))
-    payload = read_payload(adapter, 0)
     merged: PreTrainedModel = from_folder(AutoModelForImageTextToText, base, dtype="auto")
-    put = merge_into if isinstance(payload, AdapterPayload) else put_weights
-    put(merged, payload)
+    merge_into(merged, read_payload(adapter, 0))
     with replace_model(out) as draft:
         save_model(merged, draft)
         from_folder(AutoProcessor, base).save_pretrained(draft)

@@ -112,33 +112,21 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
     All processes of a run must give the same limits.
     """
     try:
-        return _text_side(folder, pixels)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if (family := config.get("model_type")) not in SUPPORTED_FAMILIES:
+            families = ", ".join(SUPPORTED_FAMILIES)
+            raise UserInputError(f"Model type {family!r} is not supported: choose one of {families}.")
+        tokenizer = _load_tokenizer(folder)
+        image_token = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
+        codec = ChatCodec(tokenizer, _chat_template(folder, tokenizer), image_token)
+        images = ImageProcessorSpec.from_folder(folder).limited(pixels)
+        # Older folders have the language model's settings at the top.
+        return TextSide(codec, images, int(config.get("text_config", config)["vocab_size"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
         raise UserInputError(
             f"The text files of the model in {folder} cannot be read ({type(error).__name__}: {error}): fetch or copy "
             "it again."
         ) from error
-
-
-def _text_side(folder: Path, pixels: PixelLimits) -> TextSide:
-    config = _read_config(folder)
-    if config.get("model_type") not in SUPPORTED_FAMILIES:
-        raise UserInputError(
-            f"Model type {config.get('model_type')!r} is not supported: choose one of {', '.join(SUPPORTED_FAMILIES)}."
-        )
-    tokenizer = _load_tokenizer(folder)
-    image_token = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
-    codec = ChatCodec(tokenizer, _chat_template(folder, tokenizer), image_token)
-    images = ImageProcessorSpec.from_folder(folder).limited(pixels)
-    # Older folders have the language model's settings at the top.
-    return TextSide(codec, images, int(config.get("text_config", config)["vocab_size"]))
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserInputError(f"Cannot read {folder / 'config.json'}: {error}") from error
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.models.memory.shape import TARGET_MODULES
-from rl_vlm.models.weights import DOWN, PREFIX, UP, LoraSettings, WeightPayload, check_fits
+from rl_vlm.models.weights import (
+    DOWN,
+    PREFIX,
+    UP,
+    FullPayload,
+    LoraSettings,
+    WeightPayload,
+    check_fits,
+    put_weights,
+)
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
@@ -90,7 +99,11 @@ def merged_weights(payload: WeightPayload, base: Mapping[str, Tensor]) -> dict[s
 
 
 def merge_into(model: nn.Module, payload: WeightPayload) -> None:
-    """Add an adapter to a model's weights, in place. Raises UserInputError for one that does not fit."""
+    """Add an adapter to a model's weights in place, or put full weights there. Raises UserInputError for what does not
+    fit."""
+    if isinstance(payload, FullPayload):
+        put_weights(model, payload)
+        return
     linears = adaptable_linears(model)
     for name, weight in merged_weights(payload, linear_weights(model)).items():
         linears[name].weight.data = weight

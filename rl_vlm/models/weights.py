@@ -121,7 +121,7 @@ def _read_header(tensors: bytes | memoryview) -> tuple[int, dict[str, Any]]:
 class WeightPayload:
     """One immutable version of a policy: safetensors bytes, what they are as JSON, and the `tree_digest` of the bytes.
 
-    KIND begins messages; FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
+    FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
     TENSOR_NAME is part of the name of some tensor.
     """
 
@@ -131,7 +131,6 @@ class WeightPayload:
     sha256: str
     policy: str = POLICY
 
-    KIND: ClassVar[str]
     FOLDER: ClassVar[str]
     TENSORS: ClassVar[str]
     CONFIG: ClassVar[str]
@@ -174,7 +173,7 @@ class WeightPayload:
     def verify(self) -> Self:
         """Return self if the bytes match the hash."""
         if tree_digest(self.tensors) != self.sha256:
-            raise UserInputError(f"{self.KIND} version {self.version} is corrupt: its bytes do not match its SHA-256.")
+            raise UserInputError(f"Policy version {self.version} is corrupt: its bytes do not match its SHA-256.")
         return self
 
     def state(self) -> dict[str, Tensor]:
@@ -193,7 +192,7 @@ class WeightPayload:
                     flat = torch.frombuffer(self.tensors, dtype=dtype, count=count, offset=start + begin)
                     tensors[name] = flat.view(entry["shape"])
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error!r}).") from error
+            raise UserInputError(f"Policy version {self.version} is corrupt ({error!r}).") from error
         return tensors
 
     def rounded(self, dtype: str) -> Self:
@@ -286,7 +285,6 @@ class LoraSettings(BaseModel):
 class AdapterPayload(WeightPayload):
     """One adapter version: peft's names, and `config_json` is peft's configuration."""
 
-    KIND: ClassVar[str] = "Adapter"
     FOLDER: ClassVar[str] = "adapter"
     TENSORS: ClassVar[str] = "adapter_model.safetensors"
     CONFIG: ClassVar[str] = "adapter_config.json"
@@ -312,7 +310,6 @@ class FullPayload(WeightPayload):
     """All parameters of a model by transformers' names, tied ones once; `config_json` names the model that they
     began as."""
 
-    KIND: ClassVar[str] = "Weight"
     FOLDER: ClassVar[str] = "weights"
     TENSORS: ClassVar[str] = "model.safetensors"
     CONFIG: ClassVar[str] = "full_weights.json"
@@ -356,16 +353,7 @@ _KINDS: tuple[type[AdapterPayload] | type[FullPayload], ...] = (AdapterPayload, 
 
 def read_payload(folder: Path, version: int, policy: str = POLICY) -> WeightPayload:
     """Read the version in a folder, of whichever kind it is. Raises UserInputError."""
-    return _kind_of(folder).read(folder, version, policy)
-
-
-def tensors_file(folder: Path) -> Path:
-    """The file with the tensors in such a folder."""
-    return folder / _kind_of(folder).TENSORS
-
-
-def _kind_of(folder: Path) -> type[AdapterPayload] | type[FullPayload]:
-    return FullPayload if is_full(folder) else AdapterPayload
+    return (FullPayload if is_full(folder) else AdapterPayload).read(folder, version, policy)
 
 
 def is_full(folder: Path) -> bool:
