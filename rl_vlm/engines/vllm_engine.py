@@ -17,7 +17,7 @@ from rl_vlm.config import CommonConfig
 from rl_vlm.engines.base import EngineError, EngineStats, TokenStream
 from rl_vlm.engines.vllm_request import VLLMSampler
 from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
-from rl_vlm.engines.vllm_weights import Adapter, AdapterVersions, FullVersions
+from rl_vlm.engines.vllm_weights import AdapterVersions, FullVersions
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
@@ -70,7 +70,7 @@ class VLLMEngine:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
         self._versions = (FullVersions if full else AdapterVersions)(self._llm, in_flight)
-        names = "all" if full else "adapters" if in_flight else ""
+        names = ("all" if full else "adapters") if in_flight else ""
         self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts, names)
 
     @property
@@ -240,12 +240,10 @@ class VLLMEngine:
     async def _complete(self, request: GenerationRequest) -> Completion:
         started = time.monotonic()
         plan = await self._sampler.plan(request)
-        adapter = self._versions.choose(request)
-        # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
-        samples = await all_or_none(
-            [self._sampler.sample(plan, number, adapter) for number in range(request.sampling.n)]
-        )
-        version = _version(request, adapter)
+        async with self._versions.lease(request) as (adapter, version):
+            # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
+            numbers = range(request.sampling.n)
+            samples = await all_or_none([self._sampler.sample(plan, number, adapter) for number in numbers])
         return Completion(
             request_id=request.request_id,
             prompt_ids=plan.expanded,
@@ -259,18 +257,11 @@ class VLLMEngine:
         """Put the request's tokens into the stream as they come, and its error if it has one."""
         try:
             plan = await self._sampler.plan(request)
-            adapter = self._versions.choose(request)
-            stream.policy_version = _version(request, adapter)
-            await all_or_none(
-                [self._sampler.sample(plan, number, adapter, stream) for number in range(request.sampling.n)]
-            )
+            async with self._versions.lease(request) as (adapter, stream.policy_version):
+                numbers = range(request.sampling.n)
+                await all_or_none([self._sampler.sample(plan, number, adapter, stream) for number in numbers])
         except asyncio.CancelledError:
             stream.fail(EngineError(_CLOSED))  # other cancellations come from the reader, which has stopped reading
             raise
         except Exception as error:
             stream.fail(error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}."))
-
-
-def _version(request: GenerationRequest, adapter: Adapter | None) -> int:
-    """The version that samples a request, where vLLM does not name it."""
-    return adapter.version if adapter is not None else min(request.min_version, 0)

@@ -151,18 +151,14 @@ class VLLMSampler:
         except (VLLMError, ValueError) as error:
             reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
             raise EngineError(f"Request {plan.request.request_id}: {reason}") from error
-        pieces: tuple[tuple[int, int], ...] = ()
-        if self._names_versions == "all" or self._is_named(plan, adapter):
-            pieces = tuple((span.end - span.start, int(span.version)) for span in output.weight_versions)
-        if not self._is_named(plan, adapter) and any(version for _, version in pieces):
-            raise EngineError(f"Request {plan.request.request_id}: the base model gave way to a version meanwhile.")
+        spans = output.weight_versions if self._is_named(plan, adapter) else ()
         new = read_tokens(output, plan.request.sampling.top_logprobs)
         return Sample(
             np.array(new.token_ids, dtype=np.int32),
             np.array(new.logprobs, dtype=np.float32),
             self._stop_reason(plan, output, new),
             tuple(new.top_logprobs),
-            pieces if self._is_named(plan, adapter) else (),
+            tuple((span.end - span.start, int(span.version)) for span in spans),
         )
 
     def _is_named(self, plan: Plan, adapter: Adapter | None) -> bool:

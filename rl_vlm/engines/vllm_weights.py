@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,17 @@ class AdapterVersions(Versions):
         """The highest version of any policy."""
         return max((adapters[-1].version for adapters in list(self._adapters.values())), default=0)
 
-    def choose(self, request: GenerationRequest) -> Adapter | None:
-        """The adapter that a request is sampled with, or begins with: its policy's newest. Raises EngineError."""
+    @contextlib.asynccontextmanager
+    async def lease(self, request: GenerationRequest) -> AsyncIterator[tuple[Adapter | None, int]]:
+        """The adapter that a request is sampled with, or begins with, and its version: its policy's newest. Raises
+        EngineError."""
         if request.min_version == BASE_MODEL:
-            return None
+            yield None, BASE_MODEL
+            return
         adapters = self._adapters.get(request.policy)
-        check_version(request, adapters[-1].version if adapters else 0)
-        return adapters[-1] if adapters else None
+        version = adapters[-1].version if adapters else 0
+        check_version(request, version)
+        yield adapters[-1] if adapters else None, version
 
     async def load(self, payload: WeightPayload) -> None:
         """Serve a version to every request that starts from now on. Raises EngineError."""
@@ -144,10 +148,33 @@ class FullVersions(Versions):
     running samples take it between two tokens. Its bytes go through a file, which the engine core maps.
     """
 
-    version = 0
+    def __init__(self, llm: Any, in_flight: InFlightUpdates | None) -> None:
+        super().__init__(llm, in_flight)
+        self.version = 0
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+        self._bound = 0  # requests that must end with the weights that they began with
 
-    def choose(self, request: GenerationRequest) -> None:
-        """Raise EngineError where a request cannot be answered with the weights that are there."""
+    @contextlib.asynccontextmanager
+    async def lease(self, request: GenerationRequest) -> AsyncIterator[tuple[None, int]]:
+        """The version with which the request is sampled or, with in-flight updates, begins. Raises EngineError."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._check(request)
+        asks_base = request.min_version == BASE_MODEL
+        bound = asks_base or self._in_flight is None
+        self._bind(int(bound))
+        try:
+            yield None, BASE_MODEL if asks_base else self.version
+        finally:
+            self._bind(-int(bound))
+
+    def _bind(self, difference: int) -> None:
+        self._bound += difference
+        (self._idle.clear if self._bound else self._idle.set)()
+
+    def _check(self, request: GenerationRequest) -> None:
         if self.broken:
             raise EngineError(self.broken)
         if request.min_version == BASE_MODEL and self.version:
@@ -160,9 +187,10 @@ class FullVersions(Versions):
     async def load(self, payload: WeightPayload) -> None:
         """Serve a version to every request that starts from now on. Raises EngineError."""
         file, llm = await asyncio.to_thread(self._write, payload), self._llm
+        self._open.clear()
         try:
-            # Returns when the running requests are finished, or with "keep" the step under way is; new ones wait.
-            await llm.pause_generation(mode="keep" if self._in_flight else "wait", clear_cache=False)
+            await self._idle.wait()
+            await llm.pause_generation(mode="keep", clear_cache=False)  # returns when the step under way is done
             await llm.collective_rpc("load_full_weights", args=(str(file),))
             await llm.update_weight_version(str(payload.version))  # which vLLM then names with every token
             # Keys, values and image features of the older weights. The processor's cache holds pixels, and stays.
@@ -173,10 +201,12 @@ class FullVersions(Versions):
             # Generation stays paused: nothing may be sampled from weights that are half of one version.
             self.broken = f"Version {payload.version} was not loaded as a whole ({error!r}): restart the replica."
             raise EngineError(self.broken) from error
+        else:
+            self.version = payload.version
+            await llm.resume_generation()
         finally:
             file.unlink(missing_ok=True)
-        self.version = payload.version
-        await llm.resume_generation()
+            self._open.set()
 
     def _write(self, payload: WeightPayload) -> Path:
         if not isinstance(payload, FullPayload):
