@@ -26,7 +26,7 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater, make_optimizer
 from rl_vlm.models.images import patchify
-from rl_vlm.models.memory.cards import gib, plan_memory
+from rl_vlm.models.memory.needs import gib, plan_memory
 from rl_vlm.models.memory.shape import ModelShape
 
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16 FLOP/s, dense

@@ -38,7 +38,7 @@ from rl_vlm.learning.plan import (
 )
 from rl_vlm.learning.update import lr_factor
 from rl_vlm.models.loading import TextSide, load_text_side
-from rl_vlm.models.memory.cards import shares_gpu
+from rl_vlm.models.memory.needs import shares_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.numerics import derive_seed, mean_kl

@@ -214,7 +214,7 @@ def serve(
         from rl_vlm.models.weights import find_trained
         from rl_vlm.runs import serve as launch
 
-        find_trained(adapter, None)
+        find_trained(adapter)
 
         planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
         launch.run_server(planned, say)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +45,15 @@ def check_version(request: GenerationRequest, version: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def naming(request: GenerationRequest) -> Iterator[None]:
+    """A UserInputError inside becomes an EngineError about the request."""
+    try:
+        yield
+    except UserInputError as error:
+        raise EngineError(f"Request {request.request_id}: {error}") from error
+
+
 def expand_prompt(
     request: GenerationRequest, count_tokens: Callable[[int, int], int], image_token_id: int, max_context: int
 ) -> np.ndarray:
@@ -54,11 +63,9 @@ def expand_prompt(
     Raises EngineError where it does not fit its images or, with all new tokens, the context.
     """
     name, new_tokens = request.request_id, request.sampling.max_new_tokens
-    try:
+    with naming(request):
         counts = [count_tokens(image.width, image.height) for image in request.images]
         ids = expand_image_tokens(request.prompt_ids, image_token_id, counts, name)
-    except UserInputError as error:
-        raise EngineError(f"Request {name}: {error}") from error
     if len(ids) + new_tokens > max_context:
         raise EngineError(
             f"Request {name}: {len(ids)} prompt tokens and {new_tokens} new ones exceed the context of {max_context}: "
@@ -176,24 +183,16 @@ def choice_tokens(sampling: SamplingParams, encode: Encode, decode: Decode) -> t
     return tuple(sequences)
 
 
-def encode_choices(request: GenerationRequest, encode: Encode, decode: Decode) -> tuple[TokenSequence, ...]:
-    """`choice_tokens` of a request in the engine. Raises EngineError."""
-    try:
-        return choice_tokens(request.sampling, encode, decode)
-    except UserInputError as error:
-        raise EngineError(f"Request {request.request_id}: {error}") from error
-
-
 # Streams of sampled tokens, from an engine's thread to the reader's event loop.
 
 
 @dataclass(slots=True)
-class _NewTokens:
-    """Tokens of one sample that have not been read yet."""
+class NewTokens:
+    """Tokens of one sample that have not been read yet, and why it has ended."""
 
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[TopLogprobs]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each place, where asked for
     stop_reason: StopReason | None = None
 
 
@@ -206,7 +205,8 @@ class TokenStream:
     def __init__(self, num_samples: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._pending: deque[tuple[int, int, list[int], list[float], list[TopLogprobs], StopReason | None]] = deque()
+        self._lock = threading.Lock()
+        self._unread: dict[tuple[int, int], NewTokens] = {}  # by sample and version
         self._error: Exception | None = None
         self._unfinished = num_samples
         self.policy_version = 0  # of the tokens that are put next; set before the first
@@ -214,18 +214,16 @@ class TokenStream:
     @property
     def has_tokens(self) -> bool:
         """Whether there are tokens that have not been read."""
-        return bool(self._pending)
+        return bool(self._unread)
 
-    def put(
-        self,
-        number: int,
-        token_ids: list[int],
-        logprobs: list[float],
-        top_logprobs: list[TopLogprobs],
-        stop_reason: StopReason | None,
-    ) -> None:
+    def put(self, number: int, new: NewTokens) -> None:
         """Add tokens of sample `number`, from any thread; `notify` wakes the reader."""
-        self._pending.append((number, self.policy_version, token_ids, logprobs, top_logprobs, stop_reason))
+        with self._lock:
+            unread = self._unread.setdefault((number, self.policy_version), NewTokens())
+            unread.token_ids += new.token_ids
+            unread.logprobs += new.logprobs
+            unread.top_logprobs += new.top_logprobs
+            unread.stop_reason = new.stop_reason
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error, which is raised after the tokens added before; from any thread."""
@@ -237,32 +235,20 @@ class TokenStream:
         while self._unfinished:
             await self._arrived.wait()
             self._arrived.clear()
-            for chunk in self._read_pending():
-                self._unfinished -= chunk.stop_reason is not None
-                yield chunk
-            if self._error is not None and not self._pending:
+            with self._lock:
+                unread, self._unread = self._unread, {}
+            for (number, version), new in unread.items():
+                self._unfinished -= new.stop_reason is not None
+                yield SampleChunk(
+                    number=number,
+                    token_ids=np.array(new.token_ids, dtype=np.int32),
+                    logprobs=np.array(new.logprobs, dtype=np.float32),
+                    policy_version=version,
+                    stop_reason=new.stop_reason,
+                    top_logprobs=tuple(new.top_logprobs),
+                )
+            if self._error is not None and not self._unread:
                 raise self._error
-
-    def _read_pending(self) -> list[SampleChunk]:
-        growth: dict[tuple[int, int], _NewTokens] = {}
-        while self._pending:
-            number, version, token_ids, logprobs, top_logprobs, stop_reason = self._pending.popleft()
-            entry = growth.setdefault((number, version), _NewTokens([], [], []))
-            entry.token_ids += token_ids
-            entry.logprobs += logprobs
-            entry.top_logprobs += top_logprobs
-            entry.stop_reason = stop_reason
-        return [
-            SampleChunk(
-                number=number,
-                token_ids=np.array(entry.token_ids, dtype=np.int32),
-                logprobs=np.array(entry.logprobs, dtype=np.float32),
-                policy_version=version,
-                stop_reason=entry.stop_reason,
-                top_logprobs=tuple(entry.top_logprobs),
-            )
-            for (number, version), entry in growth.items()
-        ]
 
 
 def notify(streams: Iterable[TokenStream]) -> None:

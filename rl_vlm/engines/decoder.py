@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,14 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_vlm.chat import ChatCodec, mrope_positions
-from rl_vlm.engines.base import EngineError, encode_choices, expand_prompt
+from rl_vlm.engines.base import EngineError, NewTokens, choice_tokens, expand_prompt, naming
 from rl_vlm.engines.rows import (
-    ChoiceNode,
+    Choices,
     Chosen,
     PreparedRequest,
     RowCache,
     RowTable,
-    choice_trie,
     choose_tokens,
     most_likely,
     penalise,
@@ -168,8 +166,7 @@ class DecoderCounts:
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    passes: int = 0  # forward passes of the language model
-    steps: int = 0  # decode steps, which are part of `passes`
+    steps: int = 0  # decode steps
     step_rows: int = 0  # rows summed over the decode steps
 
 
@@ -188,7 +185,6 @@ class Decoder:
         self._max_context = max_context
         self._device = backbone.device
         self._text = TextModel(backbone.model, max_context)
-        self._trie = lru_cache(maxsize=64)(choice_trie)
         self._random = np.random.default_rng()
         self.counts = DecoderCounts()
         self.clear()
@@ -216,18 +212,17 @@ class Decoder:
 
     def longest(self, request: GenerationRequest) -> int:
         """Tokens that a sample of the request may have at its end, prompt and images included."""
-        spec = self._backbone.images
+        count = self._backbone.images.count_tokens
         try:
-            grids = [spec.grid_thw(image.width, image.height) for image in request.images]
+            images = sum(count(image.width, image.height) - 1 for image in request.images)
         except UserInputError:
             return self._max_context  # `prepare` refuses it
-        prompt = len(request.prompt_ids) + sum(spec.num_image_tokens(grid) - 1 for grid in grids)
-        return min(prompt + request.sampling.max_new_tokens, self._max_context)
+        return min(len(request.prompt_ids) + images + request.sampling.max_new_tokens, self._max_context)
 
     @property
     def progress(self) -> int:
         """Grows while a forward pass of the language model is under way, too."""
-        return self.counts.passes + self._text.parts_done
+        return self._text.parts_done
 
     def prepare(self, requests: Sequence[GenerationRequest]) -> list[PreparedRequest | EngineError]:
         """Expand prompts and encode their images (all images of all requests in one vision batch).
@@ -247,9 +242,10 @@ class Decoder:
             for index, item in enumerate(prepared):
                 if isinstance(item, PreparedRequest):
                     try:
-                        self._encode_images([item])
-                    except UserInputError as error:
-                        prepared[index] = EngineError(f"Request {item.request.request_id}: {error}")
+                        with naming(item.request):
+                            self._encode_images([item])
+                    except EngineError as error:
+                        prepared[index] = error
         return prepared
 
     def _expanded(self, request: GenerationRequest) -> PreparedRequest:
@@ -258,9 +254,10 @@ class Decoder:
         grids = [spec.grid_thw(image.width, image.height) for image in request.images]
         if not len(ids) or ids.min() < 0 or ids.max() >= len(self._backbone.token_bias):
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
-        choices: ChoiceNode | None = None
+        choices: Choices | None = None
         if request.sampling.choices:
-            choices = self._trie(encode_choices(request, self._codec.encode_text, self._codec.decode))
+            with naming(request):
+                choices = choice_tokens(request.sampling, self._codec.encode_text, self._codec.decode)
         positions = mrope_positions(ids, image_token, grids, spec.merge_size)
         return PreparedRequest(request, ids, positions, time.monotonic(), choices)
 
@@ -326,8 +323,8 @@ class Decoder:
         """
         for state, produced in zip(self._rows.states, self._rows.produced.tolist(), strict=True):
             state.changes.append((produced, version))
-            if state.prepared.stream is not None:
-                state.prepared.stream.policy_version = version
+            if (stream := state.prepared.stream) is not None:
+                stream.policy_version = version
         if recompute:
             self._recompute()
 
@@ -339,7 +336,6 @@ class Decoder:
             for batch in _batches(range(len(rows)), lambda row: int(rows.length[row])):
                 _, layers = self._forward([(*rows.cached(row), rows.states[row].prepared.features) for row in batch])
                 self._cache.replace(layers, torch.tensor(batch, device=self._device))
-                self.counts.passes += 1
         for item in prepared:
             item.features = []
 
@@ -378,9 +374,9 @@ class Decoder:
         """Sample one token for the rows from `first` on (logits [R, V]) and retire what is finished."""
         rows = self._rows
         new = slice(first, len(rows))
-        special = [row for row in range(first, len(rows)) if not rows.states[row].prepared.plain]
-        nodes = {row - first: node for row in special if (node := rows.states[row].node) is not None}
-        restrict_to_choices(logits, nodes, self._codec.end_of_turn_id)
+        special = [row for row in range(first, len(rows)) if not rows.states[row].plain]
+        choices = {row - first: left for row in special if (left := rows.states[row].choices) is not None}
+        restrict_to_choices(logits, choices, self._codec.end_of_turn_id)
         self._restrict_by_past(logits, special, first)
         temperature, top_p, top_k, min_p = (
             getattr(rows, name)[new] for name in ("temperature", "top_p", "top_k", "min_p")
@@ -400,7 +396,6 @@ class Decoder:
         rows.logprobs[index, rows.produced[new]] = chosen.logprobs.cpu().numpy()
         rows.produced[new] += 1
         self.counts.generated_tokens += len(tokens)
-        self.counts.passes += 1
         ended = tokens == self._codec.end_of_turn_id
         ended[[row - first for row in special if rows.states[row].prepared.request.sampling.ignore_eos]] = False
         stops: dict[int, StopReason] = {}
@@ -409,9 +404,6 @@ class Decoder:
         if special:
             self._record_top_logprobs(special, chosen, first)
             self._advance(special, stops)
-        for row in range(first, len(rows)):
-            if rows.states[row].prepared.cancelled:
-                stops[row] = StopReason.LENGTH
         return self._retire(stops) if stops else []
 
     def _restrict_by_past(self, logits: Tensor, special: list[int], first: int) -> None:
@@ -436,7 +428,7 @@ class Decoder:
                 states[row].top_logprobs.append(alternatives)
 
     def _advance(self, special: list[int], stops: dict[int, StopReason]) -> None:
-        """Search for stop strings (added to `stops`), move in the choice tries, and feed the streams."""
+        """Search for stop strings (added to `stops`), follow the choices, and feed the streams."""
         rows = self._rows
         for row in special:
             state, last = rows.states[row], rows.produced[row] - 1
@@ -453,11 +445,11 @@ class Decoder:
                 if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
             token = int(rows.tokens[row, last])
-            if state.node is not None:
-                state.node = state.node.following.get(token)
-            if state.prepared.stream is not None:
-                top = state.top_logprobs[-1:]
-                state.prepared.stream.put(state.number, [token], [float(rows.logprobs[row, last])], top, stops.get(row))
+            if state.choices is not None:
+                state.choices = tuple(choice[1:] for choice in state.choices if choice[:1] == (token,)) or None
+            if (stream := state.prepared.stream) is not None:
+                new = NewTokens([token], [float(rows.logprobs[row, last])], state.top_logprobs[-1:], stops.get(row))
+                stream.put(state.number, new)
 
     def _retire(self, stops: dict[int, StopReason]) -> list[PreparedRequest]:
         finished: list[PreparedRequest] = []

@@ -18,34 +18,14 @@ from rl_vlm.models.memory.shape import KV_BLOCK, KV_ROWS_PER_USED
 from rl_vlm.models.qwen_vl import ImageFeatures, last_token_attention
 from rl_vlm.types import Completion, GenerationRequest, Sample, SamplingParams, StopReason, TopLogprobs
 
-
-@dataclass(slots=True, eq=False)
-class ChoiceNode:
-    """A state of the token trie: the states that tokens lead to, and whether a choice is complete here."""
-
-    following: dict[int, ChoiceNode] = field(default_factory=dict)
-    complete: bool = False
-
-    def allowed(self, end_of_turn_id: int) -> list[int]:
-        """The tokens that may come next."""
-        return [*self.following, end_of_turn_id] if self.complete else [*self.following]
+Choices = tuple[TokenSequence, ...]  # of a guided choice: how each that is still possible goes on
 
 
-def choice_trie(sequences: Sequence[TokenSequence]) -> ChoiceNode:
-    """The root of the trie of these token sequences."""
-    root = ChoiceNode()
-    for sequence in sequences:
-        node = root
-        for token in sequence:
-            node = node.following.setdefault(token, ChoiceNode())
-        node.complete = True
-    return root
-
-
-def restrict_to_choices(logits: Tensor, nodes: Mapping[int, ChoiceNode], end_of_turn_id: int) -> None:
-    """Set everything but the allowed tokens to -inf, in the rows of logits [R, V] that `nodes` (row -> state) names."""
-    for row, node in nodes.items():
-        allowed = torch.tensor(node.allowed(end_of_turn_id), device=logits.device)
+def restrict_to_choices(logits: Tensor, left: Mapping[int, Choices], end_of_turn_id: int) -> None:
+    """Set all but the allowed tokens to -inf, in the rows of logits [R, V] that `left` (row -> choices) names."""
+    for row, choices in left.items():
+        tokens = {choice[0] if choice else end_of_turn_id for choice in choices}
+        allowed = torch.tensor(sorted(tokens), device=logits.device)
         kept = logits[row, allowed]
         logits[row] = float("-inf")
         logits[row, allowed] = kept
@@ -278,6 +258,43 @@ class RowCache:
                 tensors[k] = grown
 
 
+# Calls of the transformers engine, which pass from the callers' event loops to the engine's thread and back.
+
+
+@dataclass(slots=True, eq=False)
+class EngineCall:
+    """One call of `generate` or `stream`: its requests, and the future of all answers.
+
+    Compared by identity: two calls may ask the same.
+    """
+
+    requests: list[GenerationRequest]
+    future: Future[list[Completion]] = field(default_factory=Future)
+    stream: TokenStream | None = None  # set by `stream`, which does not use the future
+    admitted: int = 0  # requests that have begun
+    prepared: list[PreparedRequest] = field(default_factory=list)  # these, in order
+    unanswered: int = field(init=False)
+    over: bool = False  # cancelled or refused: none of its remaining requests is started
+
+    def __post_init__(self) -> None:
+        self.unanswered = len(self.requests)
+
+    @property
+    def policy(self) -> str:
+        return self.requests[0].policy
+
+    @property
+    def base_model(self) -> bool:
+        return self.requests[0].min_version == BASE_MODEL
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error in the caller, unless the call has ended."""
+        if self.stream is not None:
+            self.stream.fail(error)
+        elif not self.future.done():
+            self.future.set_exception(error)
+
+
 # The state of the running samples: arrays with one entry per row, in the order of the key-value cache.
 
 _VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "top_p", "top_k", "min_p")
@@ -285,19 +302,29 @@ _VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "
 
 @dataclass(slots=True, eq=False)
 class PreparedRequest:
-    """A request in the decoder: its expanded prompt, and the samples that are finished."""
+    """A request in the decoder: its expanded prompt, the samples that are finished, and its answer."""
 
     request: GenerationRequest
     prompt_ids: np.ndarray
     positions: np.ndarray  # int64 [3, P]
     submitted: float
-    choices: ChoiceNode | None = None
+    choices: Choices | None = None
     version: int = 0  # of the weights that it begins with
     features: list[ImageFeatures] = field(default_factory=list)
     started: float = 0.0
     samples: dict[int, Sample] = field(default_factory=dict)
-    cancelled: bool = False
-    stream: TokenStream | None = None
+    call: EngineCall | None = None
+    answer: Completion | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.call is not None and self.call.over
+
+    @property
+    def stream(self) -> TokenStream | None:
+        """Where its tokens go as they come."""
+        return None if self.call is None else self.call.stream
 
     @property
     def plain(self) -> bool:
@@ -312,13 +339,14 @@ class PreparedRequest:
 
 @dataclass(slots=True, eq=False)
 class RowState:
-    """The part of a row that is not in arrays: its request and sample number, its place in the choice trie, its top
+    """The part of a row that is not in arrays: its request and sample number, how its choices go on, its top
     log-probabilities, and (tokens before, version) of each change of the weights under it.
     """
 
     prepared: PreparedRequest
     number: int
-    node: ChoiceNode | None
+    choices: Choices | None
+    plain: bool  # see PreparedRequest
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     changes: list[tuple[int, int]] = field(default_factory=list)
 
@@ -357,7 +385,7 @@ class RowTable:
         sampling = [item.request.sampling for item in prepared]
         copies = [params.n for params in sampling]
         self.states += [
-            RowState(item, number, item.choices)
+            RowState(item, number, item.choices, item.plain)
             for item, n in zip(prepared, copies, strict=True)
             for number in range(n)
         ]
@@ -366,11 +394,9 @@ class RowTable:
             "position": [int(item.positions.max()) + 1 for item in prepared],
             "produced": [0] * len(prepared),
             "limit": [params.max_new_tokens for params in sampling],
-            "temperature": [params.temperature for params in sampling],
-            "top_p": [params.top_p for params in sampling],
-            "top_k": [params.top_k for params in sampling],
-            "min_p": [params.min_p for params in sampling],
         }
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            new[name] = [getattr(params, name) for params in sampling]
         for name, values in new.items():
             have = getattr(self, name)
             setattr(self, name, np.concatenate([have, np.repeat(np.array(values, dtype=have.dtype), copies)]))
@@ -410,37 +436,3 @@ class RowTable:
         for name in (*_VECTORS, "tokens", "logprobs"):
             setattr(self, name, getattr(self, name)[keep])
         return keep
-
-
-# Calls of the transformers engine, which pass from the callers' event loops to the engine's thread and back.
-
-
-@dataclass(slots=True, eq=False)
-class EngineCall:
-    """One call of `generate` or `stream`: its requests, its answers as they come, and the future of all answers.
-
-    Compared by identity: two calls may ask the same.
-    """
-
-    requests: list[GenerationRequest]
-    future: Future[list[Completion]] = field(default_factory=Future)
-    answers: dict[int, Completion] = field(default_factory=dict)
-    admitted: int = 0
-    prepared: list[PreparedRequest] = field(default_factory=list)
-    over: bool = False  # cancelled or refused: none of its remaining requests is started
-    stream: TokenStream | None = None  # set by `stream`, which does not use the future
-
-    @property
-    def policy(self) -> str:
-        return self.requests[0].policy
-
-    @property
-    def base_model(self) -> bool:
-        return self.requests[0].min_version == BASE_MODEL
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error in the caller, unless the call has ended."""
-        if self.stream is not None:
-            self.stream.fail(error)
-        elif not self.future.done():
-            self.future.set_exception(error)

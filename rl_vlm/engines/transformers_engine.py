@@ -14,8 +14,8 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from rl_vlm.engines.base import (
 )
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import EngineCall, PreparedRequest, reserved_tokens, whole_blocks
-from rl_vlm.engines.weights import AdapterWeights, Formed, FullWeights, Version, Weights
+from rl_vlm.engines.weights import AdapterWeights, FullWeights, Version, Weights
 from rl_vlm.models.devices import choose_precision, use_fast_products
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
@@ -125,15 +125,9 @@ class TransformersEngine:
         self._batches: list[RunningBatch] = []  # in the order of their turns, the current one first
         self._steps_left = _STEPS_PER_TURN  # of the current one's turn
         self._in_place = self._base  # the version whose weights are
-        # The version whose vision tower cached features are of; None: the base model's
-        self._tower: Version | None = None
-        self._short_of_memory: str | None = None  # the policy whose next request found none
-        self._loading = False
         self._open: set[EngineCall] = set()  # calls that are not answered yet
         self._upcoming: deque[EncodedImage] = deque(maxlen=_MAX_UPCOMING_IMAGES)  # of later requests
-        self._waiting: defaultdict[str, deque[EngineCall]] = defaultdict(deque)  # policy -> calls not admitted entirely
-        self._owners: dict[int, tuple[EngineCall, int]] = {}  # id(PreparedRequest) -> its call and place in it
-        self._streams: set[TokenStream] = set()  # of running calls
+        self._waiting: list[EngineCall] = []  # not admitted entirely, the oldest first
         self._requests = self._swaps = 0
         self._last_swap_s = 0.0
         self._wake = threading.Condition()
@@ -204,7 +198,7 @@ class TransformersEngine:
                 raise EngineError("The engine is closed.")
             self._requests += len(call.requests)
             self._open.add(call)
-            self._waiting[call.policy].append(call)
+            self._waiting.append(call)
             self._wake.notify()
         return call
 
@@ -217,22 +211,14 @@ class TransformersEngine:
                 "serving.max_kv_gib."
             )
 
-    @property
-    def _num_rows(self) -> int:
-        """Samples that are running."""
-        return sum(batch.decoder.num_rows for batch in self._batches)
-
-    def _waiting_calls(self) -> Iterator[EngineCall]:
-        return (call for calls in self._waiting.values() for call in calls)
-
     def stats(self) -> EngineStats:
         """Counts for metrics."""
         with self._wake:
-            waiting = sum(r.sampling.n for call in self._waiting_calls() for r in call.requests[call.admitted :])
+            waiting = sum(r.sampling.n for call in self._waiting for r in call.requests[call.admitted :])
         counts, backbone = self._decoder.counts, self.backbone
         return EngineStats(
             requests=self._requests,
-            running=self._num_rows,
+            running=sum(batch.decoder.num_rows for batch in self._batches),
             waiting=waiting,
             prompt_tokens=counts.prompt_tokens,
             generated_tokens=counts.generated_tokens,
@@ -253,36 +239,12 @@ class TransformersEngine:
         started = time.monotonic()
         if self._closed:
             raise EngineError("The engine is closed.")
-        if self._loading:
-            raise EngineError("A version is being loaded already: load one at a time.")
-        self._loading = True
-        forming = asyncio.ensure_future(asyncio.to_thread(lambda: self._weights.form(payload.verify())))
-        try:
-            formed = await asyncio.shield(forming)
-        except asyncio.CancelledError:
-            forming.add_done_callback(self._release_unused)  # a thread cannot be stopped
-            raise
-        finally:
-            self._loading = False
+        formed = await asyncio.to_thread(lambda: self._weights.form(payload.verify()))
         with self._wake:
-            before = self._newest.get(payload.policy)
             self._newest[payload.policy] = Version(payload.version, formed)
-            self._retire(before)
             self._swaps += 1
             self._last_swap_s = time.monotonic() - started
             self._wake.notify()
-
-    def _release_unused(self, forming: asyncio.Future[Formed]) -> None:
-        if not forming.cancelled() and forming.exception() is None:
-            self._weights.release(forming.result())
-
-    def _retire(self, version: Version | None) -> None:
-        """Release a version that is neither its policy's newest nor that of a batch."""
-        if version is None or version.formed is None:
-            return
-        used = [*self._newest.values(), *(batch.version for batch in self._batches)]
-        if not any(version is other for other in used):
-            self._weights.release(version.formed)
 
     def _has_own_tower(self, version: Version) -> bool:
         return self._weights.changes_tower(version.formed)
@@ -296,7 +258,7 @@ class TransformersEngine:
     async def drop_policy(self, policy: str) -> None:
         """Forget a policy; requests for its versions that come later are refused."""
         with self._wake:
-            self._retire(self._newest.pop(policy, None))
+            self._newest.pop(policy, None)
 
     async def close(self) -> None:
         """Stop the thread; calls that wait get an EngineError."""
@@ -310,39 +272,28 @@ class TransformersEngine:
         with self._wake:
             call.over = True
             self._open.discard(call)
-            if call in (calls := self._waiting[call.policy]):
-                calls.remove(call)
-            for item in call.prepared:
-                item.cancelled = True
-            if call.stream is not None:
-                self._streams.discard(call.stream)
+            if call in self._waiting:
+                self._waiting.remove(call)
 
     # What follows runs on the engine's thread.
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._batches) or any(self._waiting.values())
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closed or self._upcoming or self._has_work):
+                while not (self._closed or self._upcoming or self._batches or self._waiting):
                     self._wake.wait()
                 if self._closed:
                     break
-                idle = not self._has_work
-                images = (
-                    [self._upcoming.popleft() for _ in range(min(_IDLE_BATCH, len(self._upcoming)))] if idle else []
-                )
+                count = 0 if self._batches or self._waiting else min(_IDLE_BATCH, len(self._upcoming))
+                images = [self._upcoming.popleft() for _ in range(count)]
             try:
                 if images:
                     self._encode_ahead(images)
                     continue
                 self._advance()
-                if self._streams:
-                    with self._wake:
-                        readers = [stream for stream in self._streams if stream.has_tokens]
-                    notify(readers)
+                with self._wake:
+                    streams = [call.stream for call in self._open if call.stream is not None]
+                notify(stream for stream in streams if stream.has_tokens)
             except Exception as error:
                 self._fail(error)
         self._fail(EngineError("The engine is closed."))
@@ -368,28 +319,19 @@ class TransformersEngine:
         self._remove_empty_batches()
 
     def _remove_empty_batches(self) -> None:
-        for batch in [batch for batch in self._batches if not batch.decoder.num_rows]:
-            with self._wake:
-                self._batches.remove(batch)
-                self._retire(batch.version)
+        self._batches = [batch for batch in self._batches if batch.decoder.num_rows]
 
     def _put_in_place(self, version: Version) -> None:
         # Compared by identity: a policy may be dropped, and its name and numbers come again with other weights.
         if version is not self._in_place:
+            if self._has_own_tower(version) or self._has_own_tower(self._in_place):
+                self.backbone.forget_images()
             self._weights.use(version.formed)
             self._in_place = version
 
-    def _use_tower(self, version: Version) -> None:
-        """Encode images with the vision tower of a version, whose weights are in place."""
-        tower = version if self._has_own_tower(version) else None
-        if tower is not self._tower:
-            self.backbone.forget_images()
-            self._tower = tower
-
     def _encode_ahead(self, images: Sequence[EncodedImage]) -> None:
         if self._has_own_tower(self._in_place):
-            self._put_in_place(self._base)
-        self._use_tower(self._in_place)
+            return
         try:
             self.backbone.image_features(images)
         except UserInputError as error:
@@ -398,64 +340,62 @@ class TransformersEngine:
     def _update_running(self) -> None:
         """Running samples go on with the newest version of their policy; those of the base model stay with it."""
         for batch in self._batches:
-            with self._wake:
-                before, newest = batch.version, self._newest.get(batch.policy)
-                if before is self._base or newest is None or newest is before:
-                    continue
-                batch.version = newest
-                self._retire(before)
+            newest = self._newest.get(batch.policy)
+            if batch.version is self._base or newest is None or newest is batch.version:
+                continue
+            batch.version = newest
             self._put_in_place(newest)
-            self._use_tower(newest)
             batch.decoder.change_version(newest.number, recompute=self._in_flight == "recompute")
 
     def _admit(self) -> None:
-        """Start waiting requests, in the order of their policy's calls, while there is room for them.
+        """Start waiting requests, the oldest first, while there is room for them.
 
-        The policy that has found no memory comes first the next time, and no other passes it, so that large requests
-        get in.
+        A policy whose rows are all in use waits for itself alone. Where a request finds no memory none passes it, so
+        that large requests get in.
         """
-        admitted: dict[RunningBatch, list[tuple[EngineCall, int, GenerationRequest]]] = defaultdict(list)
+        admitted: dict[RunningBatch, list[tuple[EngineCall, GenerationRequest]]] = defaultdict(list)
         refused: list[tuple[EngineCall, EngineError]] = []
         with self._wake:
-            short_of_memory: str | None = None
             sizes = {batch: (batch.decoder.num_rows, batch.decoder.row_length) for batch in self._batches}
-            for policy in sorted(self._waiting, key=lambda policy: policy != self._short_of_memory):
-                calls = self._waiting[policy]
-                rows = sum(batch.decoder.num_rows for batch in self._batches if batch.policy == policy)
-                while calls and not (self._lockstep and (rows or admitted)):
-                    call = calls[0]
-                    version = self._base if call.base_model else self._newest.setdefault(policy, Version(0))
-                    try:
-                        for request in call.requests:
-                            check_version(request, version.number)
-                    except EngineError as error:  # the policy was dropped while the call waited
-                        refused.append((calls.popleft(), error))
-                        continue
-                    batch = self._batch(policy, version)
-                    while call.admitted < len(call.requests):
-                        request = call.requests[call.admitted]
-                        if rows and rows + request.sampling.n > self._max_rows and not self._lockstep:
-                            break
-                        size = self._size_with(request, *sizes.get(batch, (0, 0)))
-                        if any(count for count, _ in sizes.values()) and not self._has_memory({**sizes, batch: size}):
-                            short_of_memory = policy
-                            break
-                        sizes[batch] = size
-                        admitted[batch].append((call, call.admitted, request))
-                        rows += request.sampling.n
-                        call.admitted += 1
-                    if call.admitted < len(call.requests):
-                        break
-                    calls.popleft()
-                if short_of_memory is not None:
+            rows: Counter[str] = Counter()
+            for batch in self._batches:
+                rows[batch.policy] += batch.decoder.num_rows
+            full: set[str] = set()
+            for call in list(self._waiting):
+                if call.policy in full:
+                    continue
+                if self._lockstep and rows.total():
                     break
-            self._short_of_memory = short_of_memory
+                version = self._base if call.base_model else self._newest.setdefault(call.policy, Version(0))
+                try:
+                    for request in call.requests:
+                        check_version(request, version.number)
+                except EngineError as error:  # the policy was dropped while the call waited
+                    refused.append((call, error))
+                    continue
+                batch = self._batch(call.policy, version)
+                for request in call.requests[call.admitted :]:
+                    count, length = sizes.get(batch, (0, 0))
+                    size = count + request.sampling.n, max(length, self._decoder.longest(request))
+                    if not self._lockstep:
+                        if rows[call.policy] and rows[call.policy] + request.sampling.n > self._max_rows:
+                            full.add(call.policy)
+                            break
+                        if rows.total() and not self._has_memory({**sizes, batch: size}):
+                            break
+                    sizes[batch] = size
+                    admitted[batch].append((call, request))
+                    rows[call.policy] += request.sampling.n
+                    call.admitted += 1
+                if call.admitted == len(call.requests):
+                    self._waiting.remove(call)
+                elif call.policy not in full:
+                    break
         for call, reason in refused:
             self._refuse(call, reason)
         for batch, entries in admitted.items():
             self._put_in_place(batch.version)
-            self._use_tower(batch.version)
-            self._start(entries, batch.decoder, batch.version.number)
+            self._start(entries, batch)
 
     def _batch(self, policy: str, version: Version) -> RunningBatch:
         for batch in self._batches:
@@ -464,49 +404,40 @@ class TransformersEngine:
         self._batches.append(RunningBatch(policy, version, self._decoder.sibling()))
         return self._batches[-1]
 
-    def _size_with(self, request: GenerationRequest, rows: int, length: int) -> tuple[int, int]:
-        """Rows of a batch and the length that they may reach, once this request has joined."""
-        return rows + request.sampling.n, max(length, self._decoder.longest(request))
-
     def _has_memory(self, sizes: Mapping[RunningBatch, tuple[int, int]]) -> bool:
-        """Whether there is memory for the keys and values of batches of these sizes."""
+        """Whether there is memory for the keys and values of batches of these numbers of rows and lengths."""
         limit = self._max_kv_tokens
-        if limit is None or self._lockstep:
-            return True
-        return sum(reserved_tokens(*size) for size in sizes.values()) <= limit
+        return limit is None or sum(reserved_tokens(*size) for size in sizes.values()) <= limit
 
-    def _start(
-        self, batch: Sequence[tuple[EngineCall, int, GenerationRequest]], decoder: Decoder, version: int
-    ) -> None:
-        """Prefill requests, with their calls and places in these, whose `version` is in place."""
-        prepared = decoder.prepare([request for _, _, request in batch])
-        for (call, _, _), item in zip(batch, prepared, strict=True):
+    def _start(self, entries: Sequence[tuple[EngineCall, GenerationRequest]], batch: RunningBatch) -> None:
+        """Prefill requests, each with its call, whose version is in place."""
+        prepared = batch.decoder.prepare([request for _, request in entries])
+        live: list[PreparedRequest] = []
+        for (call, _), item in zip(entries, prepared, strict=True):
             if isinstance(item, EngineError):
                 self._refuse(call, item)
-        live: list[PreparedRequest] = []
-        with self._wake:  # a call may be cancelled while its images are encoded
-            for (call, index, _), item in zip(batch, prepared, strict=True):
-                if isinstance(item, PreparedRequest) and not call.over:
-                    call.prepared.append(item)
-                    item.version = version
-                    if call.stream is not None:
-                        call.stream.policy_version = version
-                        item.stream = call.stream
-                        self._streams.add(call.stream)
-                    self._owners[id(item)] = (call, index)
-                    live.append(item)
+            elif not call.over:  # it may have been cancelled while its images were encoded
+                item.call, item.version = call, batch.version.number
+                if call.stream is not None:
+                    call.stream.policy_version = item.version
+                call.prepared.append(item)
+                live.append(item)
         if live:
-            self._finish(decoder.admit(live))
+            self._finish(batch.decoder.admit(live))
 
     def _finish(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
-            call, index = self._owners.pop(id(item))
-            call.answers[index] = self._decoder.completion(item)
-            if len(call.answers) == len(call.requests):
-                with self._wake:
-                    self._open.discard(call)
-                if call.stream is None and not call.future.done():  # a stream has delivered the tokens
-                    call.future.set_result([call.answers[k] for k in range(len(call.requests))])
+            item.answer, call = self._decoder.completion(item), item.call
+            assert call is not None
+            call.unanswered -= 1
+            if call.unanswered:
+                continue
+            with self._wake:
+                self._open.discard(call)
+            if call.stream is not None:
+                notify([call.stream])
+            elif not call.future.done():
+                call.future.set_result([one.answer for one in call.prepared if one.answer is not None])
 
     def _refuse(self, call: EngineCall, error: Exception) -> None:
         self._drop(call)
@@ -515,14 +446,10 @@ class TransformersEngine:
     def _fail(self, error: Exception) -> None:
         """Fail all running and waiting calls; the engine continues unless it is closed."""
         with self._wake:
-            batches, self._batches = self._batches, []
-            for batch in batches:
-                self._retire(batch.version)
             calls = list(self._open)
+            self._batches = []
             self._open.clear()
             self._waiting.clear()
-            self._owners.clear()
-            self._streams.clear()
         wrapped = error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}.")
         for call in calls:
             call.fail(wrapped)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,27 +14,22 @@ from rl_vlm.config.serving import VLLM_TEMPERATURES
 from rl_vlm.engines.base import (
     BASE_MODEL,
     EngineError,
+    NewTokens,
     TokenSequence,
     TokenStream,
-    encode_choices,
+    choice_tokens,
     expand_prompt,
+    naming,
     notify,
 )
-from rl_vlm.engines.vllm_setup import Counts
+from rl_vlm.engines.vllm_setup import DEAD, Counts
+from rl_vlm.engines.vllm_weights import Adapter
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import GenerationRequest, Sample, SamplingParams, StopReason, TopLogprobs, UserInputError
+from rl_vlm.types import GenerationRequest, Sample, SamplingParams, StopReason
 
 # Conversion of sampling parameters to vLLM's, and of vLLM's outputs to ours.
 
 _SEED_MASK = 2**63 - 1
-
-
-class Piece(NamedTuple):
-    """Tokens of one sample with their log-probabilities and, where asked for, the most likely tokens of each place."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[TopLogprobs]
 
 
 def vllm_params(
@@ -77,36 +72,23 @@ def choice_grammar(choices: tuple[TokenSequence, ...]) -> str:
     return "root ::= " + " | ".join(" ".join(f"Token({token})" for token in tokens) for tokens in choices)
 
 
-def read_piece(output: Any, top: int) -> Piece:
+def read_tokens(output: Any, top: int) -> NewTokens:
     """The tokens of a vLLM CompletionOutput; `top`: how many alternatives were asked for."""
     flat = output.logprobs
-    starts = flat.start_indices
-    if not top:
-        return Piece(list(output.token_ids), [flat.logprobs[start] for start in starts], [])
     alternatives = [
         # The sampled token comes first, then the most likely ones.
         tuple(
             (token, value)
             for token, value in zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)
             if value > -float("inf")
-        )
-        for start, end in zip(starts, flat.end_indices, strict=True)
+        )[:top]
+        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
     ]
-    return Piece(
-        list(output.token_ids),
-        [flat.logprobs[start] for start in starts],
-        [likeliest[:top] for likeliest in alternatives],
-    )
-
-
-def read_versions(output: Any) -> tuple[tuple[int, int], ...]:
-    """(tokens, policy version) in order, of a finished CompletionOutput of a vLLM whose weight versions are policy
-    versions."""
-    return tuple((span.end - span.start, int(span.version)) for span in output.weight_versions)
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    return NewTokens(list(output.token_ids), logprobs, alternatives if top else [])
 
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = VLLM_TEMPERATURES
-DEAD = "vLLM's engine core has died, its log says why: restart the replica."
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +109,13 @@ class VLLMSampler:
         text: codec and image geometry of the model.
         max_context: prompt plus new tokens of a sample.
         counts: requests and tokens are added here.
-        in_flight: versions change under running requests, and each token names its version.
-        full: versions are all weights, so that samples without an adapter have one too.
+        names_versions: "all": vLLM names the version of every token; "adapters": of tokens that an adapter sampled;
+            "": of none.
     """
 
-    def __init__(
-        self, llm: Any, text: TextSide, max_context: int, counts: Counts, in_flight: bool, full: bool = False
-    ) -> None:
-        self._llm = llm
-        self._text = text
-        self._max_context = max_context
-        self.counts = counts
-        self._in_flight, self._full = in_flight, full
+    def __init__(self, llm: Any, text: TextSide, max_context: int, counts: Counts, names_versions: str) -> None:
+        self._llm, self._text, self._max_context = llm, text, max_context
+        self.counts, self._names_versions = counts, names_versions
 
     async def plan(self, request: GenerationRequest) -> Plan:
         """Check and expand a request; raises EngineError for what cannot be sampled."""
@@ -149,74 +126,69 @@ class VLLMSampler:
                 f"Request {name}: vLLM samples at temperature 0 or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE}, "
                 f"not at {sampling.temperature}."
             )
-        choices = encode_choices(request, codec.encode_text, codec.decode) if sampling.choices else ()
-        try:
+        with naming(request):  # text that cannot be written, or a damaged image
+            choices = choice_tokens(sampling, codec.encode_text, codec.decode)
             prompt = await _prompt(request)
-        except UserInputError as error:  # a damaged image
-            raise EngineError(f"Request {name}: {error}") from error
         self.counts.requests += 1
         self.counts.prompt_tokens += len(ids)
         return Plan(request, ids, choices, prompt)
 
-    async def sample(self, plan: Plan, number: int, lora: Any) -> Sample:
-        """One sample, whole. Raises EngineError."""
-        output = await self._ask(plan, number, lora, None)
-        piece = read_piece(output, plan.request.sampling.top_logprobs)
-        return Sample(
-            np.array(piece.token_ids, dtype=np.int32),
-            np.array(piece.logprobs, dtype=np.float32),
-            self._stop_reason(plan, output, piece),
-            tuple(piece.top_logprobs),
-            read_versions(output) if self._names_versions(plan, lora) else (),
-        )
-
-    async def feed(self, plan: Plan, number: int, lora: Any, stream: TokenStream) -> None:
-        """One sample, into the stream as it grows. Raises EngineError."""
-        await self._ask(plan, number, lora, stream)
-
-    async def _ask(self, plan: Plan, number: int, lora: Any, stream: TokenStream | None) -> Any:
-        """vLLM's last CompletionOutput for sample `number`."""
+    async def sample(
+        self, plan: Plan, number: int, adapter: Adapter | None, stream: TokenStream | None = None
+    ) -> Sample:
+        """One sample, whole; or its last tokens, where a stream is given that gets all of them as they come. Raises
+        EngineError."""
         from vllm.exceptions import VLLMError
 
-        end, pieces = self._text.codec.end_of_turn_id, stream is not None
-        params = vllm_params(plan.request.sampling, number, end, plan.choices, pieces)
-        self.counts.change(1)
+        end, in_pieces = self._text.codec.end_of_turn_id, stream is not None
+        params = vllm_params(plan.request.sampling, number, end, plan.choices, in_pieces)
         try:
-            output = await self._run(plan, number, params, lora, stream)
+            output = await self._run(plan, number, params, adapter, stream)
             if output.finish_reason == "error":
                 # The engine core had evicted an image that this process took for cached: the second attempt sends it
                 # again.
-                output = await self._run(plan, number, params, lora, stream)
+                output = await self._run(plan, number, params, adapter, stream)
         except (VLLMError, ValueError) as error:
             reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
             raise EngineError(f"Request {plan.request.request_id}: {reason}") from error
-        finally:
-            self.counts.change(-1)
-        return output
+        spans = output.weight_versions if self._is_named(plan, adapter) else ()
+        new = read_tokens(output, plan.request.sampling.top_logprobs)
+        return Sample(
+            np.array(new.token_ids, dtype=np.int32),
+            np.array(new.logprobs, dtype=np.float32),
+            self._stop_reason(plan, output, new),
+            tuple(new.top_logprobs),
+            tuple((span.end - span.start, int(span.version)) for span in spans),
+        )
 
-    async def _run(self, plan: Plan, number: int, params: Any, lora: Any, stream: TokenStream | None) -> Any:
+    def _is_named(self, plan: Plan, adapter: Adapter | None) -> bool:
+        if self._names_versions == "all":
+            return plan.request.min_version != BASE_MODEL
+        return self._names_versions == "adapters" and adapter is not None
+
+    async def _run(
+        self, plan: Plan, number: int, params: Any, adapter: Adapter | None, stream: TokenStream | None
+    ) -> Any:
         """One pass through vLLM; returns its last CompletionOutput."""
         (engine_input,) = await self._llm.renderer.render_cmpl_async([dict(plan.prompt)])
         name, last = f"{plan.request.request_id}/{number}", None
+        lora = adapter.request if adapter is not None else None
         async with contextlib.aclosing(self._llm.generate(engine_input, params, name, lora_request=lora)) as results:
             async for result in results:
                 if last is None:
                     self._check_prompt(plan, result)
                 last = result.outputs[0]
                 if stream is not None and last.finish_reason != "error":
-                    piece = read_piece(last, plan.request.sampling.top_logprobs)
-                    if self._names_versions(plan, lora):
+                    new = read_tokens(last, plan.request.sampling.top_logprobs)
+                    new.stop_reason = self._stop_reason(plan, last, new) if last.finish_reason else None
+                    if self._is_named(plan, adapter):
                         # Versions change while vLLM is paused, long after the last token of the older one was read
                         # here.
                         stream.policy_version = self.counts.policy_version
-                    stream.put(number, *piece, self._stop_reason(plan, last, piece) if last.finish_reason else None)
+                    stream.put(number, new)
                     notify([stream])
         assert last is not None
         return last
-
-    def _names_versions(self, plan: Plan, lora: Any) -> bool:
-        versioned = lora is not None or (self._full and plan.request.min_version != BASE_MODEL)
-        return self._in_flight and versioned
 
     def _check_prompt(self, plan: Plan, result: Any) -> None:
         if not np.array_equal(np.asarray(result.prompt_token_ids), plan.expanded):
@@ -228,12 +200,12 @@ class VLLMSampler:
         self.counts.prefix_queries += len(plan.expanded)
         self.counts.prefix_hits += result.num_cached_tokens or 0
 
-    def _stop_reason(self, plan: Plan, output: Any, piece: Piece) -> StopReason:
-        tokens = piece.token_ids
-        if output.finish_reason not in ("stop", "length") or not tokens or len(tokens) != len(piece.logprobs):
+    def _stop_reason(self, plan: Plan, output: Any, new: NewTokens) -> StopReason:
+        tokens = new.token_ids
+        if output.finish_reason not in ("stop", "length") or not tokens or len(tokens) != len(new.logprobs):
             raise EngineError(
                 f"Request {plan.request.request_id}: vLLM ended a sample with {output.finish_reason!r}, {len(tokens)} "
-                f"tokens and {len(piece.logprobs)} log-probabilities."
+                f"tokens and {len(new.logprobs)} log-probabilities."
             )
         if tokens[-1] == self._text.codec.end_of_turn_id and not plan.request.sampling.ignore_eos:
             return StopReason.END_OF_TURN

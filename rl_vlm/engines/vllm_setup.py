@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from rl_vlm.config import ServingSection
-from rl_vlm.models.loading import HeadDType, TextSide
-from rl_vlm.models.memory.needs import VLLM_RANKS
+from rl_vlm.config import CommonConfig, ServingSection
+from rl_vlm.models.loading import TextSide
+from rl_vlm.models.memory.needs import VLLM_RANKS, kv_cache_bytes
+from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.types import UserInputError
 
-# Bytes for keys and values on a GPU of so many bytes; None: vLLM measures what is free.
-KVCache = Callable[[int], int | None]
 NO_VERSION = "default"  # vLLM's name of its weights before they get another
+DEAD = "vLLM's engine core has died, its log says why: restart the replica."
 
 
 @dataclass(slots=True)
@@ -32,20 +30,7 @@ class Counts:
     steps: int = 0  # of the engine core that brought a token
     prefix_queries: int = 0
     prefix_hits: int = 0
-    policy_version: int = 0  # that sampled the tokens which came last; counted with in-flight updates only
-    unfinished: int = 0
-    busy_s: float = 0.0
-    sample_s: float = 0.0  # the integral of `unfinished` over time
-    _changed: float = 0.0
-
-    def change(self, difference: int) -> None:
-        """Add `difference` to the number of unfinished samples."""
-        now = time.monotonic()
-        if self.unfinished:
-            self.busy_s += now - self._changed
-            self.sample_s += (now - self._changed) * self.unfinished
-        self._changed = now
-        self.unfinished += difference
+    policy_version: int = 0  # that sampled the tokens which came last; where vLLM names them
 
 
 def prepare_environment(serving: ServingSection) -> None:
@@ -70,62 +55,44 @@ def prepare_environment(serving: ServingSection) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _child_environment(num_threads: int) -> Iterator[None]:
-    """Environment variables for the engine core alone, on a machine without a GPU.
+def _child_environment(num_threads: int) -> dict[str, str]:
+    """Environment variables for the engine core alone.
 
     torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
     """
     ours = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
     # vLLM repeats few batch sizes, so that oneDNN's own capacities pay, unlike those that a run sets for its learners.
     ours |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return ours
 
 
-def engine_args(
-    model: Path,
-    dtype: str,
-    serving: ServingSection,
-    max_lora_rank: int,
-    max_loras: int,
-    text: TextSide,
-    kv_cache: KVCache | None = None,
-    full: bool = False,
-    head_dtype: HeadDType = "model",
-) -> Any:
-    """vLLM's AsyncEngineArgs. `kv_cache` is asked on a GPU alone; `full`: versions are all weights, not adapters."""
+def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
+    """vLLM's AsyncEngineArgs. Raises UserInputError for what vLLM does not have."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from rl_vlm.engines.vllm_worker import SUPPRESSED_KEY
 
-    if max_lora_rank > VLLM_RANKS[-1] and not full:
-        raise UserInputError(
-            f"vLLM serves LoRA up to rank {VLLM_RANKS[-1]}, not {max_lora_rank}: lower model.lora.rank."
-        )
+    serving, settings, on_gpu = config.serving, config.serving.vllm, torch.cuda.is_available()
+    if serving.quantization == "nf4":
+        raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
+    if not on_gpu and serving.quantization == "fp8":
+        raise UserInputError("serving.quantization fp8 needs a GPU, and torch sees none: leave it out.")
     versions: dict[str, Any] = {"worker_extension_cls": "rl_vlm.engines.vllm_worker.FullWeightsWorker"}
-    if not full:
-        rank = next(rank for rank in VLLM_RANKS if rank >= max_lora_rank)
-        versions = {"enable_lora": True, "max_lora_rank": rank, "max_loras": max_loras, "max_cpu_loras": max_loras + 2}
-    settings, on_gpu = serving.vllm, torch.cuda.is_available()
-    _check_device(serving, on_gpu)
+    if not config.trains_full:
+        rank = next((rank for rank in VLLM_RANKS if rank >= config.max_lora_rank), None)
+        if rank is None:
+            raise UserInputError(f"vLLM serves LoRA up to rank {VLLM_RANKS[-1]}: lower model.lora.rank.")
+        slots = config.lora_slots
+        versions = {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots + 2}
     images = {"shortest_edge": text.images.min_pixels, "longest_edge": text.images.max_pixels}
     return AsyncEngineArgs(
         model=str(model),
-        dtype=dtype,  # type: ignore[arg-type]
-        hf_overrides={"head_dtype": head_dtype},  # where vLLM looks for it
+        dtype=config.model.dtype,
+        hf_overrides={"head_dtype": config.model.head_dtype},  # where vLLM looks for it
         max_model_len=serving.max_context,
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=serving.memory_utilization,
-        kv_cache_memory_bytes=kv_cache(_card_bytes()) if kv_cache is not None and on_gpu else None,
+        kv_cache_memory_bytes=kv_cache_bytes(config, ModelShape.read(model), _card_bytes()) if on_gpu else None,
         enable_sleep_mode=settings.rest_while_learning and on_gpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
@@ -162,13 +129,6 @@ def _card_bytes() -> int:
     return int(current_platform.get_device_total_memory())
 
 
-def _check_device(serving: ServingSection, on_gpu: bool) -> None:
-    if serving.quantization == "nf4":
-        raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
-    if not on_gpu and serving.quantization == "fp8":
-        raise UserInputError("serving.quantization fp8 needs a GPU, and torch sees none: leave it out.")
-
-
 def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
     """An AsyncLLM; returns once its weights are loaded. Its steps and tokens are added to `counts`.
 
@@ -181,7 +141,7 @@ def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
 
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = executor_class(args.tensor_parallel_size)
-    with _child_environment(num_threads):
+    with mock.patch.dict(os.environ, _child_environment(num_threads)):
         llm = AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     _count_steps(llm.engine_core, counts)
     return llm

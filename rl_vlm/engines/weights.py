@@ -6,17 +6,15 @@ Each switches at once between versions that are prepared.
 from __future__ import annotations
 
 import math
-import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rl_vlm.models.lora import (
-    DOWN,
     LoraFactors,
     adaptable_linears,
     changes_tower,
@@ -24,7 +22,7 @@ from rl_vlm.models.lora import (
     lora_factors,
     merged_weights,
 )
-from rl_vlm.models.weights import PREFIX, FullPayload, WeightPayload, check_fits
+from rl_vlm.models.weights import DOWN, PREFIX, FullPayload, WeightPayload, check_fits
 from rl_vlm.types import UserInputError
 
 Formed = Mapping[str, Any]  # prepared: merged weights or LoRA factors by module name, or all weights by their own names
@@ -38,28 +36,15 @@ class Version:
     formed: Formed | None = None
 
 
-class Weights(Protocol):
-    """The weights of a model, which versions change."""
-
-    def form(self, payload: WeightPayload) -> Formed:
-        """Prepare a version while samples run. Raises UserInputError for one that does not fit the model."""
-        ...
-
-    def use(self, formed: Formed | None) -> None:
-        """Compute with a prepared version, or with the base model. Costs no more than changing pointers."""
-        ...
-
-    def release(self, formed: Formed) -> None:
-        """A prepared version will not be used any more."""
-        ...
-
-    def changes_tower(self, formed: Formed | None) -> bool:
-        """Whether it has a vision tower of its own: then features of images depend on it."""
-        ...
-
-
 class Factors(dict[str, LoraFactors]):
     """A prepared adapter that is not merged: LoRA factors by module name, on the model's device."""
+
+
+class Merged(dict[str, Tensor]):
+    """A prepared adapter that is merged: weights by module name."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # compared by identity, to be counted while it lives
+    __eq__ = object.__eq__
 
 
 class AdapterWeights:
@@ -67,12 +52,11 @@ class AdapterWeights:
     beyond.
 
     Decoding with a sum costs the same as without an adapter, and the weights are stored once more for each sum. A
-    policy that found no room is merged again with its next version, once there is some. Weights of few bits take no
-    sums: added to four-bit numbers most of an adapter would be rounded away, and of a young one, whose sum is less than
-    1/256 of a weight, all of it in bfloat16.
+    policy that found no room is merged again with its next version, once an earlier sum is not referred to any more.
+    Weights of few bits take no sums: added to four-bit numbers most of an adapter would be rounded away, and of a young
+    one, whose sum is less than 1/256 of a weight, all of it in bfloat16.
 
-    For float32 on a CPU the memory of a sum is reused, because allocating fresh pages takes a third of the time of the
-    sum itself. Thread-safe where `Weights` must be: one thread forms while another uses and releases.
+    One thread forms while another uses.
     """
 
     def __init__(self, model: nn.Module, max_merged_bytes: float = math.inf) -> None:
@@ -80,60 +64,39 @@ class AdapterWeights:
         self._base = linear_weights(model)
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
         self._device = next(model.parameters()).device
-        self._reuses = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in self._base.values())
-        self._spare: Formed | None = None
-        self._left = max_merged_bytes
-        self._lock = threading.Lock()
-        self._merged: Formed = {}  # the sums that are in place
+        self._max_merged_bytes = max_merged_bytes
+        self._sums: weakref.WeakSet[Merged] = weakref.WeakSet()
+        self._in_place = Merged()
         self._hooks: list[RemovableHandle] = []
 
     def form(self, payload: WeightPayload) -> Formed:
-        """The sums in float32, rounded to the model's precision; `Factors` where there is no room."""
+        """Prepare a version while samples run: sums in float32, rounded to the model's precision; `Factors` where there
+        is no room. Raises UserInputError for one that does not fit the model."""
         names = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in payload.state() if name.endswith(DOWN)]
-        needed = sum(self._base[name].nbytes for name in names if name in self._base)
-        with self._lock:
-            fits = needed <= self._left
-            if fits:
-                self._left -= needed
-        if not fits:
+        sizes = [self._base[name].nbytes for sum_ in [names, *self._sums] for name in sum_ if name in self._base]
+        if sum(sizes) > self._max_merged_bytes:
             return Factors(
                 (name, LoraFactors(down.to(self._device), up.to(self._device), scale))
                 for name, (down, up, scale) in lora_factors(payload, self._shapes).items()
             )
-        spare, self._spare = self._spare, None
-        try:
-            return merged_weights(payload, self._base, spare)
-        except BaseException:
-            with self._lock:
-                self._left += needed
-            raise
+        merged = Merged(merged_weights(payload, self._base))
+        self._sums.add(merged)
+        return merged
 
     def use(self, formed: Formed | None) -> None:
-        """Put the sums in place, or hook the layers that the adapter changes: a hook costs time even where it adds
-        nothing."""
-        beside = formed if isinstance(formed, Factors) else Factors()
-        merged = {} if beside or formed is None else formed
-        for name in self._merged.keys() | merged.keys():
+        """Compute with a prepared version, or with the base model: put the sums in place, or hook the layers that the
+        adapter changes. A hook costs time even where it adds nothing."""
+        merged = formed if isinstance(formed, Merged) else Merged()
+        for name in self._in_place.keys() | merged.keys():
             self._linears[name].weight.data = merged.get(name, self._base[name])
-        self._merged = merged
+        self._in_place = merged
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [
-            self._linears[name].register_forward_hook(self._hook(factors)) for name, factors in beside.items()
-        ]
-
-    def release(self, formed: Formed) -> None:
-        """Give its room to the next version of any policy, and keep its memory for that one if it may be
-        overwritten."""
-        if isinstance(formed, Factors):
-            return
-        with self._lock:
-            self._left += sum(self._base[name].nbytes for name in formed)
-        if self._reuses:
-            self._spare = formed
+        factors = formed if isinstance(formed, Factors) else Factors()
+        self._hooks = [self._linears[name].register_forward_hook(self._hook(one)) for name, one in factors.items()]
 
     def changes_tower(self, formed: Formed | None) -> bool:
-        """See Weights."""
+        """Whether a version has a vision tower of its own: then features of images depend on it."""
         return formed is not None and changes_tower(formed)
 
     @staticmethod
@@ -175,9 +138,9 @@ class FullWeights:
         for name, parameter in self._own.items():
             parameter.data = weights[name]
 
-    def release(self, formed: Formed) -> None:
-        """Does nothing: the bytes are freed with the last tensor that lies in them."""
-
     def changes_tower(self, formed: Formed | None) -> bool:
-        """See Weights."""
+        """Every version has a vision tower of its own."""
         return formed is not None
+
+
+Weights = AdapterWeights | FullWeights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import make_part, part_size
 from rl_vlm.evaluation.outcomes import Side, label
-from rl_vlm.models.digest import hash_model
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.weights import tensors_file
+from rl_vlm.models.reference import hash_model
+from rl_vlm.models.weights import read_payload
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.tasks import RolloutTask, View
 from rl_vlm.types import Message, Split, UserInputError
@@ -158,5 +157,4 @@ def identity_of(
 def _hash_trained(folder: Path | None) -> str:
     if folder is None:
         return "base model"
-    with tensors_file(folder).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return read_payload(folder, 0).sha256[:16]

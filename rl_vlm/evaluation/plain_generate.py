@@ -17,7 +17,7 @@ from rl_vlm.evaluation.heldout import ItemPrompts
 from rl_vlm.frames import Frame
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.lora import merge_into
-from rl_vlm.models.weights import is_full, put_weights, read_payload
+from rl_vlm.models.weights import read_payload
 from rl_vlm.types import Message
 
 
@@ -36,8 +36,7 @@ class PlainGenerate:
         self._text = load_text_side(folder, config.model.pixels)
         self._model: Any = load_model(folder, config.model.dtype, self._device)
         if adapter is not None:
-            put = put_weights if is_full(Path(adapter)) else merge_into
-            put(self._model, read_payload(Path(adapter), 0))
+            merge_into(self._model, read_payload(Path(adapter), 0))
         self._model.generation_config.eos_token_id = None  # every answer has its full length
         self._processor: Any = from_folder(AutoProcessor, folder).image_processor
         # Their names for the numbers of pixels between which an image is scaled.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rl_vlm.config import CommonConfig
-from rl_vlm.models.memory.cards import driver_gpu, learner_fraction
+from rl_vlm.models.memory.needs import driver_gpu, learner_fraction
 
 
 def choose_precision(dtype: str, device: str) -> None:

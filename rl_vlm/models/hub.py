@@ -50,7 +50,8 @@ def hub_errors(name: str, data: bool = False) -> Iterator[None]:
     """Whatever the hub's client raises as one sentence."""
     from huggingface_hub import errors
 
-    kind = "data set" if data else "model"
+    kind, path = ("data set", f"datasets/{name}") if data else ("model", name)
+    unreachable = f"The hub cannot be reached to fetch {name}: check the network and HF_ENDPOINT."
     # The client's transport is another package from version to version; the base of its errors is one of the client's
     # own error.
     transport = cast("tuple[type[Exception], ...]", errors.HfHubHTTPError.__bases__)
@@ -59,7 +60,7 @@ def hub_errors(name: str, data: bool = False) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise UserInputError(
-            f"The {kind} {name} has a licence: accept it at {_page(name, data)}, then set HF_TOKEN."
+            f"The {kind} {name} has a licence: accept it at https://huggingface.co/{path}, then set HF_TOKEN."
         ) from error
     except errors.RepositoryNotFoundError as error:
         other = " Is it a model? Then leave out --data." if data else " Is it a data set? Then add --data."
@@ -73,19 +74,11 @@ def hub_errors(name: str, data: bool = False) -> Iterator[None]:
             raise UserInputError(
                 f"The {kind} {name} is not on this machine and HF_HUB_OFFLINE is set: unset it once."
             ) from error
-        raise FetchError(_unreachable(name)) from error
+        raise FetchError(unreachable) from error
     except broken as error:
         if type(error).__name__ in _NOT_CONNECTED:
-            raise FetchError(_unreachable(name)) from error
+            raise FetchError(unreachable) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FetchError(
             f"Fetching {name} broke off ({reason}): run the command again, it goes on where it stopped."
         ) from error
-
-
-def _unreachable(name: str) -> str:
-    return f"The hub cannot be reached to fetch {name}: check the network and HF_ENDPOINT."
-
-
-def _page(name: str, data: bool) -> str:
-    return f"https://huggingface.co/{'datasets/' if data else ''}{name}"

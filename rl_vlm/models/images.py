@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,37 +33,28 @@ class ImageError(UserInputError):
 
 
 @lru_cache(maxsize=16)
-def _lookup(rescale_factor: float | None, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> np.ndarray:
+def _lookup(rescale_factor: float, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
     """float32 [3, 256]: the normalised value of every byte, in the processor's own order of float32 operations.
 
     The processor divides mean and standard deviation by the rescale factor and then normalises the raw bytes.
     """
     values = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
-    if mean is None or std is None:
-        return values.copy() if rescale_factor is None else values * np.float32(rescale_factor)
-    means, stds = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
-    if rescale_factor is not None:
-        means, stds = means * np.float32(1.0 / rescale_factor), stds * np.float32(1.0 / rescale_factor)
+    means, stds = (np.array(numbers, dtype=np.float32) * np.float32(1.0 / rescale_factor) for numbers in (mean, std))
     return (values - means[:, None]) / stds[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessorSpec:
-    """The settings of an image processor: resize to multiples of patch * merge within a pixel budget, scale, cut.
-
-    `rescale_factor`, `mean` and `std` are None where the processor skips that step.
-    """
+    """The settings of an image processor: resize to multiples of patch * merge within a pixel budget, scale, cut."""
 
     patch_size: int = 16
     merge_size: int = 2
     temporal_patch_size: int = 2
     min_pixels: int = 65_536
     max_pixels: int = 16_777_216
-    rescale_factor: float | None = 1 / 255
-    mean: tuple[float, ...] | None = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] | None = (0.5, 0.5, 0.5)
-    resample: int = _BICUBIC
-    do_resize: bool = field(default=True, repr=False)
+    rescale_factor: float = 1 / 255
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ImageProcessorSpec:
@@ -75,18 +66,18 @@ class ImageProcessorSpec:
             raise UserInputError(
                 f"The image processor's config has no pixel limits (size is {size}): not a Qwen-VL one?"
             )
-        normalises = config.get("do_normalize", True)
+        steps = [config.get(step, True) for step in ("do_resize", "do_rescale", "do_normalize")]
+        if not all(steps) or config.get("resample", _BICUBIC) != _BICUBIC:
+            raise UserInputError("The image processor's config leaves out a step of Qwen's, or resizes in another way.")
         return cls(
             patch_size=int(config["patch_size"]),
             merge_size=int(config["merge_size"]),
             temporal_patch_size=int(config["temporal_patch_size"]),
             min_pixels=int(minimum),
             max_pixels=int(maximum),
-            rescale_factor=float(config["rescale_factor"]) if config.get("do_rescale", True) else None,
-            mean=tuple(float(value) for value in config["image_mean"]) if normalises else None,
-            std=tuple(float(value) for value in config["image_std"]) if normalises else None,
-            resample=int(config.get("resample", _BICUBIC)),
-            do_resize=bool(config.get("do_resize", True)),
+            rescale_factor=float(config["rescale_factor"]),
+            mean=tuple(float(value) for value in config["image_mean"]),
+            std=tuple(float(value) for value in config["image_std"]),
         )
 
     @classmethod
@@ -112,10 +103,6 @@ class ImageProcessorSpec:
             return self
         least = self.min_pixels if pixels.minimum is None else pixels.minimum
         most = self.max_pixels if pixels.maximum is None else pixels.maximum
-        if not self.do_resize:
-            raise UserInputError(
-                "The model's image processor does not resize: leave model.min_pixels and max_pixels out."
-            )
         if not self.factor**2 <= most or least > most:
             raise UserInputError(
                 f"Images of {least} to {most} pixels: model.max_pixels must be at least model.min_pixels and "
@@ -143,10 +130,6 @@ class ImageProcessorSpec:
                 f"Image {label} ({width}x{height} pixels) is more than {MAX_ASPECT_RATIO} times longer than wide: "
                 "crop it."
             )
-        if not self.do_resize:
-            if width % self.factor or height % self.factor:
-                raise ImageError(f"Image {label} ({width}x{height} pixels) is no multiple of {self.factor} pixels.")
-            return width, height
         factor = self.factor
         new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
         if new_height * new_width > self.max_pixels:
@@ -192,7 +175,7 @@ def frame_patches(
     new_width, new_height = spec.resized(image.width, image.height, label)
     pixels = np.asarray(_as_rgb(image, label))
     if pixels.shape[:2] != (new_height, new_width):
-        pixels = _resize(pixels, new_height, new_width, spec.resample)
+        pixels = _resize(pixels, new_height, new_width)
     patch, merge = spec.patch_size, spec.merge_size
     rows, columns = new_height // patch, new_width // patch
     blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
@@ -213,7 +196,7 @@ def shrunk(spec: ImageProcessorSpec, image: Image.Image, name: str = "") -> Imag
     size = spec.resized(image.width, image.height, name)
     if size[0] * size[1] >= image.width * image.height or spec.resized(*size, name) != size:
         return image
-    return Image.fromarray(_resize(np.array(image), size[1], size[0], spec.resample))
+    return Image.fromarray(_resize(np.array(image), size[1], size[0]))
 
 
 def _as_rgb(image: Image.Image | EncodedImage, label: str) -> Image.Image:
@@ -225,21 +208,14 @@ def _as_rgb(image: Image.Image | EncodedImage, label: str) -> Image.Image:
         raise ImageError(f"Image {label} cannot be decoded ({error}): replace it.") from error
 
 
-def _resize(pixels: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
+def _resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """Resize as the processor does, which calls torchvision: with antialiasing, on bytes."""
     import torch
 
     writable = pixels if pixels.flags.writeable else np.array(pixels)  # torch warns of others
     tensor = torch.from_numpy(writable).permute(2, 0, 1).contiguous()[None]
-    if resample == _BICUBIC:
-        # What torchvision calls. Importing it takes seconds and 200 MB, for torch's compiler and all of its models.
-        resized = torch.nn.functional.interpolate(tensor, (height, width), mode="bicubic", antialias=True)
-    else:
-        from torchvision.transforms.v2 import functional
-        from transformers.image_utils import pil_torch_interpolation_mapping
-
-        mode = pil_torch_interpolation_mapping[Image.Resampling(resample)]
-        resized = functional.resize(tensor, [height, width], interpolation=mode, antialias=True)
+    # What torchvision calls. Importing it takes seconds and 200 MB, for torch's compiler and all of its models.
+    resized = torch.nn.functional.interpolate(tensor, (height, width), mode="bicubic", antialias=True)
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
 
 

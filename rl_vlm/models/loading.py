@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2.exceptions import TemplateError
 from safetensors import SafetensorError, safe_open
@@ -27,28 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Built-in models: names that `model.path` takes besides folders and names of the hub.
-#
-# An installed package provides them through the entry-point group `rl_vlm.models`: each entry is a mapping from names
-# to `BuiltinModel`.
-
+# An installed package provides built-in models through this entry-point group. Each entry maps names, which
+# `model.path` then takes, to objects with `folder(seed)` (the model's folder in the cache, built on first use),
+# `config()` (the content of its config.json, without building it) and `make(folder, seed)` (build it there).
 ENTRY_POINT_GROUP = "rl_vlm.models"
 
 
-class BuiltinModel(Protocol):
-    """A small model that code builds on the machine that needs it."""
-
-    def folder(self, seed: int = 0) -> Path:
-        """Its Hugging Face folder in the cache, built on first use."""
-        ...
-
-    def config(self) -> dict[str, Any]:
-        """The content of its config.json, without building it."""
-        ...
-
-
 @functools.cache
-def builtin_models() -> dict[str, BuiltinModel]:
+def builtin_models() -> dict[str, Any]:
     """The built-in models of all installed packages by name."""
     return {name: model for point in provided(ENTRY_POINT_GROUP).values() for name, model in point.load().items()}
 
@@ -76,7 +62,7 @@ def resolve_model(name: str, seed: int = 0) -> Path:
     `tiny-NAME` are its variants: see `zoo/tiny/variants.py` for what each knows.
     """
     if name in builtin_models():
-        return builtin_models()[name].folder(seed)
+        return Path(builtin_models()[name].folder(seed))
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -133,33 +119,21 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
     All processes of a run must give the same limits.
     """
     try:
-        return _text_side(folder, pixels)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if (family := config.get("model_type")) not in SUPPORTED_FAMILIES:
+            families = ", ".join(SUPPORTED_FAMILIES)
+            raise UserInputError(f"Model type {family!r} is not supported: choose one of {families}.")
+        tokenizer = _load_tokenizer(folder)
+        image_token = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
+        codec = ChatCodec(tokenizer, _chat_template(folder, tokenizer), image_token)
+        images = ImageProcessorSpec.from_folder(folder).limited(pixels)
+        # Older folders have the language model's settings at the top.
+        return TextSide(codec, images, int(config.get("text_config", config)["vocab_size"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
         raise UserInputError(
             f"The text files of the model in {folder} cannot be read ({type(error).__name__}: {error}): fetch or copy "
             "it again."
         ) from error
-
-
-def _text_side(folder: Path, pixels: PixelLimits) -> TextSide:
-    config = _read_config(folder)
-    if config.get("model_type") not in SUPPORTED_FAMILIES:
-        raise UserInputError(
-            f"Model type {config.get('model_type')!r} is not supported: choose one of {', '.join(SUPPORTED_FAMILIES)}."
-        )
-    tokenizer = _load_tokenizer(folder)
-    image_token = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
-    codec = ChatCodec(tokenizer, _chat_template(folder, tokenizer), image_token)
-    images = ImageProcessorSpec.from_folder(folder).limited(pixels)
-    # Older folders have the language model's settings at the top.
-    return TextSide(codec, images, int(config.get("text_config", config)["vocab_size"]))
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise UserInputError(f"Cannot read {folder / 'config.json'}: {error}") from error
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,13 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.models.memory.shape import TARGET_MODULES
-from rl_vlm.models.weights import PREFIX, WeightPayload, check_fits, check_plain_lora
+from rl_vlm.models.weights import (
+    DOWN,
+    PREFIX,
+    UP,
+    FullPayload,
+    LoraSettings,
+    WeightPayload,
+    check_fits,
+    put_weights,
+)
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # takes eight seconds to import, which engines need not wait for
 
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # at the end of a tensor's name
 # The linear layers of the towers of Qwen2.5-VL and Qwen3-VL; the patch embedding is a convolution and is not adapted.
 TOWER_PATTERN = (
     r".*visual\.(blocks|merger|deepstack_merger_list)\.(.*\.)?"
@@ -55,100 +62,63 @@ class LoraFactors(NamedTuple):
     scale: float
 
 
-def _refuse_other_tensors(names: Iterable[str]) -> None:
-    """Raise UserInputError for what would be left out: trained heads and embeddings, biases, a matrix without the
-    other."""
-    known = set(names)
-    pairs = {end for name in known if name.endswith(DOWN) for end in (name, name.removesuffix(DOWN) + UP)}
-    if other := sorted(known - pairs):
-        raise UserInputError(
-            f"The adapter holds {len(other)} tensors that are no LoRA of a linear layer, such as "
-            f"{other[0].removeprefix(PREFIX)}: merge it into the model with peft, and give the merged model's folder."
-        )
-
-
 def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraFactors]:
     """The factors of every layer that an adapter changes (LoRA, arXiv 2106.09685, equation 3), by module name.
 
-    `shapes` holds (out, in) of the layers that it may change. Raises UserInputError for an adapter that does not fit.
+    `shapes` holds (out, in) of the layers that it may change. Raises UserInputError for an adapter that does not fit,
+    or holds anything else, such as a trained head.
     """
-    try:
-        config = json.loads(payload.config_json)
-        rank, alpha = config["r"], config["lora_alpha"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserInputError(f"Adapter version {payload.version} has no LoRA configuration ({error!r}).") from error
-    check_plain_lora(f"version {payload.version}", config)
-    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    state = payload.state()
-    _refuse_other_tensors(state)
-    factors: dict[str, LoraFactors] = {}
-    for name, down in state.items():
-        if not name.endswith(DOWN):
-            continue
-        module = name.removeprefix(PREFIX).removesuffix(DOWN)
-        if module not in shapes:
-            raise UserInputError(f"The adapter does not fit the model: it adapts {module}, which the model lacks.")
-        up, wanted = state.get(name.removesuffix(DOWN) + UP), shapes[module]
-        found = None if up is None else (*up.shape, *down.shape)
-        if up is None or found != (wanted[0], rank, rank, wanted[1]):
-            raise UserInputError(
-                f"The adapter does not fit the model: its matrices for {module} of {wanted} are "
-                f"{'incomplete' if found is None else found}, rank {rank}."
-            )
-        if not torch.isfinite(up.sum() + down.sum()):  # sums are finite where all values are, and cost one pass
-            raise UserInputError(f"Adapter version {payload.version} has values that are not finite, for {module}.")
-        factors[module] = LoraFactors(down.float(), up.float(), scale)
-    return factors
+    settings, state = LoraSettings.read(f"version {payload.version}", payload.config_json), payload.state()
+    wanted: dict[str, Tensor] = {}
+    modules: dict[str, str] = {}  # what the tensors' names begin with, by module name
+    for stem in (name.removesuffix(DOWN) for name in state if name.endswith(DOWN)):
+        if (module := stem.removeprefix(PREFIX)) in shapes:
+            rows, columns = shapes[module]
+            modules[module] = stem
+            wanted[stem + DOWN] = torch.empty(settings.r, columns, device="meta")
+            wanted[stem + UP] = torch.empty(rows, settings.r, device="meta")
+    check_fits(state, wanted, f"Adapter version {payload.version}")
+    return {
+        module: LoraFactors(state[stem + DOWN].float(), state[stem + UP].float(), settings.scale)
+        for module, stem in modules.items()
+    }
 
 
-def merged_weights(
-    payload: WeightPayload, base: Mapping[str, Tensor], spare: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def merged_weights(payload: WeightPayload, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
 
-    `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32. `spare` is an earlier
-    result of float32 weights that is no longer in use: its memory is overwritten.
+    `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32.
     """
     shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight in base.items()}
     merged: dict[str, Tensor] = {}
     for name, (down, up, scale) in lora_factors(payload, shapes).items():
         weight = base[name]
-        out = spare.get(name) if spare is not None else None
-        total = torch.addmm(weight.float(), up.to(weight.device), down.to(weight.device), alpha=scale, out=out)
+        total = torch.addmm(weight.float(), up.to(weight.device), down.to(weight.device), alpha=scale)
         merged[name] = total.to(weight.dtype)
     return merged
 
 
 def merge_into(model: nn.Module, payload: WeightPayload) -> None:
-    """Add an adapter to a model's weights, in place. Raises UserInputError for one that does not fit."""
+    """Add an adapter to a model's weights in place, or put full weights there. Raises UserInputError for what does not
+    fit."""
+    if isinstance(payload, FullPayload):
+        put_weights(model, payload)
+        return
     linears = adaptable_linears(model)
     for name, weight in merged_weights(payload, linear_weights(model)).items():
         linears[name].weight.data = weight
 
 
-def language_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The language model's linear layers by module name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and "language_model" in name
-        and name.rsplit(".", 1)[-1] in TARGET_MODULES["all"]
-    }
-
-
-def tower_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The vision tower's linear layers by module name, which an adapter of target_modules `vision` changes too."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and re.fullmatch(TOWER_PATTERN, name)
-    }
-
-
 def adaptable_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """All linear layers that an adapter may change, by module name."""
-    return {**language_linears(model), **tower_linears(model)}
+    """All linear layers that an adapter may change, by module name: the language model's and the vision tower's."""
+
+    def is_adaptable(name: str) -> bool:
+        return re.fullmatch(TOWER_PATTERN, name) is not None or (
+            "language_model" in name and name.rsplit(".", 1)[-1] in TARGET_MODULES["all"]
+        )
+
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, nn.Linear) and is_adaptable(name)}
 
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:

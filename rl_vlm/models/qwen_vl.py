@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -28,7 +27,7 @@ from rl_vlm.models.devices import wide_product
 from rl_vlm.models.images import ImageProcessorSpec, ReadAhead
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.shape import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.types import EncodedImage, RLVLMError, UserInputError
+from rl_vlm.types import EncodedImage, UserInputError
 
 
 def rolled_sin(sin: Tensor) -> Tensor:
@@ -118,7 +117,6 @@ NAME = "rl_vlm_segments"  # as transformers knows it
 class Continuation:
     """A later continuation [start, stop) of a row whose prompt has `prompt` tokens."""
 
-    row: int
     prompt: int
     start: int
     stop: int
@@ -126,12 +124,12 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Where the continuations after the first stand, in the order of rows, and a mask that all of them share.
+    """Where the continuations after the first stand, by row, and a mask that all of them share.
 
     mask: bool [longest, longest prompt + longest]; the last columns are causal, those before are the prompt's.
     """
 
-    later: tuple[Continuation, ...]
+    later: dict[int, list[Continuation]]
     longest_prompt: int
     mask: Tensor
 
@@ -139,7 +137,7 @@ class SegmentLayout:
     def of(cls, segments: np.ndarray, device: torch.device | str = "cpu") -> SegmentLayout:
         """From segments int [B, L]. Raises UserInputError where they are not in the order that the module's
         docstring gives."""
-        later: list[Continuation] = []
+        later: dict[int, list[Continuation]] = {}
         for number, row in enumerate(segments):
             real = row[: int((row >= 0).sum())]
             if (np.diff(real) < 0).any() or (real < 0).any():
@@ -151,11 +149,12 @@ class SegmentLayout:
             prompt = ends[0] if len(kinds) and kinds[0] == 0 else 0
             first = 2 if prompt else 1
             for start, stop in list(zip(starts.tolist(), ends, strict=True))[first:]:
-                later.append(Continuation(number, prompt, start, stop))
-        longest = max((continuation.stop - continuation.start for continuation in later), default=0)
-        longest_prompt = max((continuation.prompt for continuation in later), default=0)
+                later.setdefault(number, []).append(Continuation(prompt, start, stop))
+        every = [continuation for members in later.values() for continuation in members]
+        longest = max((continuation.stop - continuation.start for continuation in every), default=0)
+        longest_prompt = max((continuation.prompt for continuation in every), default=0)
         mask = torch.ones(longest, longest_prompt + longest, dtype=torch.bool, device=device)
-        return cls(tuple(later), longest_prompt, mask.tril(longest_prompt))
+        return cls(later, longest_prompt, mask.tril(longest_prompt))
 
     def pays(self, length: int, call_cost: int) -> bool:
         """Whether this is cheaper than a dense mask over rows of `length` tokens.
@@ -163,14 +162,14 @@ class SegmentLayout:
         call_cost: how many query-key pairs are computed in the time that one more call takes.
         """
         saved = 0
-        for members in _by_row(self.later).values():
+        for members in self.later.values():
             spent = sum(
                 (continuation.stop - continuation.start)
                 * (continuation.prompt + continuation.stop - continuation.start)
                 for continuation in members
             )
             saved += length**2 - members[0].start ** 2 - spent
-        return saved >= call_cost * len(self.later)
+        return saved >= call_cost * sum(map(len, self.later.values()))
 
     def mask_of(self, continuation: Continuation) -> Tensor:
         """bool [queries, prompt + queries]: a view."""
@@ -206,7 +205,7 @@ def segment_attention(
     def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
 
-    packed = _by_row(segments.later)
+    packed = segments.later
     if not packed:
         return causal(query, key, value), None
     by_number: dict[int, Tensor] = {}
@@ -228,13 +227,6 @@ def segment_attention(
         pieces.append(pieces[0].new_zeros(padding, *pieces[0].shape[1:]))
         by_number[number] = torch.cat(pieces)
     return torch.stack([by_number[number] for number in range(len(query))]), None
-
-
-def _by_row(later: Sequence[Continuation]) -> dict[int, list[Continuation]]:
-    by_row: dict[int, list[Continuation]] = {}
-    for continuation in later:
-        by_row.setdefault(continuation.row, []).append(continuation)
-    return by_row
 
 
 def use_segments(model: Any) -> None:
@@ -371,13 +363,27 @@ class Backbone:
 
         With a gradient and never cached where the tower is trained.
         """
+        wanted = {image.sha256: image for image in images}
+        missing = [image for key, image in wanted.items() if key not in self._cache]
+        self.cache_misses += len(missing)
+        self.cache_hits += len(images) - len(missing)
+        features = {key: self._cache[key] for key in wanted if key in self._cache}
+        with torch.set_grad_enabled(self.trains_tower and torch.is_grad_enabled()):
+            for batch in self._vision_batches(missing):
+                features |= self._encode(batch)
+                self.vision_passes += 1
         if not self.trains_tower:
-            return self._cached_features(images)
-        computed: dict[str, ImageFeatures] = {}
-        for batch in self._vision_batches(list({image.sha256: image for image in images}.values())):
-            computed |= self._encode(batch)
-            self.vision_passes += 1
-        return [computed[image.sha256] for image in images]
+            self._keep({key: features[key] for key in wanted})
+        return [features[image.sha256] for image in images]
+
+    def _keep(self, features: dict[str, ImageFeatures]) -> None:
+        for key, one in features.items():
+            if key not in self._cache:
+                self._cached_bytes += one.num_bytes
+            self._cache[key] = one
+            self._cache.move_to_end(key)
+        while self._cached_bytes > self._cache_bytes and self._cache:
+            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
 
     def announce_images(self, images: Sequence[EncodedImage]) -> None:
         """`image_features` is asked for these next: a thread decodes those that are not cached."""
@@ -387,26 +393,6 @@ class Backbone:
         """Drop the cached features: the vision tower's weights are other ones from now on."""
         self._cache.clear()
         self._cached_bytes = 0
-
-    @torch.no_grad()
-    def _cached_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
-        wanted = {image.sha256: image for image in images}
-        missing = [image for key, image in wanted.items() if key not in self._cache]
-        self.cache_misses += len(missing)
-        self.cache_hits += len(images) - len(missing)
-        fresh: dict[str, ImageFeatures] = {}
-        for batch in self._vision_batches(missing):
-            fresh |= self._encode(batch)
-            self.vision_passes += 1
-        by_hash = {key: fresh[key] if key in fresh else self._cache[key] for key in wanted}
-        for key, features in fresh.items():
-            self._cache[key] = features
-            self._cached_bytes += features.num_bytes
-        for key in wanted:
-            self._cache.move_to_end(key)
-        while self._cached_bytes > self._cache_bytes and self._cache:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
-        return [by_hash[image.sha256] for image in images]
 
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
         """The images in batches of bounded size: the memory of a forward pass grows with its patches."""
@@ -429,23 +415,10 @@ class Backbone:
         with fast_vision(self.model, attention=not self.checkpoints_tower):
             out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
         deepstack = getattr(out, "deepstack_features", None) or []
-        features = {
+        return {
             image.sha256: ImageFeatures(out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack])
             for k, image in enumerate(images)
         }
-        for image, grid in zip(images, grids, strict=True):
-            self._check_shapes(features[image.sha256], self.images.num_image_tokens(grid))
-        return features
-
-    def _check_shapes(self, features: ImageFeatures, tokens: int) -> None:
-        """Raise RLVLMError unless there is a row for each placeholder in every layer: others would be broadcast, and
-        the model would see nothing."""
-        shapes = [tuple(tensor.shape) for tensor in (features.merged, *features.deepstack)]
-        if shapes != [(tokens, self.width)] * len(shapes):
-            raise RLVLMError(
-                f"transformers {transformers.__version__} gives an image of {tokens} tokens features of the shapes "
-                f"{shapes} in place of {(tokens, self.width)}: install a version that rl-vlm's requirements name."
-            )
 
     def choose_attention(self, attention: Attention) -> None:
         """How packed rows are computed from now on; calls with a mask are computed as before."""

@@ -34,28 +34,26 @@ class Example:
 
 
 class DialogueEncoder:
-    """Turns images, messages and replies into an `Example` for one model."""
+    """Turns images, messages and replies into an `Example` for a Hugging Face processor of the Qwen-VL family."""
 
-    def __init__(self, codec: ChatCodec, tokenizer: Any, images: ImageProcessorSpec) -> None:
-        self._codec = codec
-        self._tokenizer = tokenizer
-        self.images = images
-        # A warm start repeats few texts many times.
-        self._continuation = lru_cache(maxsize=256)(self._continuation_uncached)
-        self._prompt = lru_cache(maxsize=4096)(self._prompt_uncached)
-        self._reply = lru_cache(maxsize=4096)(self._reply_uncached)
-
-    @classmethod
-    def from_processor(cls, processor: Any) -> DialogueEncoder:
-        """The encoder for a Hugging Face processor of the Qwen-VL family."""
+    def __init__(self, processor: Any) -> None:
         tokenizer = processor.tokenizer
         codec = ChatCodec(tokenizer, processor.chat_template or tokenizer.chat_template, processor.image_token)
-        return cls(codec, tokenizer, ImageProcessorSpec.from_processor(processor))
+        self._codec, self.images = codec, ImageProcessorSpec.from_processor(processor)
+        self.pad_token_id = codec.pad_token_id  # fills the right side of shorter rows
 
-    @property
-    def pad_token_id(self) -> int:
-        """Fills the right side of shorter rows."""
-        return self._codec.pad_token_id
+        def given(role: Role, parts: tuple[str | None, ...], is_first: bool) -> np.ndarray:
+            """A message's ids; None stands for an image."""
+            message = Message(role, tuple(_STAND_IN if part is None else part for part in parts))
+            span = codec.encode_prompt([message]) if is_first else codec.encode_continuation([message], ended=True)
+            return span.token_ids
+
+        def said(reply: str) -> np.ndarray:
+            ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+            return np.array([*ids, codec.end_of_turn_id], dtype=np.int32)
+
+        # A warm start repeats few texts many times.
+        self._given, self._said = lru_cache(maxsize=4096)(given), lru_cache(maxsize=4096)(said)
 
     def encode_turn(self, parts: Sequence[Part], reply: str) -> Example:
         """One message of the user, texts and images (uint8 [height, width, 3]) in any order, and the reply."""
@@ -63,51 +61,25 @@ class DialogueEncoder:
 
     def encode_chat(self, turns: Sequence[tuple[Role, Sequence[Part], str]]) -> Example:
         """Turns are (role, texts and images uint8 [height, width, 3] in any order, reply)."""
-        ids: list[np.ndarray] = []
-        sampled: list[np.ndarray] = []
+        spans: list[np.ndarray] = []
         for number, (role, parts, reply) in enumerate(turns):
-            encode = self._continuation if number else self._prompt
-            given = encode(role, tuple(part if isinstance(part, str) else None for part in parts))
-            for span, is_reply in ((given, False), (self._reply(reply), True)):
-                ids.append(span)
-                sampled.append(np.full(len(span), is_reply))
-        return self._example(
-            ids, sampled, [part for _, parts, _ in turns for part in parts if not isinstance(part, str)]
-        )
-
-    def _example(
-        self, ids: Sequence[np.ndarray], sampled: Sequence[np.ndarray], images: Sequence[np.ndarray]
-    ) -> Example:
-        parts = [patchify(self.images, Image.fromarray(image)) for image in images]
-        grids = tuple(grid for _, grid in parts)
+            texts = tuple(part if isinstance(part, str) else None for part in parts)
+            spans += [self._given(role, texts, not number), self._said(reply)]
+        shown = [Image.fromarray(part) for _, parts, _ in turns for part in parts if not isinstance(part, str)]
+        patches, grids = zip(*(patchify(self.images, image) for image in shown), strict=True)
         counts = [self.images.num_image_tokens(grid) for grid in grids]
-        short_ids = np.concatenate(ids)
-        image_id = self._codec.image_token_id
+        short_ids, image_id = np.concatenate(spans), self._codec.image_token_id
         token_ids = expand_image_tokens(short_ids, image_id, counts)
         repeats = np.ones(len(short_ids), dtype=np.int64)
         repeats[short_ids == image_id] = counts
+        is_reply = np.concatenate([np.full(len(span), number % 2 == 1) for number, span in enumerate(spans)])
         return Example(
             token_ids,
-            np.repeat(np.concatenate(sampled), repeats),
+            np.repeat(is_reply, repeats),
             mrope_positions(token_ids, image_id, grids, self.images.merge_size),
-            np.concatenate([patches for patches, _ in parts]),
+            np.concatenate(patches),
             grids,
         )
-
-    def _prompt_uncached(self, role: Role, parts: tuple[str | None, ...]) -> np.ndarray:
-        return self._codec.encode_prompt([_message(role, parts)]).token_ids
-
-    def _continuation_uncached(self, role: Role, parts: tuple[str | None, ...]) -> np.ndarray:
-        return self._codec.encode_continuation([_message(role, parts)], ended=True).token_ids
-
-    def _reply_uncached(self, text: str) -> np.ndarray:
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return np.array([*ids, self._codec.end_of_turn_id], dtype=np.int32)
-
-
-def _message(role: Role, parts: tuple[str | None, ...]) -> Message:
-    """A message of which only the token ids matter; None stands for an image."""
-    return Message(role, tuple(_STAND_IN if part is None else part for part in parts))
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -8,13 +8,13 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from safetensors import SafetensorError, safe_open
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_vlm.config import TrainedModelSection
 from rl_vlm.files import replace_folder
@@ -34,14 +34,6 @@ _TYPES = {
 }  # fmt: skip
 
 
-class _Span(NamedTuple):
-    """Where a tensor's bytes lie behind the header, and of which type they are there."""
-
-    begin: int
-    end: int
-    kind: dtype
-
-
 def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
     """The bytes of a safetensors file, read-only, of tensors on any device, each rounded there to `dtype` where it is
     given.
@@ -50,11 +42,11 @@ def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
     """
     import torch
 
-    header, spans = _layout(state, dtype)
-    content = torch.empty(len(header) + max((span.end for span in spans.values()), default=0), dtype=torch.uint8)
+    header, places = _layout(state, dtype)
+    content = torch.empty(len(header) + max((end for _, end, _ in places.values()), default=0), dtype=torch.uint8)
     content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     body = content[len(header) :]
-    for name, (begin, end, kind) in spans.items():
+    for name, (begin, end, kind) in places.items():
         body[begin:end].view(kind).view(state[name].shape).copy_(state[name].detach())
     return content.numpy().data.toreadonly()
 
@@ -64,10 +56,10 @@ def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
     OSError."""
     import torch
 
-    header, spans = _layout(state)
+    header, places = _layout(state)
     with path.open("wb") as file:
         file.write(header)
-        for name in spans:
+        for name in places:
             plain = state[name].detach().to("cpu").contiguous()
             file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
@@ -92,44 +84,45 @@ def file_digest(path: Path) -> str:
         return tree_digest(content)
 
 
-def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[bytes, dict[str, _Span]]:
-    """The header with its length before it, and the tensors' spans in their order."""
-    spans = dict(_spans(state, dtype))
-    entries = {
-        name: {"dtype": _TYPES[_name(kind)], "shape": [*state[name].shape], "data_offsets": [begin, end]}
-        for name, (begin, end, kind) in spans.items()
-    }
-    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header, spans
-
-
-def _spans(state: Mapping[str, Tensor], dtype: str | None) -> Iterator[tuple[str, _Span]]:
+def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[bytes, dict[str, tuple[int, int, dtype]]]:
+    """The header with its length before it; and by name, in order, where a tensor's bytes begin and end behind it, and
+    their type."""
     import torch
 
     kinds = {name: tensor.dtype if dtype is None else getattr(torch, dtype) for name, tensor in state.items()}
+    names = {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}
     order, end = [*_TYPES], 0
-    for name in sorted(state, key=lambda name: (-order.index(_name(kinds[name])), name)):
+    entries: dict[str, Any] = {}
+    for name in sorted(state, key=lambda name: (-order.index(names[name]), name)):
         begin, end = end, end + state[name].numel() * kinds[name].itemsize
-        yield name, _Span(begin, end, kinds[name])
+        entries[name] = {"dtype": _TYPES[names[name]], "shape": [*state[name].shape], "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    places = {name: (*entry["data_offsets"], kinds[name]) for name, entry in entries.items()}
+    return len(header).to_bytes(8, "little") + header, places
 
 
-def _name(kind: dtype) -> str:
-    return str(kind).removeprefix("torch.")
+def _read_header(tensors: bytes | memoryview) -> tuple[int, dict[str, Any]]:
+    """Where the tensors' bytes begin in a safetensors file, and type, shape and place of each by name.
+
+    Raises ValueError, TypeError and RecursionError for a damaged header.
+    """
+    start = 8 + int.from_bytes(tensors[:8], "little")
+    header = dict(json.loads(bytes(tensors[8:start])))
+    header.pop("__metadata__", None)
+    return start, header
 
 
 # torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts
 # fast.
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by safetensors' names
-
 
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """One immutable version of a policy: safetensors bytes, what they are as JSON, and a SHA-256 of the bytes (see
-    `digest`).
+    """One immutable version of a policy: safetensors bytes, what they are as JSON, and the `tree_digest` of the bytes.
 
-    KIND begins messages; FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
+    FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
+    TENSOR_NAME is part of the name of some tensor.
     """
 
     version: int
@@ -138,10 +131,10 @@ class WeightPayload:
     sha256: str
     policy: str = POLICY
 
-    KIND: ClassVar[str]
     FOLDER: ClassVar[str]
     TENSORS: ClassVar[str]
     CONFIG: ClassVar[str]
+    TENSOR_NAME: ClassVar[str]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Out of band from pickle protocol 5 on: Ray then lets all processes of a node read the same bytes in place."""
@@ -153,17 +146,34 @@ class WeightPayload:
         """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given, before they leave their
         device."""
         content = pack(state, dtype)
-        return cls(version, content, config_json, cls.digest(content))
+        return cls(version, content, config_json, tree_digest(content))
 
     @classmethod
-    def digest(cls, content: bytes | memoryview) -> str:
-        """What `sha256` must be for these bytes."""
-        return hashlib.sha256(content).hexdigest()
+    def read(cls, folder: Path, version: int, policy: str = POLICY) -> Self:
+        """Read what `write` wrote, or an adapter folder of peft. Raises UserInputError."""
+        try:
+            tensors, config_json = (folder / cls.TENSORS).read_bytes(), (folder / cls.CONFIG).read_text()
+        except (OSError, ValueError) as error:
+            raise UserInputError(f"{folder} holds no {cls.TENSORS} with its {cls.CONFIG} ({error}).") from error
+        cls.check(folder, config_json, tensors)
+        return cls(version, tensors, config_json, tree_digest(tensors), policy)
+
+    @classmethod
+    def check(cls, where: Any, config_json: str, tensors: bytes | memoryview) -> None:
+        """Raise UserInputError unless these are a version of this kind, by their headers; an adapter is plain LoRA."""
+        if cls is AdapterPayload:
+            LoraSettings.read(where, config_json)
+        try:
+            _, header = _read_header(tensors)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserInputError(f"{cls.TENSORS} of {where} cannot be read ({error}).") from error
+        if not any(cls.TENSOR_NAME in name for name in header):
+            raise UserInputError(f"{cls.TENSORS} of {where} holds no tensors of its kind: it is empty or damaged.")
 
     def verify(self) -> Self:
         """Return self if the bytes match the hash."""
-        if self.digest(self.tensors) != self.sha256:
-            raise UserInputError(f"{self.KIND} version {self.version} is corrupt: its bytes do not match its SHA-256.")
+        if tree_digest(self.tensors) != self.sha256:
+            raise UserInputError(f"Policy version {self.version} is corrupt: its bytes do not match its SHA-256.")
         return self
 
     def state(self) -> dict[str, Tensor]:
@@ -171,21 +181,18 @@ class WeightPayload:
         import torch
 
         try:
-            size = 8 + int.from_bytes(self.tensors[:8], "little")
-            header = json.loads(bytes(self.tensors[8:size]))
-            header.pop("__metadata__", None)
+            start, header = _read_header(self.tensors)
+            types = {name: getattr(torch, kind) for kind, name in _TYPES.items()}
             tensors: dict[str, Tensor] = {}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 for name, entry in header.items():
-                    begin, end = entry["data_offsets"]
-                    dtype = getattr(torch, _DTYPES[entry["dtype"]])
-                    flat = torch.frombuffer(
-                        self.tensors, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=size + begin
-                    )
+                    (begin, end), dtype = entry["data_offsets"], types[entry["dtype"]]
+                    count = (end - begin) // dtype.itemsize
+                    flat = torch.frombuffer(self.tensors, dtype=dtype, count=count, offset=start + begin)
                     tensors[name] = flat.view(entry["shape"])
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise UserInputError(f"{self.KIND} version {self.version} is corrupt ({error!r}).") from error
+            raise UserInputError(f"Policy version {self.version} is corrupt ({error!r}).") from error
         return tensors
 
     def rounded(self, dtype: str) -> Self:
@@ -200,7 +207,7 @@ class WeightPayload:
         if all(tensor.dtype == kind for tensor in own.values()):
             return self
         content = pack(own, dtype)
-        return replace(self, tensors=content, sha256=self.digest(content))
+        return replace(self, tensors=content, sha256=tree_digest(content))
 
     def write(self, folder: Path) -> Path:
         """Write the folder with both files, atomically: it appears complete or not at all. Other files in it stay,
@@ -221,26 +228,67 @@ def _unpickled(
     return kind(version, content, config_json, sha256, policy)
 
 
-def _names_in(tensors: bytes | memoryview) -> list[str]:
-    """Names of the tensors in a safetensors file; none where it is empty. Raises ValueError and TypeError for a
-    damaged header."""
-    size = int.from_bytes(tensors[:8], "little")
-    return [] if size > len(tensors) - 8 else [*json.loads(bytes(tensors[8 : 8 + size]))]
-
-
-MAX_RANK, MAX_ALPHA = 8192, 1e6
-MAX_CONFIG = 4 * 2**20  # characters: some adapters list every module that they change
 PREFIX = "base_model.model."  # peft's, before the module names in adapter files
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # at the end of a tensor's name
+
+# Keys of peft's adapter_config.json with which LoRA stays W + scale * B·A; of others the value must say "not used".
+_HARMLESS = {
+    "alora_invocation_string", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "target_modules", "task_type",
+}  # fmt: skip
+_UNUSED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
+
+
+class LoraSettings(BaseModel):
+    """What peft's adapter_config.json says of plain LoRA, whose sum is W + scale · B·A."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    peft_type: Literal["LORA"] = "LORA"
+    r: int = Field(ge=1, le=8192)
+    lora_alpha: float = Field(ge=-1e6, le=1e6, allow_inf_nan=False)
+    use_rslora: bool = False
+
+    @classmethod
+    def read(cls, where: Any, text: str) -> LoraSettings:
+        """From the file's text. Raises UserInputError where it cannot be read, or the adapter changes more than W to
+        W + scale · B·A.
+
+        PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base model's weights when they begin, DoRA and aLoRA the
+        arithmetic, patterns the scale of single layers; others train more than matrices of linear layers.
+        """
+        try:
+            settings = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = "".join(f" {part}:" for part in first["loc"])
+            raise UserInputError(
+                f"The adapter_config.json of {where} is not that of a LoRA adapter:{key} {first['msg'][:80]}."
+            ) from error
+        for key, value in sorted((settings.model_extra or {}).items()):
+            if key not in _HARMLESS and value and value not in _UNUSED.get(key, ()):
+                raise UserInputError(
+                    f"The adapter {where} was made with {key} {json.dumps(value)[:40]}, which is no plain LoRA: merge "
+                    "it into the model with peft, and give the merged model's folder."
+                )
+        return settings
+
+    @property
+    def scale(self) -> float:
+        """Of B·A."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPayload(WeightPayload):
     """One adapter version: peft's names, and `config_json` is peft's configuration."""
 
-    KIND: ClassVar[str] = "Adapter"
     FOLDER: ClassVar[str] = "adapter"
     TENSORS: ClassVar[str] = "adapter_model.safetensors"
     CONFIG: ClassVar[str] = "adapter_config.json"
+    TENSOR_NAME: ClassVar[str] = ".lora_"
 
     @classmethod
     def build(
@@ -248,76 +296,6 @@ class AdapterPayload(WeightPayload):
     ) -> AdapterPayload:
         """Pack a peft state dict, rounded where `dtype` is given."""
         return cls.packed(version, state, config_to_json(config), dtype)
-
-    @classmethod
-    def read(cls, folder: Path, version: int, policy: str = POLICY) -> AdapterPayload:
-        """Read a peft adapter folder."""
-        try:
-            tensors = (folder / cls.TENSORS).read_bytes()
-            config_json = (folder / cls.CONFIG).read_text()
-        except OSError as error:
-            raise UserInputError(f"{folder} is not a peft adapter folder ({error}).") from error
-        check_adapter(folder, config_json, tensors)
-        return cls(version, tensors, config_json, hashlib.sha256(tensors).hexdigest(), policy)
-
-
-def adapter_config(where: Any, text: str) -> dict[str, Any]:
-    """The content of an adapter_config.json of plain LoRA. Raises UserInputError."""
-    if len(text) > MAX_CONFIG:
-        raise UserInputError(f"The adapter {where}: adapter_config.json has more than {MAX_CONFIG} characters.")
-    try:
-        config = json.loads(text)
-        if not isinstance(config, dict):
-            raise ValueError("it holds no object")
-    except (ValueError, RecursionError) as error:
-        raise UserInputError(f"The adapter {where} cannot be read ({error}).") from error
-    check_plain_lora(where, config)
-    return config
-
-
-def check_adapter(where: Any, config_json: str, tensors: bytes | memoryview) -> None:
-    """Raise UserInputError unless this is a LoRA adapter: its kind, its rank and scale, and that it has tensors at
-    all."""
-    config = adapter_config(where, config_json)
-    try:
-        names = _names_in(tensors)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserInputError(f"The adapter {where} cannot be read ({error}).") from error
-    kind, rank, alpha = config.get("peft_type", "LORA"), config.get("r"), config.get("lora_alpha")
-    if kind != "LORA":
-        raise UserInputError(f"The adapter {where} is {str(kind)[:40]}, not LORA: only LoRA adapters can be used.")
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise UserInputError(f"The adapter {where} has rank {str(rank)[:40]}: r must be a number from 1 to {MAX_RANK}.")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
-        raise UserInputError(f"The adapter {where} has lora_alpha {str(alpha)[:40]}: it must be a finite number.")
-    if not any(".lora_" in name for name in names):
-        raise UserInputError(
-            f"The adapter {where} holds no LoRA matrices: adapter_model.safetensors is empty or damaged."
-        )
-
-
-# Keys of peft's adapter_config.json with which LoRA stays W + scale * B·A; of others the value must say "not used".
-_HARMLESS = {
-    "alora_invocation_string", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
-    "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "r", "revision", "target_modules", "task_type", "use_rslora",
-}  # fmt: skip
-_UNUSED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
-
-
-def check_plain_lora(where: Any, config: Mapping[str, Any]) -> None:
-    """Raise UserInputError where the adapter changes more than W to W + scale * B·A, by its adapter_config.json.
-
-    PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base model's weights when they begin, DoRA and aLoRA the
-    arithmetic, patterns the scale of single layers; others train more than matrices of linear layers.
-    """
-    for key in sorted(config.keys() - _HARMLESS):
-        if config[key] and config[key] not in _UNUSED.get(key, ()):
-            raise UserInputError(
-                f"The adapter {where} was made with {key} {json.dumps(config[key])[:40]}, which is no plain LoRA: "
-                "merge it into the model with peft, and give the merged model's folder."
-            )
 
 
 def config_to_json(config: LoraConfig) -> str:
@@ -332,36 +310,16 @@ class FullPayload(WeightPayload):
     """All parameters of a model by transformers' names, tied ones once; `config_json` names the model that they
     began as."""
 
-    KIND: ClassVar[str] = "Weight"
     FOLDER: ClassVar[str] = "weights"
     TENSORS: ClassVar[str] = "model.safetensors"
     CONFIG: ClassVar[str] = "full_weights.json"
+    TENSOR_NAME: ClassVar[str] = ""
 
     @classmethod
     def build(cls, version: int, state: Mapping[str, Tensor], base: str, dtype: str | None = None) -> FullPayload:
         """Pack parameters, rounded where `dtype` is given; `base` is the model that training began with."""
         about = json.dumps({"format": "rl_vlm full weights", "base_model": base}, indent=1)
         return cls.packed(version, state, about, dtype)
-
-    @classmethod
-    def digest(cls, content: bytes | memoryview) -> str:
-        """See WeightPayload; of gigabytes, by several threads."""
-        return tree_digest(content)
-
-    @classmethod
-    def read(cls, folder: Path, version: int, policy: str = POLICY) -> FullPayload:
-        """Read what `write` wrote. Raises UserInputError."""
-        try:
-            tensors, config_json = (folder / cls.TENSORS).read_bytes(), (folder / cls.CONFIG).read_text()
-        except OSError as error:
-            raise UserInputError(f"{folder} holds no full weights of a run ({error}).") from error
-        try:
-            names = _names_in(tensors)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UserInputError(f"The weights {folder} cannot be read ({error}).") from error
-        if not names:
-            raise UserInputError(f"The weights {folder} hold no tensors: {cls.TENSORS} is empty or damaged.")
-        return cls(version, tensors, config_json, cls.digest(tensors), policy)
 
 
 def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
@@ -395,16 +353,7 @@ _KINDS: tuple[type[AdapterPayload] | type[FullPayload], ...] = (AdapterPayload, 
 
 def read_payload(folder: Path, version: int, policy: str = POLICY) -> WeightPayload:
     """Read the version in a folder, of whichever kind it is. Raises UserInputError."""
-    return _kind_of(folder).read(folder, version, policy)
-
-
-def tensors_file(folder: Path) -> Path:
-    """The file with the tensors in such a folder."""
-    return folder / _kind_of(folder).TENSORS
-
-
-def _kind_of(folder: Path) -> type[AdapterPayload] | type[FullPayload]:
-    return FullPayload if is_full(folder) else AdapterPayload
+    return (FullPayload if is_full(folder) else AdapterPayload).read(folder, version, policy)
 
 
 def is_full(folder: Path) -> bool:
@@ -412,87 +361,64 @@ def is_full(folder: Path) -> bool:
     return (folder / FullPayload.CONFIG).is_file()
 
 
-def trained_folder(run_dir: Path) -> Path | None:
-    """The folder inside a run (or a checkpoint) that holds what was trained; None where there is none."""
-    folders = (run_dir / kind.FOLDER for kind in _KINDS if (run_dir / kind.FOLDER / kind.CONFIG).is_file())
-    return next(folders, None)
+def trained_folder(folder: Path) -> Path | None:
+    """The folder that holds what was trained: inside a run or a checkpoint, or this one; None where there is none."""
+    places = [(folder / kind.FOLDER, kind) for kind in _KINDS] + [(folder, kind) for kind in _KINDS]
+    return next((place for place, kind in places if (place / kind.CONFIG).is_file()), None)
 
 
-def find_trained(adapter: Path | None, run_dir: Path | None) -> Path | None:
-    """The folder of trained weights that a command names directly or by its run folder; None: the base model.
+def find_trained(*named: Path | str | None) -> Path | None:
+    """The folder of trained weights that a command or `model.adapter` names by itself or by its run; None: nothing is
+    named, the base model.
 
-    Raises UserInputError when both are named, or what is named holds neither an adapter nor full weights.
+    Raises UserInputError when two are named, or what is named holds neither plain LoRA nor full weights.
     """
-    if adapter is not None and run_dir is not None:
+    given = [Path(name) for name in named if name is not None]
+    if len(given) > 1:
         raise UserInputError("--adapter and --run-dir both name an adapter: give one of them.")
-    if run_dir is not None:
-        return trained_folder(run_dir) or _refuse(run_dir / AdapterPayload.FOLDER)
-    if adapter is not None and not is_full(adapter) and not (adapter / AdapterPayload.CONFIG).is_file():
-        return _refuse(adapter)
-    if adapter is not None and not is_full(adapter):
-        adapter_config(adapter, (adapter / AdapterPayload.CONFIG).read_text())  # now, not when replicas have started
-    return adapter
+    if not given:
+        return None
+    trained = trained_folder(given[0])
+    if trained is None:
+        raise UserInputError(
+            f"{given[0]} is neither a peft adapter folder nor a run folder: it holds no {AdapterPayload.CONFIG}, no "
+            "adapter/ and no weights/."
+        )
+    if not is_full(trained):
+        LoraSettings.read(trained, (trained / AdapterPayload.CONFIG).read_text())
+    return trained
 
 
-def _refuse(folder: Path) -> Path:
-    raise UserInputError(f"{folder} is not a peft adapter folder: it holds no {AdapterPayload.CONFIG}.")
+# The adapter that training starts from (`model.adapter`), compared with the LoRA that the configuration describes.
 
 
-# The adapter that training starts from (`model.adapter`): found, and compared with the LoRA that the configuration
-# describes.
+def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
+    """The adapter that `model.adapter` names, as version 1. Raises UserInputError, which says what to set, where it is
+    not what `model.lora` describes."""
+    from rl_vlm.models.lora import target_choice  # imports torch, which a dry run without an adapter does not need
 
-
-def initial_adapter(model: TrainedModelSection, version: int = 1) -> AdapterPayload:
-    """The adapter that `model.adapter` names, as a version. Raises UserInputError where it is not what `model.lora`
-    describes."""
-    check_initial_adapter(model)
-    return AdapterPayload.read(initial_adapter_folder(model), version)
-
-
-def initial_adapter_folder(model: TrainedModelSection) -> Path:
-    """The folder of that adapter, which a run folder has inside. Raises UserInputError."""
-    assert model.adapter is not None
-    folder = Path(model.adapter)
-    for candidate in (folder, folder / "adapter"):
-        if (candidate / "adapter_config.json").is_file():
-            return candidate
-    raise UserInputError(
-        f"model.adapter: {folder} is neither a peft adapter folder nor a run folder with an adapter/: it holds no "
-        "adapter_config.json."
-    )
+    folder, wanted = find_trained(model.adapter), model.lora
+    assert folder is not None
+    payload = AdapterPayload.read(folder, 1)
+    found = LoraSettings.read(folder, payload.config_json)
+    if found.use_rslora:
+        raise UserInputError(f"model.adapter: {folder} was made with use_rslora, which training cannot continue.")
+    _, header = _read_header(payload.tensors)
+    modules = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in header if name.endswith(DOWN)]
+    target_modules = target_choice(modules, wanted.target_modules)
+    if (found.r, found.lora_alpha, target_modules) != (wanted.rank, wanted.alpha, wanted.target_modules):
+        values = f"{{rank: {found.r}, alpha: {found.lora_alpha:g}, target_modules: {target_modules or 'of its own'}}}"
+        advice = f"set model.lora='{values}'" if target_modules else "train an adapter with one of our choices"
+        raise UserInputError(
+            f"model.adapter: {folder} has {values}, and model.lora says {wanted.rank}, {wanted.alpha} and "
+            f"{wanted.target_modules}: {advice}."
+        )
+    return payload
 
 
 def check_initial_adapter(model: TrainedModelSection) -> dict[str, Any]:
-    """Compare rank, alpha and layers of `model.adapter` with `model.lora`, from headers alone.
-
-    Returns what was found, to be printed; nothing without an adapter. Raises UserInputError, which says what to set.
-    """
+    """The folder that `model.adapter` names, to be printed; nothing without one. Raises as `initial_adapter`."""
     if model.adapter is None:
         return {}
-    from rl_vlm.models.lora import target_choice  # imports torch, which a dry run without an adapter does not need
-
-    folder = initial_adapter_folder(model)
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        rank, alpha = int(config["r"]), config["lora_alpha"]
-        with safe_open(folder / "adapter_model.safetensors", framework="numpy") as file:
-            names = list(file.keys())
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise UserInputError(f"model.adapter: {folder} is no readable LoRA adapter ({error}).") from error
-    check_plain_lora(folder, config)
-    if config.get("use_rslora"):
-        raise UserInputError(f"model.adapter: {folder} was made with use_rslora, which training cannot continue.")
-    modules = [
-        name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight")
-    ]
-    wanted = model.lora
-    target_modules = target_choice(modules, wanted.target_modules)
-    if (rank, alpha, target_modules) != (wanted.rank, wanted.alpha, wanted.target_modules):
-        advice = f"model.lora='{{rank: {rank}, alpha: {alpha}, target_modules: {target_modules}}}'"
-        what = f"rank {rank}, alpha {alpha} and target_modules {target_modules or 'of its own'}"
-        raise UserInputError(
-            f"model.adapter: {folder} has {what}, and model.lora says {wanted.rank}, {wanted.alpha} and "
-            f"{wanted.target_modules}: "
-            f"{f'set {advice}' if target_modules else 'train an adapter with one of our choices'}."
-        )
-    return {"adapter": str(folder)}
+    initial_adapter(model)
+    return {"adapter": str(find_trained(model.adapter))}

@@ -38,7 +38,7 @@ from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError, Play, l
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.frames import FrameError, PeerGoneError
 from rl_vlm.models.loading import TextSide, load_text_side, resolve_model
-from rl_vlm.models.weights import find_trained, initial_adapter_folder, is_full, read_payload, trained_folder
+from rl_vlm.models.weights import find_trained, is_full, read_payload
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import GenerationRequest, Message, RLVLMError, SamplingParams, Split, UserInputError
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 def starting_adapter(config: PolicyConfig) -> Path | None:
     """The adapter folder that `model.adapter` names, if it names one."""
-    return initial_adapter_folder(config.model) if config.model.adapter is not None else None
+    return find_trained(config.model.adapter)
 
 
 def run_for(config: PolicyConfig, trained: Path) -> PolicyConfig:
@@ -355,10 +355,7 @@ def _run_for(config: PolicyConfig, adapters: dict[Side, Path | None]) -> PolicyC
 
 
 def _other_adapter(name: str) -> Path | None:
-    if name == "base":
-        return None
-    folder = Path(name)
-    return trained_folder(folder) or find_trained(folder, None)
+    return None if name == "base" else find_trained(name)
 
 
 def _tasks(config: PolicyConfig, envs: Survey, blind: bool) -> list[RolloutTask]:

@@ -10,7 +10,7 @@ from typing import Any
 from rl_vlm.config import CommonConfig, PolicyConfig, TrainConfig
 from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, DType, builtin_models, resolve_model
-from rl_vlm.models.memory.cards import Card, MemoryPlan, gib, plan_memory, published_bytes
+from rl_vlm.models.memory.needs import Card, MemoryPlan, gib, plan_memory, published_bytes
 from rl_vlm.models.memory.shape import ModelShape, amount, text
 from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError
@@ -65,7 +65,7 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     for card in plan.cards:
         yield from _card(card, plan.gpus)
     if plan.adapter_bytes:
-        what, digits = "the weights" if plan.full else "the adapter", 0 if plan.adapter_bytes > 1e7 else 2
+        what, digits = "the weights" if config.trains_full else "the adapter", 0 if plan.adapter_bytes > 1e7 else 2
         yield f"A version of {what}: {plan.adapter_bytes / 1e6:.{digits}f} MB"
     if plan.starved:
         yield f"It does not fit. {plan.starved}"

@@ -23,7 +23,7 @@ from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.loading import TextSide, check_quantization, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.models.weights import AdapterPayload, WeightPayload, initial_adapter_folder, read_payload, trained_folder
+from rl_vlm.models.weights import AdapterPayload, WeightPayload, find_trained, read_payload, trained_folder
 from rl_vlm.runs.evaluate import run_for
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.surroundings import check_vllm_is_installed
@@ -80,8 +80,7 @@ def plan(
     name = config.http.model_name or (config.model.path if not Path(config.model.path).is_dir() else model.name)
     if re.fullmatch(r"policy(-v\d+)?", name):
         raise UserInputError(f"The name {name!r} is that of the trained versions: set http.model_name to another one.")
-    if adapter is None and config.model.adapter is not None:
-        adapter = initial_adapter_folder(config.model)
+    adapter = adapter or find_trained(config.model.adapter)
     payload = read_payload(adapter, version=1) if adapter is not None else None
     if adapter is not None:
         config = run_for(config, adapter)

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL, Engine, EngineError
 from rl_vlm.machine import available_memory
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.models.memory.needs import kv_cache_bytes, max_kv_tokens
+from rl_vlm.models.memory.needs import max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.fair_queue import QUANTUM, FairQueue, cost_of
@@ -95,18 +94,7 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
     if name == "vllm":
         from rl_vlm.engines.vllm_engine import VLLMEngine
 
-        return VLLMEngine(
-            model,
-            dtype=config.model.dtype,
-            head_dtype=config.model.head_dtype,
-            serving=serving,
-            max_lora_rank=config.max_lora_rank,
-            max_loras=config.lora_slots,
-            pixels=config.model.pixels,
-            in_flight=in_flight,
-            kv_cache=partial(kv_cache_bytes, config, ModelShape.read(model)),
-            full=config.trains_full,
-        )
+        return VLLMEngine(model, config, in_flight)
     from rl_vlm.engines.transformers_engine import TransformersEngine
 
     return TransformersEngine(

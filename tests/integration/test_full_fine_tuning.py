@@ -14,8 +14,9 @@ from core_support import gap, picture, request, text_side
 from full_support import FullWeightsOf, ServedEngine, agreements
 from policy_loop import Loop
 from serving_support import served
+from vllm_support import vllm_config
 
-from rl_vlm.config import ServingSection, load_config
+from rl_vlm.config import load_config
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.models.weights import FullPayload, trained_folder
 from rl_vlm.runs.train import evaluate_run, train
@@ -79,10 +80,7 @@ def vllm_folder(wide_folder: Path) -> Path:
 def vllm_engine(vllm_folder: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     from rl_vlm.engines.vllm_engine import VLLMEngine
 
-    serving = ServingSection(engine="vllm", max_context=512)
-    made = VLLMEngine(
-        vllm_folder, dtype="float32", serving=serving, full=True, in_flight=getattr(request, "param", None)
-    )
+    made = VLLMEngine(vllm_folder, vllm_config(512, train="full"), getattr(request, "param", None))
     yield made
     asyncio.run(made.close())
 

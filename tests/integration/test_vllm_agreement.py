@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from logprob_gate import check_gate
 from policy_loop import MAX_CONTEXT, Loop, check_agreement
+from vllm_support import vllm_config
 
-from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.models.loading import HeadDType
@@ -23,8 +23,7 @@ def folder(wide_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VLLMEngine]:
-    serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
-    engine = VLLMEngine(folder, dtype="float32", serving=serving, max_lora_rank=16)
+    engine = VLLMEngine(folder, vllm_config(MAX_CONTEXT))
     yield engine
     asyncio.run(engine.close())
 
@@ -50,8 +49,7 @@ def test_transformers_passes_the_gate(wide_folder: Path, head: HeadDType) -> Non
 def test_vllm_passes_the_gate(wide_folder: Path, head: HeadDType) -> None:
     from rl_vlm.engines.vllm_engine import VLLMEngine  # imports vLLM, which takes seconds
 
-    serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
-    engine = VLLMEngine(wide_folder, dtype="bfloat16", serving=serving, max_lora_rank=16, head_dtype=head)
+    engine = VLLMEngine(wide_folder, vllm_config(MAX_CONTEXT, dtype="bfloat16", head_dtype=head))
     try:
         check_gate(wide_folder, engine, head)
     finally:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +24,24 @@ from vllm_support import (
     random_adapters,
     read_stream,
     request_like,
+    vllm_config,
 )
 
 from rl_vlm.chat import expand_image_tokens
-from rl_vlm.config import ServingSection, VLLMSection, parse_config
+from rl_vlm.config import parse_config
 from rl_vlm.engines import vllm_setup
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.engines.vllm_weights import AdapterFolders
+from rl_vlm.engines.vllm_weights import AdapterVersions
 from rl_vlm.models.images import ImageProcessorSpec, PixelLimits
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, lora_config, lora_state
-from rl_vlm.models.memory.needs import kv_cache_bytes
-from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
 
 pytestmark = pytest.mark.timeout(600)
 
-SERVING = ServingSection(engine="vllm", max_context=1024, vllm=VLLMSection(max_num_seqs=32))
 PIXELS = PixelLimits(64 * 64, 72 * 96)  # not the processor's own: pictures become larger and smaller by them
 TOLERANCE = 1e-4
 CHOICES = ("red", "red square", "redder", "0", "1", "-1")
@@ -53,11 +50,11 @@ CHOICES = ("red", "red square", "redder", "0", "1", "-1")
 OWNER = """
 import sys, time
 from pathlib import Path
-from rl_vlm.config import ServingSection
+from rl_vlm.config import parse_config
 from rl_vlm.engines.vllm_engine import VLLMEngine
 if __name__ == "__main__":
-    engine = VLLMEngine(Path(sys.argv[1]), dtype="float32", serving=ServingSection(engine="vllm", max_context=256), max_lora_rank=8)
-    print(engine._folders._root, flush=True)
+    engine = VLLMEngine(Path(sys.argv[1]), parse_config({"serving": {"engine": "vllm", "max_context": 256}, "rollout": {"max_new_tokens": 64}}))
+    print(engine._versions.root, flush=True)
     time.sleep(600)
 """
 
@@ -86,14 +83,15 @@ def owner(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sub
 @pytest.fixture(scope="module")
 def engine(model: Path, owner: subprocess.Popen[str]) -> Iterator[VLLMEngine]:
     del owner  # only started
-    engine = VLLMEngine(model, dtype="float32", serving=SERVING, max_lora_rank=8, pixels=PIXELS)
+    limits = {"min_pixels": PIXELS.minimum, "max_pixels": PIXELS.maximum}
+    engine = VLLMEngine(model, vllm_config(1024, rank=8, **limits))
     yield engine
     asyncio.run(engine.close())
 
 
 @pytest.fixture(scope="module")
 def other_engine(model: Path) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine(model, max_context=SERVING.max_context, pixels=PIXELS)
+    engine = TransformersEngine(model, max_context=1024, pixels=PIXELS)
     yield engine
     asyncio.run(engine.close())
 
@@ -462,13 +460,13 @@ def test_unfit_adapters_are_refused_and_the_engine_keeps_its_version(
 def test_folders_of_old_versions_are_deleted(engine: VLLMEngine, adapters: dict[int, AdapterPayload]) -> None:
     for version in (4, 5, 6):
         asyncio.run(engine.load_adapter(adapters[version]))
-    assert len(list(engine._folders._root.iterdir())) == 2
+    assert len(list(engine._versions.root.iterdir())) == 2
 
 
 def test_the_engine_core_and_the_files_are_gone_after_close(engine: VLLMEngine, text: TextSide) -> None:
     # The last test of the module's engine.
     core = _engine_core(psutil.Process())
-    root = engine._folders._root
+    root = engine._versions.root
     assert core.is_running() and root.is_dir()
 
     async def close_while_busy() -> None:
@@ -493,12 +491,12 @@ def test_the_engine_core_dies_with_a_killed_owner(owner: subprocess.Popen[str]) 
     owner.wait()
     core.wait(timeout=10)
     assert root.is_dir()
-    AdapterFolders().close()  # the next engine on the machine sweeps
+    AdapterVersions(None, None).close()  # the next engine on the machine sweeps
     assert not root.exists()
 
 
 def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
-    engine = VLLMEngine(model, dtype="float32", serving=SERVING, max_lora_rank=8)
+    engine = VLLMEngine(model, vllm_config(1024, rank=8))
 
     async def kill_while_busy() -> None:
         call = asyncio.create_task(engine.generate([ask(text, "unlucky", n=8, max_new_tokens=900)]))
@@ -518,7 +516,7 @@ def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
 
 def test_a_start_that_fails_says_why(model: Path) -> None:
     with pytest.raises(EngineError, match="max_model_len"):
-        VLLMEngine(model, dtype="float32", serving=ServingSection(engine="vllm", max_context=1_000_000))
+        VLLMEngine(model, vllm_config(1_000_000))
 
 
 def _engine_core(process: psutil.Process) -> psutil.Process:
@@ -541,8 +539,7 @@ def test_keys_and_values_are_sized_on_a_shared_gpu(
     vllm_setup.prepare_environment(run.serving)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(vllm_setup, "_card_bytes", lambda: int(23.6 * GIB))
-    kv_cache = partial(kv_cache_bytes, run, ModelShape.read(wide_folder))
-    args = vllm_setup.engine_args(wide_folder, "bfloat16", run.serving, 16, 2, load_text_side(wide_folder), kv_cache)
+    args = vllm_setup.engine_args(wide_folder, run, load_text_side(wide_folder))
     assert args.max_num_batched_tokens == 8192
     assert args.gpu_memory_utilization == pytest.approx(0.85 * share)
     assert (args.kv_cache_memory_bytes is not None) == sized

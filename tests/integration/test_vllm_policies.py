@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm_support import TeacherForcing, ask, hostile_model, random_adapters
+from vllm_support import TeacherForcing, ask, hostile_model, random_adapters, vllm_config
 
-from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.models.loading import TextSide, load_text_side
@@ -40,8 +39,7 @@ def weights(model: Path) -> dict[int, AdapterPayload]:
 
 @pytest.fixture
 def engine(model: Path) -> Iterator[VLLMEngine]:
-    serving = ServingSection(engine="vllm", max_context=512, vllm=VLLMSection(max_num_seqs=16))
-    engine = VLLMEngine(model, dtype="float32", serving=serving, max_lora_rank=8, max_loras=SLOTS)
+    engine = VLLMEngine(model, vllm_config(512, slots=SLOTS, rank=8))
     yield engine
     asyncio.run(engine.close())
 

@@ -15,8 +15,8 @@ import pytest
 from core_support import pictures, request, text_side
 from policy_loop import MAX_CONTEXT
 from version_support import distances, model_of, random_payload
+from vllm_support import vllm_config
 
-from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines import vllm_engine
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
@@ -36,8 +36,7 @@ def engine(wide_folder: Path) -> Iterator[VLLMEngine]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_engine, "engine_args", with_worker)
-        serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
-        engine = VLLMEngine(wide_folder, dtype="float32", serving=serving, max_lora_rank=16, max_loras=3)
+        engine = VLLMEngine(wide_folder, vllm_config(MAX_CONTEXT, slots=3))
     engine._gives_back = True  # as on a GPU with rest_while_learning
     yield engine
     asyncio.run(engine.close())

@@ -22,8 +22,8 @@ from version_support import (
     new_adapters,
     random_payload,
 )
+from vllm_support import vllm_config
 
-from rl_vlm.config import ServingSection, VLLMSection
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
 from rl_vlm.types import Completion, GenerationRequest, InFlightUpdates, SampleChunk
@@ -47,8 +47,7 @@ def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 
 @contextmanager
 def vllm(folder: Path, mode: InFlightUpdates | None) -> Iterator[VLLMEngine]:
-    serving = ServingSection(engine="vllm", max_context=MAX_CONTEXT, vllm=VLLMSection(max_num_seqs=16))
-    engine = VLLMEngine(folder, dtype="float32", serving=serving, max_lora_rank=16, max_loras=3, in_flight=mode)
+    engine = VLLMEngine(folder, vllm_config(MAX_CONTEXT, slots=3), mode)
     try:
         yield engine
     finally:
@@ -99,8 +98,8 @@ def test_samples_that_adapters_change_under(engine: VLLMEngine, folder: Path, mo
             assert tuple(version for _, version in one.pieces) == VERSIONS
             assert sum(count for count, _ in one.pieces) == len(one.token_ids) == 160
     exact, kept = distances(folder, models, asked(folder), changing)
-    print(f"{engine._in_flight}: from a recomputation {exact}; from transformers with a kept cache {kept}")
-    right, wrong = (exact, kept) if engine._in_flight == "recompute" else (kept, exact)
+    print(f"{engine._versions._in_flight}: from a recomputation {exact}; from transformers with a kept cache {kept}")
+    right, wrong = (exact, kept) if engine._versions._in_flight == "recompute" else (kept, exact)
     assert right.largest < TOLERANCE
     assert wrong.largest > 0.1  # the versions are far from each other
     # Samples that begin later have nothing of the older versions: not from vLLM's prefix cache, either.

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from rl_vlm.config import PolicyConfig, parse_config
 from rl_vlm.models.loading import TextSide, load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config, lora_state
 from rl_vlm.models.weights import AdapterPayload
@@ -149,3 +150,14 @@ def converse(engine: Any, text: TextSide, name: str, *images: EncodedImage, **sa
 def request_like(completion: Completion, request: GenerationRequest, temperature: float) -> GenerationRequest:
     """The request as teacher forcing wants it, for a completion at another temperature."""
     return replace(request, sampling=SamplingParams(1, temperature=temperature, n=len(completion.samples)))
+
+
+def vllm_config(max_context: int, *, slots: int = 2, rank: int = 16, **more: Any) -> PolicyConfig:
+    """A run that vLLM serves, with room for `slots` adapters of this rank; `more` changes its model section."""
+    return parse_config(
+        {
+            "serving": {"engine": "vllm", "max_context": max_context, "vllm": {"max_num_seqs": 16}},
+            "rollout": {"max_policy_lag": slots - 2, "max_new_tokens": 64},
+            "model": {"lora": {"rank": rank}, **more},
+        }
+    )

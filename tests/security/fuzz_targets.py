@@ -19,7 +19,7 @@ from rl_vlm.config.loading import load_yaml
 from rl_vlm.envs import images, isolation
 from rl_vlm.labelling.labeller import read_label, read_score
 from rl_vlm.labelling.store import text_cell
-from rl_vlm.models.weights import check_adapter
+from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rewards.math import normalize_answer
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.safe_text import printable, safe, without_thoughts
@@ -75,7 +75,7 @@ def adapter_tensors(data: bytes) -> None:
 
 def _adapter(config: bytes, tensors: bytes) -> None:
     try:
-        check_adapter("x", config.decode("utf-8", "replace"), tensors)
+        AdapterPayload.check("x", config.decode("utf-8", "replace"), tensors)
     except UserInputError as error:
         assert len(str(error)) < _LONGEST
 

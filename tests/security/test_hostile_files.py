@@ -48,24 +48,11 @@ def adapter(folder, tensors=None, text=None, **changes):
 @pytest.mark.parametrize(
     "changes, what",
     [
-        ({"r": 0}, "rank 0"),
-        ({"r": -1}, "rank -1"),
-        ({"r": 1.5}, "rank 1.5"),
-        ({"r": True}, "rank True"),
-        ({"r": None}, "rank None"),
-        ({"r": 10**40}, "rank 1000"),
-        ({"lora_alpha": float("inf")}, "lora_alpha inf"),
-        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
-        ({"lora_alpha": "8"}, "lora_alpha 8"),
-        ({"lora_alpha": 10**400}, "lora_alpha 1000"),
-        ({"peft_type": "PROMPT_TUNING"}, "is PROMPT_TUNING, not LORA"),
-        ({"peft_type": ["LORA"]}, "not LORA"),
-        ({"tensors": {}}, "no LoRA matrices"),
-        ({"tensors": {"prompt_embeddings": zeros(2, 8)}}, "no LoRA matrices"),
-        ({"text": "[]"}, "cannot be read"),
-        ({"text": "[" * 100_000}, "cannot be read"),
-        ({"text": "{"}, "cannot be read"),
-        ({"text": " " * (5 * 2**20)}, "more than 4194304 characters"),
+        *[({"r": rank}, "r: ") for rank in (0, -1, 1.5, True, None, 10**40)],
+        *[({"lora_alpha": alpha}, "lora_alpha: ") for alpha in (float("inf"), float("nan"), "8", 10**400)],
+        *[({"peft_type": kind}, "LORA") for kind in ("PROMPT_TUNING", ["LORA"])],
+        *[({"tensors": tensors}, "no tensors of its kind") for tensors in ({}, {"embeddings": zeros(2, 8)})],
+        *[({"text": text}, "adapter_config") for text in ("[]", "[" * 100_000, "{", " " * (5 * 2**20))],
     ],
 )
 def test_what_is_no_lora_adapter_is_refused_when_it_is_read(changes, what, tmp_path):
@@ -85,7 +72,7 @@ def test_a_header_beyond_the_file_is_refused(tmp_path):
     folder = adapter(tmp_path / "a")
     for tensors in (b"", b"\xff" * 8, b"\xff" * 100, (2**40).to_bytes(8, "little") + b"{}"):
         (folder / "adapter_model.safetensors").write_bytes(tensors)
-        with pytest.raises(UserInputError, match="no LoRA matrices|cannot be read"):
+        with pytest.raises(UserInputError, match="no tensors|cannot be read"):
             AdapterPayload.read(folder, 1)
 
 

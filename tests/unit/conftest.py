@@ -19,7 +19,7 @@ def encoder(processor: Any) -> DialogueEncoder:
     """For the tiny model whose `processor` a module makes."""
     from rl_vlm.models.supervised import DialogueEncoder  # with torch, which most tests do without
 
-    return DialogueEncoder.from_processor(processor)
+    return DialogueEncoder(processor)
 
 
 @pytest.fixture(scope="session")

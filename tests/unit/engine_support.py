@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import TextSide
+from rl_vlm.models.lora import adaptable_linears
 
 
 @contextmanager
@@ -26,3 +28,8 @@ async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+def language_linears(model: Any) -> dict[str, Any]:
+    """The linear layers of the language model that an adapter may change, by name."""
+    return {name: linear for name, linear in adaptable_linears(model).items() if "visual" not in name}

@@ -194,10 +194,10 @@ def packed(rows: list[list[int]]) -> np.ndarray:
 
 def test_the_layout_of_a_row_by_hand() -> None:
     layout = SegmentLayout.of(packed([[2, 1, 2], [3, 2], [1, 1, 1, 1]]))
-    found = [(one.row, one.prompt, one.start, one.stop) for one in layout.later]
+    found = [(row, one.prompt, one.start, one.stop) for row, ones in layout.later.items() for one in ones]
     assert found == [(0, 2, 3, 5), (2, 1, 2, 3), (2, 1, 3, 4)]
-    assert layout.mask_of(layout.later[0]).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert layout.mask_of(layout.later[2]).int().tolist() == [[1, 1]]
+    assert layout.mask_of(layout.later[0][0]).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert layout.mask_of(layout.later[2][1]).int().tolist() == [[1, 1]]
 
 
 def test_segments_are_used_where_they_save_more_than_their_calls_cost() -> None:

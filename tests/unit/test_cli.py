@@ -96,7 +96,7 @@ def failure(capsys) -> str:
 
 def adapter_folder(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
     return folder
 
 
@@ -396,7 +396,7 @@ def test_bad_arguments_are_named(tiny_folder: Path, tmp_path: Path, capsys: pyte
     assert "no-such-model" in refusal(capsys, "no-such-model")
     assert "config.json" in refusal(capsys, tmp_path)
     assert "http.port" in refusal(capsys, tiny_folder, "--port", "70000")
-    assert "not a peft adapter folder" in refusal(capsys, tiny_folder, "--adapter", tmp_path)
+    assert "neither a peft adapter folder" in refusal(capsys, tiny_folder, "--adapter", tmp_path)
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         assert "--port" in refusal(capsys, tiny_folder, "--port", taken.getsockname()[1])

@@ -293,39 +293,6 @@ def test_versions_follow_each_other_without_a_trace_of_the_older(
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
 
 
-def test_only_the_memory_of_versions_that_nobody_uses_is_written_over(
-    engine: TransformersEngine, text: TextSide, tiny_folder: Path
-) -> None:
-    payloads = [adapted_policy(tiny_folder, seed=seed).payload(seed) for seed in range(1, 7)]
-    base = asyncio.run(one(engine, fixed(text)))
-    expected: list[list[int]] = []
-    for payload in payloads:
-        fresh = TransformersEngine(tiny_folder, max_context=CONTEXT)
-        with endless(fresh, text):
-            asyncio.run(fresh.load_adapter(payload))
-            expected.append(words(asyncio.run(one(fresh, fixed(text, max_new_tokens=600)))))
-        asyncio.run(fresh.close())
-
-    async def busy() -> list[int]:
-        running = asyncio.ensure_future(one(engine, fixed(text, max_new_tokens=600)))
-        await until(lambda: rows(engine) > 0)
-        for payload in payloads[2:5]:
-            await engine.load_adapter(payload)
-        assert rows(engine) > 0
-        return words(await running)
-
-    with endless(engine, text):
-        asyncio.run(engine.load_adapter(payloads[0]))
-        first = asyncio.run(one(engine, fixed(text, max_new_tokens=600)))
-        asyncio.run(engine.load_adapter(payloads[1]))
-        assert [words(first), asyncio.run(busy())] == expected[:2]
-        assert words(asyncio.run(one(engine, fixed(text, max_new_tokens=600)))) == expected[4]
-    assert words(asyncio.run(one(engine, fixed(text, min_version=-1)))) == words(base)
-    asyncio.run(engine.load_adapter(payloads[5]))
-    with endless(engine, text):
-        assert words(asyncio.run(one(engine, fixed(text, max_new_tokens=600)))) == expected[5]
-
-
 BROKEN: dict[str, Callable[[AdapterPayload], AdapterPayload]] = {
     "a flipped bit": lambda p: dataclasses.replace(p, tensors=bytes(p.tensors[:-1]) + bytes([p.tensors[-1] ^ 1])),
     "another hash": lambda p: dataclasses.replace(p, sha256="0" * 64),

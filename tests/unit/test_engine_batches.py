@@ -149,13 +149,6 @@ def test_pixel_limits_of_the_configuration_reach_engines_learners_and_workers(
     plain, limited = (inspect_run(run_config(tiny_folder, **more)) for more in ({}, {"model__max_pixels": 2048}))
     assert limited["train_image_tokens"] < plain["train_image_tokens"]
 
-    def made(model: Path, **settings: Any) -> Any:
-        return settings["pixels"]
-
-    monkeypatch.setattr("rl_vlm.engines.vllm_engine.VLLMEngine", made)
-    vllm = run.model_copy(update={"serving": run.serving.model_copy(update={"engine": "vllm"})})
-    assert build_engine(tiny_folder, vllm) == PixelLimits(4096, 6144)  # type: ignore[comparison-overlap]
-
 
 def test_pixel_limits_hold_for_counting_and_for_encoding(tiny_folder: Path) -> None:
     limits = PixelLimits(64 * 64, 64 * 96)

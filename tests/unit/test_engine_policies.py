@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from core_support import adapted_policy, gap, picture, plain_model, request
-from engine_support import endless, until
+from engine_support import endless, language_linears, until
 from version_support import model_of
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.weights import AdapterWeights, Factors
 from rl_vlm.models.loading import TextSide
-from rl_vlm.models.lora import language_linears
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, UserInputError
 
@@ -133,38 +131,6 @@ def test_a_dropped_policy_is_refused_and_its_name_comes_again_with_other_weights
     assert gap(tiny_folder, model_of(tiny_folder, other, tmp_path), asked, answer) < 1e-4
 
 
-def test_a_load_that_is_given_up_gives_its_room_back(
-    engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = AdapterWeights(engine.backbone.model, max_merged_bytes=int(1.5 * size_of_sum(engine)))
-    monkeypatch.setattr(engine, "_weights", weights)
-    form, began, free, formed = weights.form, threading.Event(), threading.Event(), threading.Event()
-
-    def slow(payload: AdapterPayload) -> Any:
-        began.set()
-        assert free.wait(60)
-        try:
-            return form(payload)
-        finally:
-            formed.set()
-
-    async def give_up() -> None:
-        monkeypatch.setattr(weights, "form", slow)
-        loading = asyncio.create_task(engine.load_adapter(payloads["a", 1]))
-        assert await asyncio.to_thread(began.wait, 60)
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
-        free.set()
-        assert await asyncio.to_thread(formed.wait, 60)
-        for _ in range(6000):
-            if weights._left == int(1.5 * size_of_sum(engine)):
-                break
-            await asyncio.sleep(0.01)
-
-    asyncio.run(give_up())
-    assert not isinstance(form(payloads["b", 1]), Factors)
-
-
 def test_memory_for_merged_weights_is_bounded_and_given_back(
     engine: TransformersEngine, payloads: dict[tuple[str, int], AdapterPayload]
 ) -> None:
@@ -172,9 +138,9 @@ def test_memory_for_merged_weights_is_bounded_and_given_back(
     first = weights.form(payloads["a", 1])
     second = weights.form(payloads["b", 1])
     assert not isinstance(first, Factors) and isinstance(second, Factors)
-    weights.release(second)
+    del second
     assert isinstance(weights.form(payloads["c", 1]), Factors)
-    weights.release(first)
+    del first
     with pytest.raises(UserInputError):
         weights.form(dataclasses.replace(payloads["b", 1], config_json="{}"))  # takes no room
     assert not isinstance(weights.form(payloads["b", 1]), Factors)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bitsandbytes import functional as nf4
 from core_support import adapted_policy, gap, picture, plain_model, request, run_config, text_side
+from engine_support import language_linears
 from peft import PeftModel
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.weights import AdapterWeights, Factors
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models import loading, qwen_vl
-from rl_vlm.models.lora import language_linears
 from rl_vlm.models.qwen_vl import causal_attention, last_token_attention, masked_attention, needs_own_keys
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.serve import plan

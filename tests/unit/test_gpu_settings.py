@@ -171,15 +171,6 @@ def test_adapters_are_published_as_the_engine_serves_them(serving: dict[str, Any
     assert run(serving, model={"dtype": dtype}).published_dtype == published
 
 
-def test_an_adapter_is_packed_rounded_as_it_would_be_rounded_later() -> None:
-    """Byte for byte, and without its float32 bytes, which a whole model has sixteen gigabytes of."""
-    config, generator = lora_config(4, 8, "all"), torch.Generator().manual_seed(0)
-    state = {f"base_model.model.{name}.lora_A.weight": torch.randn(4, 6, generator=generator) for name in "ba"}
-    plain = AdapterPayload.build(1, state, config)
-    assert AdapterPayload.build(1, state, config, "bfloat16") == plain.rounded("bfloat16")
-    assert AdapterPayload.build(1, state, config, "float32") == plain
-
-
 # --- drivers
 
 

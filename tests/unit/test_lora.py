@@ -22,6 +22,7 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.loading import load_model
 from rl_vlm.models.lora import (
     TARGET_MODULES,
+    adaptable_linears,
     inject_lora,
     linear_weights,
     load_lora_state,
@@ -30,7 +31,6 @@ from rl_vlm.models.lora import (
     merge_into,
     merged_weights,
     target_choice,
-    tower_linears,
 )
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.supervised.dataset import open_job_data
@@ -146,7 +146,7 @@ def test_what_an_adapter_holds_beside_its_pairs_is_not_left_out_silently(
         first = next(iter(state)).partition(".lora_")[0]
         state[f"{first}.bias" if name == "bias" else name] = torch.zeros(4)
     whole = AdapterPayload.packed(payload.version, state, payload.config_json)
-    with pytest.raises(UserInputError, match="1 tensors"):
+    with pytest.raises(UserInputError, match="tensors differ"):
         merged_weights(whole, linear_weights(plain_model(tiny_folder)))
 
 
@@ -157,17 +157,6 @@ def test_a_sum_with_low_precision_weights_is_rounded_once(tiny_folder: Path, pay
     rounded = merged_weights(payload, base)
     assert all(rounded[name].dtype == torch.bfloat16 for name in rounded)
     assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in rounded)
-
-
-def test_memory_of_an_earlier_sum_can_be_written_over(
-    tiny_folder: Path, policy: PolicyModel, payload: AdapterPayload
-) -> None:
-    base = linear_weights(plain_model(tiny_folder))
-    expected = merged_weights(payload, base)
-    spare = {name: torch.full_like(weight, float("nan")) for name, weight in base.items()}
-    merged = merged_weights(payload, base, spare)
-    assert all(torch.equal(merged[name], weight) for name, weight in expected.items())
-    assert all(merged[name].data_ptr() == spare[name].data_ptr() for name in merged)
 
 
 # --- payloads
@@ -200,12 +189,6 @@ def test_a_payload_survives_the_way_through_a_folder(
     assert back == payload
     state = lora_state(policy.model)
     assert all(torch.equal(tensor, state[name]) for name, tensor in back.state().items())
-
-
-@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"tensors": b"x"}])
-def test_bytes_that_do_not_match_their_hash_are_refused(payload: AdapterPayload, change: dict[str, Any]) -> None:
-    with pytest.raises(UserInputError, match="corrupt"):
-        dataclasses.replace(payload, **change).verify()
 
 
 def test_writing_replaces_our_files_and_keeps_those_of_others(payload: AdapterPayload, tmp_path: Path) -> None:
@@ -250,11 +233,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(policy: Policy
     assert policy.payload(0).tensors == before
 
 
-def test_bytes_that_are_no_tensors_are_refused(payload: AdapterPayload) -> None:
-    with pytest.raises(UserInputError, match="version 3 is corrupt"):
-        dataclasses.replace(payload, tensors=payload.tensors[:100]).state()
-
-
 # --- LoRA on the vision tower (target_modules vision): gradients, no stale features, engine and learner agree
 
 
@@ -264,11 +242,13 @@ VISION = {"model__lora__target_modules": "vision"}
 def test_every_linear_layer_of_the_tower_is_adapted_and_nothing_else_of_it(tiny_folder: Path) -> None:
     model = plain_model(tiny_folder)
     linears = {name for name, module in model.model.visual.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert {name.removeprefix("model.visual.") for name in tower_linears(model)} == linears
+    assert {name.removeprefix("model.visual.") for name in adaptable_linears(model) if "visual" in name} == linears
     assert len(linears) == 2 * 4 + 2 + 2  # two blocks, the merger, one merger of the deep stack
     policy = PolicyModel(tiny_folder, run_config(tiny_folder, **VISION))
     adapted = {name.rsplit(".lora_A", 1)[0] for name, _ in policy.model.named_parameters() if "lora_A" in name}
-    assert {name for name in adapted if "visual" in name} == set(tower_linears(plain_model(tiny_folder)))
+    assert {name for name in adapted if "visual" in name} == {
+        name for name in adaptable_linears(plain_model(tiny_folder)) if "visual" in name
+    }
     assert len(adapted) == len(linears) + 2 * 7
 
 
@@ -395,5 +375,5 @@ def test_qwen2_5s_tower_has_the_same_choice() -> None:
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, text_config=text))
     linears = {name for name, module in model.model.visual.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert {name.removeprefix("model.visual.") for name in tower_linears(model)} == linears
+    assert {name.removeprefix("model.visual.") for name in adaptable_linears(model) if "visual" in name} == linears
     assert {"blocks.0.attn.qkv", "blocks.0.mlp.gate_proj", "merger.mlp.0", "merger.mlp.2"} <= linears

@@ -25,9 +25,17 @@ from rl_vlm.learning import losses
 from rl_vlm.models import qwen_vl
 from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
 from rl_vlm.models.memory import needs
-from rl_vlm.models.memory.cards import driver_gpu, gib, learner_fraction, place, plan_memory, shares_gpu
-from rl_vlm.models.memory.needs import max_kv_tokens
-from rl_vlm.models.memory.shape import CUDA_CONTEXT, ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
+from rl_vlm.models.memory.needs import (
+    CUDA_CONTEXT,
+    driver_gpu,
+    gib,
+    learner_fraction,
+    max_kv_tokens,
+    place,
+    plan_memory,
+    shares_gpu,
+)
+from rl_vlm.models.memory.shape import ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
 from rl_vlm.runs import serve as module
 from rl_vlm.runs.memory import make_plan, object_store_mib
 from rl_vlm.serving.deploy import initial_replicas
@@ -107,7 +115,7 @@ def test_constants_are_those_of_the_code_that_allocates() -> None:
     shape = ModelShape.from_config(PUBLISHED["2b"])
     for images in (
         lambda run: needs._images(run, shape, 4).bytes,
-        lambda run: next(part.bytes for part in needs._transformers(run, shape) if part.name == "images"),
+        lambda run: needs._frozen_tower(run, shape, 4, 0).bytes,
     ):
         assert images(wide) - images(narrow) == 240 << 20
     assert losses._TILES == needs.HEAD_TILES

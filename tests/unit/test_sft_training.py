@@ -325,7 +325,7 @@ def test_fine_tuning_imports_no_ray(tiny_folder: Path, tmp_path: Path) -> None:
     ("lora", "advice"),
     [
         ("{rank: 8}", "set model.lora='{rank: 16, alpha: 32, target_modules: all}'"),
-        ("{alpha: 16}", "rank 16, alpha 32 and target_modules all, and model.lora says 16, 16 and all"),
+        ("{alpha: 16}", "{rank: 16, alpha: 32, target_modules: all}, and model.lora says 16, 16 and all"),
         ("{target_modules: attn}", "target_modules: all}'"),
     ],
 )

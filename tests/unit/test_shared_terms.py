@@ -10,7 +10,7 @@ import pytest
 from core_support import run_config
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.models.digest import hash_model
+from rl_vlm.models.reference import hash_model
 from rl_vlm.serving.deploy import mismatch
 from rl_vlm.types import UserInputError
 

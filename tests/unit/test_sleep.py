@@ -17,8 +17,7 @@ from tables import table
 from rl_vlm.config import load_config, parse_config
 from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.memory import needs
-from rl_vlm.models.memory.cards import gib, learner_fraction, plan_memory
-from rl_vlm.models.memory.needs import kept_between_updates
+from rl_vlm.models.memory.needs import gib, kept_between_updates, learner_fraction, plan_memory
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.memory import describe
@@ -134,7 +133,7 @@ def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> Non
         for rests in ("false", "true")
     )
     kept = kept_between_updates(turns, shape)
-    fixed = sum(part.bytes for part in needs._vllm_fixed(turns, shape))
+    fixed = sum(part.bytes for part in needs._vllm(turns, shape))
     keys = needs.kv_cache_bytes(turns, shape, card)
     assert keys is not None and keys == int(card * 0.92) - kept - fixed
     before = needs.kv_cache_bytes(plain, shape, card)
@@ -152,7 +151,7 @@ def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> Non
 def test_weights_that_leave_no_room_for_a_sample_are_told() -> None:
     run = gpus(1, 0.5, 1, 0.5, max_context=4096, vllm={"rest_while_learning": True})
     plan = plan_memory(run, ModelShape.from_config(PUBLISHED["8b"]), gib(23.6))
-    assert not plan.fits and "The weights of replica and learner leave" in plan.starved
+    assert not plan.fits and "one sample of serving.max_context" in plan.starved
 
 
 def test_replicas_wake_without_a_version_when_they_are_told() -> None:

@@ -152,7 +152,7 @@ def test_the_warm_start_depends_on_its_seed_alone(variant: str) -> None:
     for seed in (0, 0, 1):
         model = tiny.build_model(0, processor.tokenizer, variant)
         draw = VARIANTS[variant].lessons.drawer(seed)
-        losses.append(teach(model, DialogueEncoder.from_processor(processor), draw, steps=2, batch=6))
+        losses.append(teach(model, DialogueEncoder(processor), draw, steps=2, batch=6))
     assert losses[0] == losses[1] != losses[2]
     assert len(processor.tokenizer) == 490 and model.config.text_config.num_hidden_layers == VARIANTS[variant].layers
 

@@ -45,7 +45,7 @@ def test_an_episode_is_encoded_as_its_lessons_are(variant: str, recipe: str, rep
         parts = tuple(part if isinstance(part, str) else pixels(part) for part in message.parts)
         turns.append((message.role, parts, reply))
         messages = env.step(reply)[0].messages
-    example = DialogueEncoder.from_processor(processor).encode_chat(turns)
+    example = DialogueEncoder(processor).encode_chat(turns)
     pad = codec.image_token_id
     single = [token for k, token in enumerate(example.token_ids) if token != pad or example.token_ids[k - 1] != pad]
     assert single == ids.tolist()

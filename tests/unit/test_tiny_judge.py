@@ -43,7 +43,7 @@ def test_a_run_asks_in_the_words_of_the_lessons() -> None:
     one = random_comparison(Random(5), "train")
     texts = [quoted(caption, settings.max_chars) for caption in one.captions]
     question = settings.question.replace("{first}", texts[0]).replace("{second}", texts[1])
-    example = DialogueEncoder.from_processor(processor).encode_chat([judge_lesson(one)])
+    example = DialogueEncoder(processor).encode_chat([judge_lesson(one)])
     from PIL import Image
 
     image = EncodedImage.from_pil(Image.fromarray(render(one.scene)))

@@ -27,7 +27,7 @@ def processor() -> Any:
 
 @pytest.fixture(scope="module")
 def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder.from_processor(processor)
+    return DialogueEncoder(processor)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def model(processor: Any) -> Any:
 
 def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(model: Any, processor: Any) -> None:
     rng = np.random.default_rng(0)
-    encoder = DialogueEncoder.from_processor(processor)
+    encoder = DialogueEncoder(processor)
     seen_turns = set()
     for _ in range(30):
         dialogue = target_dialogue(rng)
@@ -63,7 +63,7 @@ def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(m
 
 def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, processor: Any) -> None:
     rng = np.random.default_rng(1)
-    encoder = DialogueEncoder.from_processor(processor)
+    encoder = DialogueEncoder(processor)
     examples = [encoder.encode_chat(target_dialogue(rng)) for _ in range(6)]
     with torch.no_grad():
         batched = token_logprobs(model, *collate(examples, encoder.pad_token_id))
@@ -83,7 +83,7 @@ def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, pr
 
 def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one(processor: Any) -> None:
     model = tiny.build_model(0, processor.tokenizer)
-    encoder = DialogueEncoder.from_processor(processor)
+    encoder = DialogueEncoder(processor)
     rng = np.random.default_rng(2)
     equal_sizes = [encoder.encode_chat(target_dialogue(rng)) for _ in range(3)]
     mixed = [*equal_sizes, encoder.encode_chat(GeometryDialogues(0).draw(rng))]

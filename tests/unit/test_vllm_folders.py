@@ -26,7 +26,7 @@ def test_weights_that_do_not_fit_are_an_error_and_leave_nothing(monkeypatch: pyt
         monkeypatch.setattr(Path, "write_bytes", full)
         with pytest.raises(EngineError, match="No space left"):
             versions._write(payload)
-        assert not list(versions._root.iterdir())
+        assert not list(versions.root.iterdir())
         monkeypatch.undo()
         assert versions._write(payload).is_file()
     finally:

@@ -1,27 +1,60 @@
-"""Bytes that a learner and a replica need at their peak."""
+"""The memory plan: what learners and replicas need at their peak, which of them share a GPU, and what is left there."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.models.memory.shape import (
-    CUDA_CONTEXT,
     ELEMENT,
     GIB,
     HEAD_TILES,
+    PATCHES_AT_ONCE,
+    PATCHES_ON_CPU,
     PREFILL_TOKENS,
     ModelShape,
-    Part,
     amount,
-    patches_at_once,
     text,
-    tower_pass_bytes,
 )
+
+KV, CONTEXT = "keys and values", "CUDA context"
+OF_UPDATES = ("activations", "attention mask", "logits")  # parts that only an update needs
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA: what vLLM has kernels for
 
 _HEAD_COPIES = 4  # float32 arrays of a tile's shape at the peak
 _LORA = 4  # bytes of a LoRA weight, its gradient and each of its moments: float32
-OF_UPDATES = ("activations", "attention mask", "logits")  # parts that only an update needs
 _GATHERED = 2  # layers of a sharded model that are whole at once: the one that computes, and the next
+_LOGIT_COPIES = {
+    "vllm": 3,
+    "transformers": 8,
+}  # of float32 logits, while a token is drawn
+_FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
+_TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
+_NEVER_LEFT = 0.02  # of a card: what the caching allocator of torch cannot hand out, an estimate
+# A CUDA context with the kernels of torch and cuBLAS' workspaces, per process: 0.4 to 0.6 GiB on cards since 2020.
+CUDA_CONTEXT = int(0.6 * GIB)
+_GRAPHS = int(0.6 * GIB)  # CUDA graphs of vLLM, with LoRA
 _PREFERENCE = 1 * GIB  # agent, critics and the reward ensemble with its batches: an upper bound for the published sizes
+
+
+class Part(NamedTuple):
+    """Memory for one purpose; `detail` says where the number comes from."""
+
+    name: str
+    bytes: int
+    detail: str = ""
+
+
+_CONTEXT = Part(CONTEXT, CUDA_CONTEXT, "an estimate")
+
+
+def _sum(parts: Collection[Part]) -> int:
+    return sum(part.bytes for part in parts)
+
+
+# A learner.
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_modules: str, lora: int = _LORA) -> int:
@@ -34,103 +67,59 @@ def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_mod
     text = shape.text
     queries, keys = text.heads * text.head_dim, text.kv_heads * text.head_dim
     norms = 2 * (text.hidden + 1) + text.head_norms * (queries + keys + text.heads + text.kv_heads)
-    attention = 2 * queries + 2 * keys
-    mlp = 3 * text.width  # gate, its activation, up: their product and the frozen projections keep nothing
-    adapted = [linear for linear in shape.adapted(target_modules) if linear in list(text.linears()) and linear.copies]
+    # Of the MLP the gate, its activation and up: their product and the frozen projections keep nothing.
+    kept = 2 * queries + 2 * keys + 3 * text.width
+    adapted = {linear.name: linear for linear in text.linears() if linear in shape.adapted(target_modules)}
     if lora != element:  # every LoRA layer keeps a copy of its input in its own precision
-        inputs = lora * sum(linear.inputs for linear in adapted)
+        inputs = lora * sum(linear.inputs for linear in adapted.values())
     else:  # shared where layers have the same input; the attention's output is kept already
-        names = {linear.name for linear in adapted}
-        shared = [names & {"q_proj", "k_proj", "v_proj"}, names & {"gate_proj", "up_proj"}]
-        inputs = element * (sum(map(bool, shared)) * text.hidden + ("down_proj" in names) * text.width)
-    return 4 * norms + element * (attention + mlp) + inputs + lora * rank * len(adapted)
+        shared = [adapted.keys() & {"q_proj", "k_proj", "v_proj"}, adapted.keys() & {"gate_proj", "up_proj"}]
+        inputs = element * (sum(map(bool, shared)) * text.hidden + ("down_proj" in adapted) * text.width)
+    return 4 * norms + element * kept + inputs + lora * rank * len(adapted)
 
 
-def full_layer_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """As `layer_bytes_per_token` where all weights are trained: linear layers keep their inputs, norms what they
-    scale."""
-    text = shape.text
-    scaled = 2 * text.hidden + text.head_norms * (text.heads + text.kv_heads) * text.head_dim
-    return layer_bytes_per_token(shape, element, 0, "all", lora=element) + element * scaled
+def learner_parts(config: CommonConfig, shape: ModelShape) -> list[Part]:
+    """The parts of one learner."""
+    if not isinstance(config, PolicyConfig):
+        return [Part("agent and reward models", _PREFERENCE, "an upper bound"), _CONTEXT]
+    parts = (_weights, _trained, _activations, _mask, _logits, _images)
+    return [part(config, shape, ELEMENT[config.model.dtype]) for part in parts] + [_CONTEXT]
 
 
-def learner_parts(config: PolicyConfig, shape: ModelShape) -> list[Part]:
-    """The parts of one learner of a policy run."""
-    model, element = config.model, ELEMENT[config.model.dtype]
-    return [
-        _learner_weights(config, shape, element),
-        *(_trained_whole(config, shape, element) if model.train == "full" else [_trained_lora(config, shape)]),
-        _activations(config, shape, element),
-        _mask(config, shape, element),
-        _logits(config, shape, element),
-        _images(config, shape, element),
-        Part("CUDA context", CUDA_CONTEXT, "an estimate"),
-    ]
+def kept_between_updates(config: CommonConfig, shape: ModelShape) -> int:
+    """Bytes that one learner holds while it waits."""
+    return _sum([part for part in learner_parts(config, shape) if part.name not in OF_UPDATES])
 
 
-def kept_between_updates(config: PolicyConfig, shape: ModelShape) -> int:
-    """Bytes that one learner of a policy run holds while it waits."""
-    return sum(part.bytes for part in learner_parts(config, shape) if part.name not in OF_UPDATES)
-
-
-def _trained_whole(config: PolicyConfig, shape: ModelShape, element: int) -> list[Part]:
-    learner, count = config.learner, shape.parameters
-    moments = 2 if learner.optimizer == "adamw" else 0.1
-    # Masters are the weights themselves where these are float32; else a parameter's own gradient is freed as soon as it
-    # is added.
-    masters = 0 if element == 4 else 1
-    largest = shape.text.embedding * element if masters else 0
-    averages = int(learner.ema_decay is not None)
-    head = _head_parameters(config, shape) * 4 * (2 + moments)
-    parts = [
-        Part(
-            "masters and optimiser",
-            int(count * 4 * (masters + 1 + moments + averages) + largest + head),
-            f"{amount(count)} in float32: {'masters, ' if masters else ''}gradients, {learner.optimizer}",
-        )
-    ]
-    if config.algorithm.has_reference:
-        parts.append(Part("reference", count * element, f"the base model in {config.model.dtype}, for the KL penalty"))
-    return parts
-
-
-def _head_parameters(config: PolicyConfig, shape: ModelShape) -> int:
-    """The number of parameters of the critic's head."""
-    if config.critic is None:
-        return 0
-    width = config.critic.hidden
-    return (shape.text.hidden + 1) * width + width + 1 if width else shape.text.hidden + 1
-
-
-def _trained_lora(config: PolicyConfig, shape: ModelShape) -> Part:
-    learner, lora = config.learner, config.model.lora
-    adapter = shape.lora_parameters(lora.rank, lora.target_modules)
-    trained = adapter + _head_parameters(config, shape)
-    if config.critic is not None:
-        trained += adapter if config.critic.kind == "adapter" else 0
-    moments = 2 if learner.optimizer == "adamw" else 0.1  # adafactor keeps sums over rows and columns
-    kept = adapter if learner.ema_decay is not None else 0
-    return Part(
-        "LoRA and optimiser",
-        int(trained * _LORA * (2 + moments) + kept * _LORA),
-        f"{amount(trained)} in float32: weights, gradients, {learner.optimizer}",
-    )
-
-
-def _learner_weights(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
-    learner, layers = config.learner, shape.text.parameters
+def _weights(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
+    learner, layers, copies = config.learner, shape.text.parameters, 1 + _has_full_reference(config)
+    detail = f"{amount(shape.parameters)} in {config.model.dtype}{', and once more as reference' if copies > 1 else ''}"
     if not learner.shards_layers:
-        return Part("weights", shape.parameters * element, f"{amount(shape.parameters)} in {config.model.dtype}")
-    whole = shape.parameters - layers
+        return Part("weights", copies * shape.parameters * element, detail)
     gathered = _GATHERED * layers // shape.text.layers
     shard = 0 if learner.offload_params else layers // max(learner.num_learners, 1)
-    where = "host memory" if learner.offload_params else f"{learner.num_learners} shards"
-    return Part(
-        "weights",
-        (whole + gathered + shard) * element,
-        f"{amount(layers)} in {where}, {_GATHERED} layers of them gathered, and {amount(whole)} whole, in "
-        f"{config.model.dtype}",
-    )
+    return Part("weights", (shape.parameters - layers + gathered + shard) * element, f"{detail}, its layers sharded")
+
+
+def _has_full_reference(config: PolicyConfig) -> bool:
+    """Whether the frozen base model is held once more, for the KL penalty."""
+    return config.trains_full and config.algorithm.has_reference
+
+
+def _trained(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
+    learner, critic, full = config.learner, config.critic, config.trains_full
+    head = (shape.text.hidden + 1) * (critic.hidden or 1) + (critic.hidden and critic.hidden + 1) if critic else 0
+    lora = shape.lora_parameters(config.model.lora.rank, config.model.lora.target_modules)
+    trained = shape.parameters if full else lora * (2 if critic and critic.kind == "adapter" else 1)
+    moments = 2 if learner.optimizer == "adamw" else 0.1  # adafactor keeps sums over rows and columns
+    averages = (shape.parameters if full else lora) if learner.ema_decay is not None else 0
+    size = 4 * ((trained + head) * (2 + moments) + averages)
+    if full and element == 4:  # the weights themselves are the masters
+        size -= 4 * trained
+    elif full:  # a parameter's own gradient is freed as soon as it is added
+        size += shape.text.embedding * element
+    name = "masters and optimiser" if full else "LoRA and optimiser"
+    return Part(name, int(size), f"{amount(trained + head)} in float32 with gradients, {learner.optimizer}")
 
 
 def _tokens(config: PolicyConfig) -> int:
@@ -140,8 +129,10 @@ def _tokens(config: PolicyConfig) -> int:
 
 def _activations(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     text, lora, tokens = shape.text, config.model.lora, _tokens(config)
-    if config.model.train == "full":
-        layer, working = full_layer_bytes_per_token(shape, element), 3 * text.width * element
+    if config.trains_full:  # linear layers keep their inputs, norms what they scale
+        scaled = 2 * text.hidden + text.head_norms * (text.heads + text.kv_heads) * text.head_dim
+        layer = layer_bytes_per_token(shape, element, 0, "all", lora=element) + element * scaled
+        working = 3 * text.width * element
     else:
         layer = layer_bytes_per_token(shape, element, lora.rank, lora.target_modules)
         # At its widest a layer holds the product of a linear layer, its LoRA's in float32 twice, and their sum.
@@ -156,92 +147,155 @@ def _activations(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     return Part("activations", tokens * per_token, detail)
 
 
+def _mask(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
+    tokens, longest = _tokens(config), config.serving.max_context
+    # As numbers that are added to the scores, by each layer for its backward pass.
+    layers = 1 if config.learner.gradient_checkpointing else shape.text.layers
+    if config.learner.attention == "dense":
+        # A packed row, a prompt with all its continuations, may be as long as a micro-batch; bytes while it is made.
+        length = tokens if config.learner.share_prompts else longest
+        return Part("attention mask", length**2 * (4 + element * layers), f"{length}² of one row")
+    # A continuation sees at most a context; auto takes a dense mask where that is less. Query heads that share a key
+    # head have a mask of their own each: see `masked_attention`.
+    groups = shape.text.heads // shape.text.kv_heads
+    size = longest**2 + groups * tokens * longest * element * layers
+    return Part("attention mask", size, f"{tokens} tokens, each beside {longest} at most")
+
+
 def _logits(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     rows, columns = HEAD_TILES["cuda" if config.learner.gpus_per_learner else "cpu"]
     rows, columns = min(rows, _tokens(config)), min(columns, shape.text.vocab)
     # Beside a tile: the slope of each log-probability, which the backward pass scales, and the sum that it grows from.
     slopes = 2 * 4 * _tokens(config) * shape.text.hidden
-    # The head's own gradient is collected in float32.
-    of_head = 4 * shape.text.embedding if config.model.train == "full" else 0
-    return Part(
-        "logits",
-        rows * columns * (element + 4 * _HEAD_COPIES) + slopes + of_head,
-        f"{rows} × {columns} at a time, and slopes",
-    )
-
-
-def _mask(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
-    tokens, longest = _tokens(config), config.serving.max_context
-    # As numbers that are added to the scores, by each layer for its backward pass.
-    layers = 1 if config.learner.gradient_checkpointing else shape.text.layers
-    if (
-        config.learner.attention != "dense"
-    ):  # a continuation sees at most a context; auto takes a dense mask where that is less
-        # Query heads that share a key head have a mask of their own each: see `masked_attention`.
-        groups = shape.text.heads // shape.text.kv_heads
-        size = longest**2 + groups * tokens * longest * element * layers
-        return Part("attention mask", size, f"{tokens} tokens, each beside {longest} at most")
-    # A packed row, a prompt with all its continuations, may be as long as a micro-batch; bytes while its mask is made.
-    length = tokens if config.learner.share_prompts else longest
-    return Part("attention mask", length**2 * (4 + element * layers), f"{length}² of one row")
+    of_head = 4 * shape.text.embedding if config.trains_full else 0  # its own gradient is collected in float32
+    size = rows * columns * (element + 4 * _HEAD_COPIES) + slopes + of_head
+    return Part("logits", size, f"{rows} × {columns} at a time, and slopes")
 
 
 def _images(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
-    whole = config.model.train == "full"
-    if not whole and config.model.lora.target_modules != "vision":
-        at_once = patches_at_once(config.learner.gpus_per_learner)
-        detail = f"features up to {config.model.image_cache_mib} MiB, {at_once} patches at a time"
-        return Part("images", config.model.image_cache_bytes + tower_pass_bytes(shape, element, at_once), detail)
+    full = config.trains_full
+    if not full and config.model.lora.target_modules != "vision":
+        return _frozen_tower(config, shape, element, config.learner.gpus_per_learner)
     # A tower that is trained keeps its layers' activations of all images of a micro-batch, whose tokens are at most
     # all.
     tower, patches = shape.tower, _tokens(config) * shape.tower.merge**2
-    inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if whole else _LORA)
+    inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if full else _LORA)
     kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
-    if whole and config.learner.gradient_checkpointing:
+    if full and config.learner.gradient_checkpointing:
         kept = element * tower.hidden * tower.depth + kept // tower.depth
     return Part("images", patches * kept, f"{patches} patches at most, with a gradient")
 
 
-def preference_learner_parts() -> list[Part]:
-    """The parts of a learner of a preference run."""
-    return [
-        Part("agent and reward models", _PREFERENCE, "an upper bound"),
-        Part("CUDA context", CUDA_CONTEXT, "an estimate"),
-    ]
+def _frozen_tower(config: CommonConfig, shape: ModelShape, element: int, gpus: float) -> Part:
+    at_once = PATCHES_AT_ONCE if gpus else PATCHES_ON_CPU
+    size = config.model.image_cache_bytes + shape.tower.pass_bytes(element, at_once)
+    return Part("images", size, f"features up to {config.model.image_cache_mib} MiB, {at_once} patches at a time")
 
 
-# What a replica holds on each of its GPUs: weights, adapters, one step's activations, images, keys and values.
-
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA: what vLLM has kernels for
-KV = "keys and values"
-_FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
-_TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
-_GRAPHS = int(0.6 * GIB)  # CUDA graphs of vLLM, with LoRA: an estimate
-_LOGIT_COPIES = {
-    "vllm": 3,
-    "transformers": 8,
-}  # of float32 [rows, vocabulary] while a token is drawn, by their samplers
+# A replica, on each of its GPUs.
 
 
 def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> list[Part]:
     """The parts of one replica on one GPU of `card` bytes; None: the size is not known."""
-    return _vllm(config, shape, card) if config.serving.expected_engine == "vllm" else _transformers(config, shape)
+    serving = config.serving
+    if serving.expected_engine == "vllm":
+        parts, size = _vllm(config, shape), _vllm_kv(config, shape, card)
+    else:
+        parts = _transformers(config, shape)
+        rows = min(serving.max_rows, max(1, config.samples_per_round // serving.num_replicas))
+        size = rows * _sample(config, shape)
+        if serving.max_kv_gib is not None:
+            size = min(size, int(serving.max_kv_gib * GIB))
+    samples = size / _sample(config, shape)
+    tokens = int(samples * serving.max_context)
+    return [*parts, Part(KV, size, f"{tokens} tokens, {samples:.1f} samples of {serving.max_context}")]
+
+
+def _sample(config: CommonConfig, shape: ModelShape) -> int:
+    """Keys and values of one sample of `serving.max_context` on each of a replica's GPUs."""
+    # A head is never cut: more GPUs than key heads hold some twice.
+    shares = 1
+    if config.serving.expected_engine == "vllm":
+        shares = min(config.serving.vllm.tensor_parallel_size, shape.text.kv_heads)
+    return config.serving.max_context * shape.kv_bytes_per_token(ELEMENT[config.model.dtype]) // shares
+
+
+def _served_weights(config: CommonConfig, shape: ModelShape, parallel: int = 1) -> Part:
+    element, quantization = ELEMENT[config.model.dtype], config.serving.quantization
+    small = {"fp8": 1.0, "nf4": 0.5625}.get(quantization, element)  # bytes; NF4 with its scales
+    linear = shape.text.linear_parameters
+    size = (shape.parameters - linear) * element + linear * small
+    precision = config.model.dtype if quantization == "none" else f"{config.model.dtype}, linear layers {quantization}"
+    return Part("weights", int(size) // parallel, f"{amount(shape.parameters)} in {precision}")
+
+
+def _vllm(config: CommonConfig, shape: ModelShape) -> list[Part]:
+    settings, text, element = config.serving.vllm, shape.text, ELEMENT[config.model.dtype]
+    tokens, parallel = settings.max_num_batched_tokens, settings.tensor_parallel_size
+    parts = [_served_weights(config, shape, parallel), _CONTEXT]
+    if not config.trains_full:  # all linear layers of the language model, at a rank that vLLM has kernels for
+        rank = next((rank for rank in VLLM_RANKS if rank >= config.max_lora_rank), config.max_lora_rank)
+        size = config.lora_slots * shape.lora_parameters(rank, "all") * element // parallel
+        parts.append(Part("adapters", size, f"{config.lora_slots} slots of rank {rank}"))
+    logits = settings.max_num_seqs * text.vocab * 4 * _LOGIT_COPIES["vllm"]
+    activations = tokens * (4 * text.hidden + 3 * text.width) * element + logits
+    parts.append(Part("activations", activations, f"{tokens} tokens a step, {settings.max_num_seqs} samples' logits"))
+    # vLLM encodes at most a step's tokens of images, and keeps as many encoded ones.
+    kept = tokens * text.hidden * (1 + len(shape.tower.deepstack)) * element
+    images = shape.tower.pass_bytes(element, tokens * shape.tower.merge**2) + kept
+    parts.append(Part("images", images, f"{tokens} image tokens encoded, and as many kept"))
+    if not settings.enforce_eager and config.serving.gpus_per_replica:
+        parts.append(Part("CUDA graphs", _GRAPHS, "an estimate"))
+    return parts
+
+
+def _vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:
+    serving = config.serving
+    if not serving.gpus_per_replica:
+        return serving.vllm.kv_cache_gib * GIB
+    if serving.vllm.gpu_kv_cache_gib is not None:
+        return int(serving.vllm.gpu_kv_cache_gib * GIB)
+    if card is None:
+        return _sample(config, shape)  # the least
+    if isinstance(config, PolicyConfig) and serving.vllm.rest_while_learning:  # all that a learner leaves
+        share = int(card * _TAKEN) - kept_between_updates(config, shape)
+    else:
+        share = int(serving.memory_utilization * card)
+    return max(share - _sum(_vllm(config, shape)), 0)
+
+
+def _transformers(config: CommonConfig, shape: ModelShape) -> list[Part]:
+    serving, text, element = config.serving, shape.text, ELEMENT[config.model.dtype]
+    parts = [_served_weights(config, shape), _CONTEXT]
+    if config.trains_full:
+        # Without a GPU they stay in the object store.
+        size = shape.parameters * element * 2 if serving.gpus_per_replica else 0
+        parts.append(Part("versions", size, "the newest weights, and those that running samples finish with"))
+    elif not isinstance(config, PolicyConfig):
+        pass  # it publishes no versions
+    elif serving.quantization == "none" and config.model.dtype == "float32":
+        size = 2 * text.linear_parameters * element
+        parts.append(Part("merged adapters", size, "the linear layers again, and once more while a version is made"))
+    else:  # computed beside the weights
+        size = 2 * published_bytes(config, shape)
+        parts.append(Part("adapters", size, "the newest, and the one that running samples finish with"))
+    rows = min(serving.max_rows, max(1, config.samples_per_round // serving.num_replicas))
+    activations = PREFILL_TOKENS * (6 * text.hidden + 3 * text.width) * element
+    activations += rows * text.vocab * 4 * _LOGIT_COPIES["transformers"]
+    detail = f"{PREFILL_TOKENS} prompt tokens at a time, {rows} samples' logits"
+    parts.append(Part("activations", activations, detail))
+    return [*parts, _frozen_tower(config, shape, element, serving.gpus_per_replica)]
 
 
 def kv_cache_bytes(config: CommonConfig, shape: ModelShape, card: int) -> int | None:
     """What vLLM is told to take for keys and values on a GPU of `card` bytes; None: it measures by itself.
 
     It measures device-wide free memory, so what else loads on a shared card at that moment would count as its own.
-    Below one sample of `serving.max_context` the result is what is left, and vLLM rejects it with a
-    sentence of its own.
+    Where no sample of `serving.max_context` fits, vLLM rejects the number with a sentence of its own.
     """
-    serving = config.serving
-    if serving.vllm.gpu_kv_cache_gib is not None:
-        return int(serving.vllm.gpu_kv_cache_gib * GIB)
-    if not 0 < serving.gpus_per_replica < 1:
+    if config.serving.vllm.gpu_kv_cache_gib is None and not 0 < config.serving.gpus_per_replica < 1:
         return None
-    used = sum(part.bytes for part in _vllm_fixed(config, shape))
-    return max(_share(config, shape, card) - used, shape.kv_bytes_per_token(ELEMENT[config.model.dtype]))
+    return max(_vllm_kv(config, shape, card), shape.kv_bytes_per_token(ELEMENT[config.model.dtype]))
 
 
 def max_kv_tokens(config: CommonConfig, shape: ModelShape, card: int, free: int) -> int:
@@ -250,161 +304,191 @@ def max_kv_tokens(config: CommonConfig, shape: ModelShape, card: int, free: int)
     card: bytes of its GPU, 0 without one; free: the replica's part of its machine's free memory, which counts without a
     GPU.
     """
-    serving, per_token = config.serving, shape.kv_bytes_per_token(ELEMENT[config.model.dtype])
+    serving = config.serving
     if serving.max_kv_gib is not None:
         size = int(serving.max_kv_gib * GIB)
     elif card:
-        other = sum(part.bytes for part in _transformers(config, shape) if part.name != KV)
-        size = int(serving.memory_utilization * card) - other
+        size = int(serving.memory_utilization * card) - _sum(_transformers(config, shape))
     else:
         size = int(_FREE_SHARE * free)
-    return max(size // per_token, serving.max_context)
+    return max(size // shape.kv_bytes_per_token(ELEMENT[config.model.dtype]), serving.max_context)
 
 
-def _share(config: CommonConfig, shape: ModelShape, card: int) -> int:
-    """What a replica may take of a GPU of `card` bytes: its share, or all that a learner leaves between updates,
-    which takes turns with it."""
-    if isinstance(config, PolicyConfig) and config.serving.vllm.rest_while_learning:
-        return int(card * _TAKEN) - kept_between_updates(config, shape)
-    return int(config.serving.memory_utilization * card)
+def published_bytes(config: CommonConfig, shape: ModelShape) -> int:
+    """Bytes of one version in the object store; 0 for a run that publishes none."""
+    if not isinstance(config, PolicyConfig):
+        return 0
+    if config.trains_full:
+        return shape.parameters * ELEMENT[config.published_dtype]
+    return _LORA * shape.lora_parameters(config.model.lora.rank, config.model.lora.target_modules)
 
 
-def starved_replica(config: CommonConfig, shape: ModelShape, card: int | None) -> str:
+# Which of them are on one GPU.
+
+
+def place(config: CommonConfig) -> list[list[str]]:
+    """The kinds of processes on each GPU, as Ray places them on one node: replicas first, each where it first fits."""
+    free: list[float] = []
+    placed: list[list[str]] = []
+    for actors in config.actors:
+        kind = actors.kind.split()[0].removesuffix("s")
+        for _ in range(actors.count if actors.gpus and kind in ("replica", "learner") else 0):
+            if actors.gpus >= 1:
+                free += [0.0] * int(actors.gpus)
+                placed += [[kind] for _ in range(int(actors.gpus))]
+                continue
+            fitting = [number for number, room in enumerate(free) if room >= actors.gpus - 1e-9]
+            if not fitting:
+                fitting = [len(free)]
+                free.append(1.0)
+                placed.append([])
+            chosen = min(fitting, key=free.__getitem__)  # Ray fills the GPU that is left with least
+            free[chosen] -= actors.gpus
+            placed[chosen].append(kind)
+    return placed
+
+
+def shares_gpu(config: CommonConfig) -> bool:
+    """Whether a replica and a learner are on one GPU."""
+    return any(len(set(kinds)) > 1 for kinds in place(config))
+
+
+def driver_gpu(config: CommonConfig) -> int:
+    """The number of the learners' first GPU where Ray gives the replicas the first ones."""
+    return next((number for number, kinds in enumerate(place(config)) if "learner" in kinds), 0)
+
+
+def learner_fraction(config: CommonConfig, card: int) -> float | None:
+    """The share of a GPU of `card` bytes that torch may allocate in a learner; None: no limit, it has the GPU to
+    itself.
+
+    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told. CUDA contexts come on
+    top.
+    """
+    share = config.learner.gpus_per_learner
+    here = next((kinds for kinds in place(config) if "learner" in kinds), ["learner"])
+    # A replica that takes turns with the learner allocates nothing meanwhile.
+    if len(here) == 1 or not 0 < share < 1 or config.serving.vllm.rest_while_learning:
+        return None
+    if sorted(here) == ["learner", "replica"] and config.serving.expected_engine == "vllm":
+        share = max(share, 1 - config.serving.memory_utilization)
+    return max(share - CUDA_CONTEXT / card, 0.05)
+
+
+class Process(NamedTuple):
+    """A process on a GPU, and its parts there."""
+
+    kind: str
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The sum of all parts."""
+        return _sum(self.parts)
+
+
+@dataclass(slots=True)
+class Card:
+    """A GPU of a run; `count` of them hold the same. `size`: bytes that it reports, None where that is not known.
+    `turns`: keys and values of the replica and what the learner needs for an update are never there at the same time.
+    """
+
+    processes: list[Process]
+    size: int | None = None
+    count: int = 1
+    turns: bool = False
+
+    @property
+    def used(self) -> int:
+        """The most that the processes hold together."""
+        together = sum(process.bytes for process in self.processes)
+        if not self.turns:
+            return together
+        kinds = {process.kind: process.parts for process in self.processes}
+        keys = [part for part in kinds["replica"] if part.name == KV]
+        return together - min(_sum(keys), _sum([part for part in kinds["learner"] if part.name in OF_UPDATES]))
+
+    @property
+    def left(self) -> int | None:
+        """Bytes that are free beside the processes and the allocator's loss; negative where they do not fit."""
+        return None if self.size is None else int(self.size * (1 - _NEVER_LEFT)) - self.used
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The GPUs of a run. Without GPUs one card stands for the machine's memory, and `gpus` is 0."""
+
+    shape: ModelShape
+    cards: list[Card]
+    gpus: int
+    adapter_bytes: int  # of one published version: an adapter in float32, or all weights in the model's precision
+    starved: str = ""  # a sentence where a replica's share of a GPU holds no sample
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is known not to fit."""
+        return not self.starved and all(card.left is None or card.left >= 0 for card in self.cards)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `rl-vlm plan --json`: sizes in bytes."""
+
+        def process(one: Process) -> dict[str, Any]:
+            return {"kind": one.kind, "bytes": one.bytes, "parts": [part._asdict() for part in one.parts]}
+
+        def numbers(of: Any, *names: str) -> dict[str, Any]:
+            return {name: getattr(of, name) for name in names}
+
+        return {
+            **numbers(self, "fits", "starved", "adapter_bytes", "gpus"),
+            "parameters": self.shape.parameters,
+            "cards": [
+                numbers(card, "count", "size", "used", "left", "turns") | {"processes": [*map(process, card.processes)]}
+                for card in self.cards
+            ],
+        }
+
+
+def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
+    """The plan for GPUs of `card` bytes each."""
+    kinds = {
+        "replica": Process("replica", tuple(replica_parts(config, shape, card))),
+        "learner": Process("learner", tuple(learner_parts(config, shape))),
+    }
+    placed = [[kinds[kind] for kind in here] for here in place(config)]
+    if not placed:  # no process has a CUDA context, and the size of a GPU means nothing
+        host = [
+            Process(kind, tuple(part for part in process.parts if part != _CONTEXT))
+            for kind, process in kinds.items()
+            if kind == "learner" or config.serves
+        ]
+        return MemoryPlan(shape, [Card(host)], 0, published_bytes(config, shape))
+    cards: list[Card] = []
+    for processes in placed:
+        if cards and cards[-1].processes == processes:
+            cards[-1].count += 1
+        else:
+            turns = config.serving.vllm.rest_while_learning and len(processes) > 1
+            cards.append(Card(processes, card, turns=turns))
+    starved = "" if card is None else _starved(config, shape, card)
+    return MemoryPlan(shape, cards, len(placed), published_bytes(config, shape), starved)
+
+
+def _starved(config: CommonConfig, shape: ModelShape, card: int) -> str:
     """A sentence where vLLM's share of a GPU of `card` bytes leaves no room for one sample; empty where it does."""
     serving = config.serving
-    if serving.expected_engine != "vllm" or card is None:
+    if not (config.serves and serving.gpus_per_replica and serving.expected_engine == "vllm"):
         return ""
-    sizes = {part.name: part.bytes for part in _vllm(config, shape, card)}
-    sample = serving.max_context * _kv_bytes_per_token(config, shape)
-    if sizes[KV] >= sample:
+    if (size := _vllm_kv(config, shape, card)) >= _sample(config, shape):
         return ""
-    if serving.vllm.rest_while_learning:
-        return (
-            f"The weights of replica and learner leave {text(sizes[KV])} of the GPU for keys and values, and one "
-            f"sample of serving.max_context {serving.max_context} takes {text(sample)}: use a larger GPU."
-        )
+    advice = "use a larger GPU"
+    if not serving.vllm.rest_while_learning:
+        advice = f"raise serving.vllm.gpu_memory_utilization ({serving.memory_utilization:g}), or {advice}"
     return (
-        f"A replica's share of the GPU, {text(int(serving.memory_utilization * card))}, leaves {text(sizes[KV])} for "
-        f"keys and values, and one sample of serving.max_context {serving.max_context} takes {text(sample)}: raise "
-        f"serving.vllm.gpu_memory_utilization ({serving.memory_utilization:g}), or use a larger GPU."
+        f"A replica has {text(size)} of the GPU for keys and values, and one sample of serving.max_context "
+        f"{serving.max_context} takes {text(_sample(config, shape))}: {advice}."
     )
 
 
-def vllm_lora_parameters(config: CommonConfig, shape: ModelShape) -> int:
-    """Parameters that vLLM sets aside for adapters: all linear layers of the language model, at a rank that it has
-    kernels for."""
-    rank = next((rank for rank in VLLM_RANKS if rank >= config.max_lora_rank), config.max_lora_rank)
-    return config.lora_slots * shape.lora_parameters(rank, "all")
-
-
-def _replica_weights(config: CommonConfig, shape: ModelShape, parallel: int = 1) -> Part:
-    element, quantization = ELEMENT[config.model.dtype], config.serving.quantization
-    small = {"fp8": 1.0, "nf4": 0.5625}.get(quantization)  # bytes; NF4 with its scales
-    quantized = shape.text.linear_parameters if small is not None else 0
-    size = (shape.parameters - quantized) * element + quantized * (small or 0)
-    precision = config.model.dtype if small is None else f"{config.model.dtype}, linear layers {quantization}"
-    shared = f", over {parallel} GPUs" if parallel > 1 else ""
-    return Part("weights", int(size) // parallel, f"{amount(shape.parameters)} in {precision}{shared}")
-
-
-def _vllm_adapters(config: CommonConfig, shape: ModelShape) -> Part:
-    return Part(
-        "adapters",
-        vllm_lora_parameters(config, shape) * ELEMENT[config.model.dtype] // config.serving.vllm.tensor_parallel_size,
-        f"{config.lora_slots} slots of rank {config.max_lora_rank}",
-    )
-
-
-def _vllm_fixed(config: CommonConfig, shape: ModelShape) -> list[Part]:
-    serving, text_shape, element = config.serving, shape.text, ELEMENT[config.model.dtype]
-    settings, parallel = serving.vllm, serving.vllm.tensor_parallel_size
-    tokens = settings.max_num_batched_tokens
-    logits = settings.max_num_seqs * text_shape.vocab * 4 * _LOGIT_COPIES["vllm"]
-    parts = [
-        _replica_weights(config, shape, parallel),
-        *([] if config.trains_full else [_vllm_adapters(config, shape)]),
-        Part(
-            "activations",
-            tokens * (4 * text_shape.hidden + 3 * text_shape.width) * element + logits,
-            f"{tokens} tokens a step, {settings.max_num_seqs} samples' logits",
-        ),
-        # vLLM encodes at most a step's tokens of images, and keeps as many encoded ones.
-        Part(
-            "images",
-            tower_pass_bytes(shape, element, tokens * shape.tower.merge**2)
-            + tokens * text_shape.hidden * (1 + shape.tower.deepstack) * element,
-            f"{tokens} image tokens encoded, and as many kept",
-        ),
-    ]
-    if not settings.enforce_eager and serving.gpus_per_replica:
-        parts.append(Part("CUDA graphs", _GRAPHS, "an estimate"))
-    return [*parts, Part("CUDA context", CUDA_CONTEXT, "an estimate")]
-
-
-def _kv_bytes_per_token(config: CommonConfig, shape: ModelShape) -> int:
-    """Keys and values of one token on each of a replica's GPUs. A head is never cut: more GPUs than key heads hold
-    some twice."""
-    shares = min(config.serving.vllm.tensor_parallel_size, shape.text.kv_heads)
-    return shape.kv_bytes_per_token(ELEMENT[config.model.dtype]) // shares
-
-
-def _vllm(config: CommonConfig, shape: ModelShape, card: int | None) -> list[Part]:
-    parts, serving = _vllm_fixed(config, shape), config.serving
-    per_token = _kv_bytes_per_token(config, shape)
-    if not serving.gpus_per_replica:
-        size = serving.vllm.kv_cache_gib * GIB
-    elif serving.vllm.gpu_kv_cache_gib is not None:
-        size = int(serving.vllm.gpu_kv_cache_gib * GIB)
-    elif card is not None:
-        size = max(_share(config, shape, card) - sum(part.bytes for part in parts), 0)
-    else:
-        size = per_token * serving.max_context  # the least: one sample
-    rows = size / (per_token * serving.max_context)
-    return [*parts, Part(KV, size, f"{size // per_token} tokens, {rows:.1f} samples of {serving.max_context}")]
-
-
-def _transformers(config: CommonConfig, shape: ModelShape) -> list[Part]:
-    serving, text_shape, element = config.serving, shape.text, ELEMENT[config.model.dtype]
-    rows = min(serving.max_rows, max(1, config.samples_per_round // serving.num_replicas))
-    per_token = shape.kv_bytes_per_token(element)
-    wide = PREFILL_TOKENS * (6 * text_shape.hidden + 3 * text_shape.width) * element
-    parts = [_replica_weights(config, shape)]
-    if config.trains_full:
-        # On a CPU they lie in the object store, once for all replicas of a node.
-        versions = 2 * shape.parameters * element if serving.gpus_per_replica else 0
-        parts.append(Part("versions", versions, "the newest weights, and those that running samples finish with"))
-    elif not isinstance(config, PolicyConfig):
-        pass  # it publishes no versions
-    elif serving.quantization == "none" and config.model.dtype == "float32":
-        merged = text_shape.linear_parameters * element
-        parts.append(
-            Part("merged adapters", 2 * merged, "the linear layers again, and once more while a version is made")
-        )
-    else:  # computed beside the weights
-        factors = 4 * shape.lora_parameters(config.model.lora.rank, config.model.lora.target_modules)
-        parts.append(
-            Part("adapters", 2 * factors, "in float32: the newest, and the one that running samples finish with")
-        )
-    keys_and_values = rows * serving.max_context * per_token
-    if serving.max_kv_gib is not None:
-        keys_and_values = min(keys_and_values, int(serving.max_kv_gib * GIB))
-    return [
-        *parts,
-        Part(
-            "activations",
-            wide + rows * text_shape.vocab * 4 * _LOGIT_COPIES["transformers"],
-            f"{PREFILL_TOKENS} prompt tokens at a time, {rows} samples' logits",
-        ),
-        Part(
-            "images",
-            config.model.image_cache_bytes
-            + tower_pass_bytes(shape, element, patches_at_once(serving.gpus_per_replica)),
-            f"features up to {config.model.image_cache_mib} MiB, and a pass of the tower",
-        ),
-        Part(
-            KV,
-            keys_and_values,
-            f"{rows} samples of {serving.max_context} at most, {text(serving.max_context * per_token)} each",
-        ),
-        Part("CUDA context", CUDA_CONTEXT, "an estimate"),
-    ]
+def gib(size: float) -> int:
+    """GiB as bytes."""
+    return int(size * GIB)

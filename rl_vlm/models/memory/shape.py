@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, Field
+
 from rl_vlm.types import UserInputError
 
-# What takes memory on a GPU, named and in bytes; and the constants that no configuration says.
-#
-# It imports no torch, so that a plan needs none; the code that allocates by a constant takes it from here.
+# Constants that no configuration says. No torch is imported here, so that a plan needs none; the code that allocates by
+# a constant takes it from here.
 
 GIB = 1 << 30
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-# A CUDA context with the kernels of torch and cuBLAS' workspaces, per process. An estimate: 0.4 to 0.6 GiB on cards
-# since 2020.
-CUDA_CONTEXT = int(0.6 * GIB)
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 PATCHES_AT_ONCE, PATCHES_ON_CPU = 32_768, 2_048
 PREFILL_TOKENS = 16_384  # padded prompt tokens per prefill forward pass of the transformers engine
@@ -31,45 +29,6 @@ KV_BLOCK, KV_ROWS_PER_USED = 64, 2
 # Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough
 # to fill the card.
 HEAD_TILES = {"cpu": (512, 2048), "cuda": (4096, 16_384)}
-
-
-class Part(NamedTuple):
-    """Memory for one purpose; `detail` says where the number comes from."""
-
-    name: str
-    bytes: int
-    detail: str
-
-
-def tower_pass_bytes(shape: ModelShape, element: int, patches: int) -> int:
-    """The peak of a pass of the vision tower without a gradient.
-
-    Pixels of one frame in float32, the residual stream and its norm, queries, keys and values with float32 copies of
-    the first two for the rotation, or the MLP with its activation, whichever is larger.
-    """
-    tower = shape.tower
-    pixels = 4 * tower.patch_inputs // tower.frames
-    attention = element * 5 * tower.hidden + 4 * 4 * tower.hidden
-    mlp = element * (2 * tower.width + tower.hidden)
-    return patches * (pixels + 2 * element * tower.hidden + max(attention, mlp))
-
-
-def patches_at_once(gpus: float) -> int:
-    """Patches of a pass of the vision tower, for an actor with that many GPUs."""
-    return PATCHES_AT_ONCE if gpus else PATCHES_ON_CPU
-
-
-def text(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB / 100 else f"{size / (1 << 20):.2f} MiB"
-
-
-def amount(parameters: int) -> str:
-    """A number of parameters for people."""
-    if parameters >= 5e8:
-        return f"{parameters / 1e9:.2f} billion"
-    return f"{parameters / 1e6:.{1 if parameters >= 1e7 else 2}f} million"
-
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -84,37 +43,48 @@ TARGET_MODULES: dict[str, tuple[str, ...]] = {
 }
 
 
+def text(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB / 100 else f"{size / (1 << 20):.2f} MiB"
+
+
+def amount(parameters: int) -> str:
+    """A number of parameters for people."""
+    if parameters >= 5e8:
+        return f"{parameters / 1e9:.2f} billion"
+    return f"{parameters / 1e6:.{1 if parameters >= 1e7 else 2}f} million"
+
+
 class Linear(NamedTuple):
-    """A linear layer, `copies` times."""
+    """Linear layers of one name, in all layers of a model together."""
 
     name: str
     inputs: int
     outputs: int
-    bias: bool = False
-    copies: int = 1
+    bias: bool
+    copies: int
 
     @property
     def parameters(self) -> int:
         """Parameters of all copies."""
-        return self.copies * (self.inputs * self.outputs + self.bias * self.outputs)
+        return self.copies * (self.inputs + self.bias) * self.outputs
 
     def lora(self, rank: int) -> int:
         """LoRA parameters of all copies."""
         return self.copies * rank * (self.inputs + self.outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class TextShape:
-    """The language model."""
+class TextShape(BaseModel):
+    """The language model, read from its settings in config.json."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden: int = Field(alias="hidden_size")
+    layers: int = Field(alias="num_hidden_layers")
+    heads: int = Field(alias="num_attention_heads")
+    kv_heads: int = Field(alias="num_key_value_heads")
     head_dim: int
-    width: int
-    vocab: int
-    attention_bias: bool
+    width: int = Field(alias="intermediate_size")
+    vocab: int = Field(alias="vocab_size")
+    attention_bias: bool = False
     head_norms: bool
 
     def linears(self) -> Iterator[Linear]:
@@ -145,45 +115,50 @@ class TextShape:
         return self.vocab * self.hidden
 
 
-@dataclass(frozen=True, slots=True)
-class TowerShape:
-    """The vision tower; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without bias, no position table, no deep
-    stack."""
+class TowerShape(BaseModel):
+    """The vision tower, read from its settings in config.json; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without
+    bias, no position table, no deep stack."""
 
-    hidden: int
+    hidden: int = Field(alias="hidden_size")
     depth: int
-    heads: int
-    width: int
-    patch_inputs: int  # values of a patch over all its frames
-    frames: int
-    merge: int
-    out: int
-    positions: int
-    deepstack: int  # layers whose features go to the language model, beside the last
+    width: int = Field(alias="intermediate_size")
+    channels: int = Field(3, alias="in_channels")
+    frames: int = Field(2, alias="temporal_patch_size")
+    patch: int = Field(alias="patch_size")
+    merge: int = Field(2, alias="spatial_merge_size")
+    out: int = Field(alias="out_hidden_size")
+    positions: int = Field(0, alias="num_position_embeddings")
+    deepstack: tuple[int, ...] = Field((), alias="deepstack_visual_indexes")  # their features go on beside the last's
     gated: bool
 
     def linears(self) -> Iterator[Linear]:
         """The linear layers that can be adapted."""
-        merged = self.hidden * self.merge**2
+        merged, mergers = self.hidden * self.merge**2, 1 + len(self.deepstack)
         yield Linear("qkv", self.hidden, 3 * self.hidden, True, self.depth)
         yield Linear("proj", self.hidden, self.hidden, True, self.depth)
-        if self.gated:
-            yield Linear("gate_up", self.hidden, self.width, True, 2 * self.depth)
-            yield Linear("down_proj", self.width, self.hidden, True, self.depth)
-        else:
-            yield Linear("linear_fc1", self.hidden, self.width, True, self.depth)
-            yield Linear("linear_fc2", self.width, self.hidden, True, self.depth)
-        yield Linear("merger1", merged, merged, True, 1 + self.deepstack)
-        yield Linear("merger2", merged, self.out, True, 1 + self.deepstack)
+        yield Linear("up", self.hidden, self.width, True, (1 + self.gated) * self.depth)
+        yield Linear("down", self.width, self.hidden, True, self.depth)
+        yield Linear("merger1", merged, merged, True, mergers)
+        yield Linear("merger2", merged, self.out, True, mergers)
 
     @property
     def parameters(self) -> int:
         """All of them."""
         norm = 1 if self.gated else 2  # vectors of a norm
-        norms = 2 * self.depth * norm * self.hidden + norm * self.hidden
-        norms += self.deepstack * norm * self.hidden * self.merge**2
-        embed = self.hidden * (self.patch_inputs + (not self.gated)) + self.positions * self.hidden
+        norms = norm * self.hidden * (2 * self.depth + 1 + len(self.deepstack) * self.merge**2)
+        values = self.channels * self.frames * self.patch**2  # of a patch
+        embed = self.hidden * (values + (not self.gated) + self.positions)
         return sum(linear.parameters for linear in self.linears()) + norms + embed
+
+    def pass_bytes(self, element: int, patches: int) -> int:
+        """The peak of a pass without a gradient.
+
+        Pixels of one frame in float32, the residual stream and its norm, queries, keys and values with float32 copies
+        of the first two for the rotation, or the MLP with its activation, whichever is larger.
+        """
+        attention = element * 5 * self.hidden + 4 * 4 * self.hidden
+        mlp = element * (2 * self.width + self.hidden)
+        return patches * (4 * self.channels * self.patch**2 + 2 * element * self.hidden + max(attention, mlp))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,36 +178,15 @@ class ModelShape:
             raise UserInputError(f"No memory plan for model type {family!r}: it is known for Qwen2.5-VL and Qwen3-VL.")
         older = family == "qwen2_5_vl"
         text = config.get("text_config", config)  # older folders have the language model's settings at the top
-        tower = config["vision_config"]
-        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-        patch, frames = int(tower["patch_size"]), int(tower.get("temporal_patch_size", 2))
+        heads = text["num_attention_heads"]
+        known: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": text["hidden_size"] // heads}
+        known |= {name: value for name, value in text.items() if value is not None}
+        known |= {"head_norms": not older} | ({"attention_bias": True} if older else {})
         return cls(
-            family=family,
-            text=TextShape(
-                hidden=hidden,
-                layers=int(text["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=int(text.get("num_key_value_heads") or heads),
-                head_dim=int(text.get("head_dim") or hidden // heads),
-                width=int(text["intermediate_size"]),
-                vocab=int(text["vocab_size"]),
-                attention_bias=older or bool(text.get("attention_bias", False)),
-                head_norms=not older,
-            ),
-            tower=TowerShape(
-                hidden=int(tower["hidden_size"]),
-                depth=int(tower["depth"]),
-                heads=int(tower["num_heads"]),
-                width=int(tower["intermediate_size"]),
-                patch_inputs=int(tower.get("in_channels", 3)) * frames * patch**2,
-                frames=frames,
-                merge=int(tower.get("spatial_merge_size", 2)),
-                out=int(tower["out_hidden_size"]),
-                positions=0 if older else int(tower["num_position_embeddings"]),
-                deepstack=0 if older else len(tower["deepstack_visual_indexes"]),
-                gated=older,
-            ),
-            tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+            family,
+            TextShape.model_validate(known),
+            TowerShape.model_validate({**config["vision_config"], "gated": older}),
+            bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         )
 
     @classmethod
@@ -241,7 +195,8 @@ class ModelShape:
         try:
             return cls.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserInputError(f"Cannot read the shapes in {folder / 'config.json'} ({error!r}).") from error
+            reason = " ".join(str(error).split())
+            raise UserInputError(f"Cannot read the shapes in {folder / 'config.json'} ({reason}).") from error
 
     @property
     def parameters(self) -> int:

@@ -84,7 +84,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     started = time.monotonic()
     processor = build_processor(variant)
     model = build_model(seed, processor.tokenizer, variant)
-    encoder = DialogueEncoder.from_processor(processor)
+    encoder = DialogueEncoder(processor)
     draw = known.lessons.drawer(seed)
     with _one_thread(), fast_vision(model):
         for _ in range(ROUNDS):
