@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -27,7 +28,7 @@ from rl_vlm.models.devices import wide_product
 from rl_vlm.models.images import ImageProcessorSpec, ReadAhead
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.shape import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.types import EncodedImage, RLVLMError, UserInputError
 
 
 def rolled_sin(sin: Tensor) -> Tensor:
@@ -415,10 +416,23 @@ class Backbone:
         with fast_vision(self.model, attention=not self.checkpoints_tower):
             out = self.model.model.get_image_features(pixel_values, grid_thw, return_dict=True)
         deepstack = getattr(out, "deepstack_features", None) or []
-        return {
+        features = {
             image.sha256: ImageFeatures(out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack])
             for k, image in enumerate(images)
         }
+        for image, grid in zip(images, grids, strict=True):
+            self._check_shapes(features[image.sha256], self.images.num_image_tokens(grid))
+        return features
+
+    def _check_shapes(self, features: ImageFeatures, tokens: int) -> None:
+        """Raise RLVLMError unless there is a row for each placeholder in every layer: others would be broadcast, and
+        the model would see nothing."""
+        shapes = {tuple(tensor.shape) for tensor in (features.merged, *features.deepstack)}
+        if shapes != {(tokens, self.width)}:
+            raise RLVLMError(
+                f"transformers {transformers.__version__} gives an image of {tokens} tokens features of the shapes "
+                f"{shapes} in place of {(tokens, self.width)}: install a version that rl-vlm's requirements name."
+            )
 
     def choose_attention(self, attention: Attention) -> None:
         """How packed rows are computed from now on; calls with a mask are computed as before."""

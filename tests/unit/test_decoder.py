@@ -28,7 +28,7 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import EngineCall
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.qwen_vl import Backbone
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, StopReason
+from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, StopReason
 
 Parts = list[str | EncodedImage]
 
@@ -332,3 +332,26 @@ def test_image_features_that_reach_the_last_layer_count(tiny_folder: Path, text:
     asked.append(replace(asked[0], request_id="c", prompt_ids=until_image, images=(image,)))
     answers = run(decoder_of(backbone_of(model, text), text), (0, asked))
     assert all(gap(tiny_folder, model, one, answers[one.request_id]) < 5e-5 for one in asked)
+
+
+@pytest.mark.parametrize("form", ["a row per layer", "one image less", "rows of another width"])
+def test_image_features_of_another_form_are_an_error(
+    text: TextSide, model: Any, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 gives the deep stack as one tensor for all images: a row of it would be broadcast."""
+    own = model.model.get_image_features
+
+    def other(*arguments: Any, **options: Any) -> Any:
+        out = own(*arguments, **options)
+        if form == "a row per layer":
+            out.deepstack_features = [torch.cat(list(layer)) for layer in out.deepstack_features]
+        elif form == "one image less":
+            out.pooler_output = [features[:-1] for features in out.pooler_output]
+        else:
+            out.pooler_output = [features[:, :-1] for features in out.pooler_output]
+        return out
+
+    monkeypatch.setattr(model.model, "get_image_features", other)
+    backbone = Backbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
+    with pytest.raises(RLVLMError, match="shapes"):
+        backbone.image_features(pictures(np.random.default_rng(0), 2))
