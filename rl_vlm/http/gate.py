@@ -7,6 +7,7 @@ import hmac
 import logging
 import re
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ BODY, DEADLINE = "rl_vlm.body", "rl_vlm.deadline"
 # How long sending an answer may continue after its deadline, for a client that reads slowly or not at all.
 SEND_GRACE_S = 5.0
 JSON = "application/json"
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)  # of clients, which is sent back
 _PORT = re.compile(r":[0-9]{0,5}$")
 
 
@@ -117,11 +119,14 @@ class Gate:
             await self._app(scope, receive, send)
             return
         started, status, path = time.perf_counter(), _NOTHING_SENT, scope["path"]
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
             await send(message)
 
         async def answer(error: RequestError, more: Mapping[str, str] | None = None) -> None:

@@ -325,3 +325,12 @@ def test_an_engine_that_fails_is_an_error_of_the_server(tiny_folder: Path) -> No
         for stream in (False, True):
             status, reply = post(server, {"model": "tiny", "messages": PAIR, "stream": stream}, CHAT)
             assert (status, reply["error"]["type"]) == (500, "server_error")
+
+
+def test_every_answer_has_an_id_the_clients_own_where_it_gives_one(server: Server) -> None:
+    given = httpx.get(f"{server.url}/health", headers={"x-request-id": "mine-1"}, timeout=60)
+    made = [httpx.get(f"{server.url}/nowhere", timeout=60) for _ in range(2)]
+    forged = httpx.get(f"{server.url}/health", headers={"x-request-id": "a b" * 99}, timeout=60)
+    assert given.headers["x-request-id"] == "mine-1"
+    ids = {reply.headers["x-request-id"] for reply in (*made, forged)}
+    assert len(ids) == 3 and all(len(name) == 32 for name in ids)
