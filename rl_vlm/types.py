@@ -204,7 +204,11 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def __post_init__(self) -> None:
-        # Configurations and requests bound each field; what two of them must fulfil together is found here.
+        # Configurations and requests bound each field; what several values must fulfil together is found here.
+        if "" in self.choices or len(set(self.choices)) < len(self.choices):
+            raise UserInputError("Choices must be different texts, none of them empty.")
+        if self.choices and (self.min_tokens or self.ignore_eos):
+            raise UserInputError("Choices end where their text does: leave min_tokens and ignore_eos out.")
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise UserInputError(
                 f"min_tokens ({self.min_tokens}) must be from 0 to {self.max_new_tokens}, the most new tokens of this "
@@ -393,7 +397,7 @@ class Trajectory:
         """Return self if the arrays, spans and mask agree; raise TrajectoryError otherwise."""
         if not len(self.loss_mask) == len(self.logprobs) == len(self):
             raise TrajectoryError(f"trajectory {self.trajectory_id} is broken: its arrays are not equally long.")
-        edges = [1, *(edge for turn in self.turns for edge in (turn.start, turn.stop)), len(self)]
+        edges = [1, *(edge for turn in self.turns for edge in (turn.start, turn.stop)), max(len(self), 1)]
         pieces = [(turn.stop - turn.start, sum(count for count, _ in turn.pieces)) for turn in self.turns]
         sampled = np.zeros(len(self), dtype=bool)
         for turn in self.turns:
