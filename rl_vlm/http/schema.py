@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -62,15 +63,38 @@ def _as_parts(content: Any) -> Any:
 Parts = Annotated[list[Part], Field(max_length=_MAX_ITEMS, fail_fast=True), BeforeValidator(_as_parts)]
 
 
+class FunctionCall(_In):
+    name: str
+    arguments: str = "{}"  # JSON
+
+
+class ToolCall(_In):
+    """A call of an earlier turn."""
+
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    @property
+    def text(self) -> str:
+        """As Qwen's chat template writes it, and environments read it."""
+        called = f'{{"name": {json.dumps(self.function.name)}, "arguments": {self.function.arguments}}}'
+        return f"\n<tool_call>\n{called}\n</tool_call>"
+
+
 class ChatMessage(_In):
     role: Literal["system", "developer", "user", "tool", "assistant"]
     content: Parts | None = None
-    tool_calls: list[Any] | None = Field(None, max_length=0, description="Not supported.")
+    tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_ITEMS, fail_fast=True)
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError("the content is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant calls tools")
+        if self.tool_calls:  # they are part of what it said
+            said = [TextPart(type="text", text=call.text) for call in self.tool_calls]
+            self.content = [*(self.content or ()), *said]
         return self
 
 

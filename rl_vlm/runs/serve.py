@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from rl_vlm.config import LearnerSection, PolicyConfig, load_policy_config, load_served_config
+from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_policy_config, load_served_config
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServeBackend
@@ -77,6 +77,8 @@ def plan(
     check_exposure(config.http.host, token)
     check_quantization(config.serving.quantization)
     model = resolve_model(config.model.path)
+    if (path / "config.yaml").is_file() and not any(one.startswith("serving.max_context=") for one in settings):
+        config = _with_usual_context(config, model)
     name = config.http.model_name or (config.model.path if not Path(config.model.path).is_dir() else model.name)
     if re.fullmatch(r"policy(-v\d+)?", name):
         raise UserInputError(f"The name {name!r} is that of the trained versions: set http.model_name to another one.")
@@ -91,6 +93,15 @@ def plan(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )
     return ServeTarget(_for_serving(config), model, payload, adapter, name, token)
+
+
+def _with_usual_context(config: PolicyConfig, model: Path) -> PolicyConfig:
+    """A run's context fits its episodes; other clients ask for more, which the model may allow."""
+    shape = json.loads((model / "config.json").read_text())
+    most = shape.get("text_config", shape).get("max_position_embeddings", 0)
+    usual = min(ServingSection.model_fields["max_context"].default, most)
+    serving = config.serving.model_copy(update={"max_context": max(config.serving.max_context, usual)})
+    return config.model_copy(update={"serving": serving})
 
 
 def _machine_defaults() -> list[str]:

@@ -23,7 +23,9 @@ from tables import table
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.envs.tools import ToolCall, parse_tool_call
 from rl_vlm.http.replies import ReplyText
+from rl_vlm.http.schema import GenerateRequest
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.safe_text import without_thoughts
@@ -399,6 +401,15 @@ def test_what_may_become_a_stop_string_is_held_back_and_released(codec: ChatCode
     reply = ReplyText(codec, ["aab"])
     fed = [reply.feed(encode(codec, letter), last=letter == "c")[0] for letter in "xaac"]
     assert fed == ["x", "", "", "aac"]
+
+
+def test_calls_of_earlier_turns_are_what_the_assistant_said() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    said = {"role": "assistant", "content": "Let me look.", "tool_calls": [call, call]}
+    (message,) = GenerateRequest(messages=[said]).messages
+    text = "".join(part.text for part in message.content)
+    assert text.startswith("Let me look.") and parse_tool_call(text) == ToolCall("f", {"x": [1]})
+    assert text.count("<tool_call>") == 2
 
 
 @pytest.mark.parametrize(("text", "expected"), THOUGHTS["thoughts_are_removed"])
