@@ -20,19 +20,12 @@ from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
 
+MAX_VALUES = 200_000  # of a document, those behind aliases counted each time
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases, which a short file could use to stand for endless values, and with keys that differ.
-
-    Others take the last one of two keys: a section that was pasted a second time would lose the first.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                problem="write out what *aliases stand for", problem_mark=self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
+    """YAML whose keys differ: others take the last one of two, and a section that was pasted a second time would lose
+    the first."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -52,6 +45,7 @@ _CORE = (
     ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", [*"-+0123456789"]),
     ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+    ("merge", r"<<", ["<"]),
 )
 
 
@@ -75,13 +69,30 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
 
 def load_yaml(text: str) -> Any:
-    """The document as plain values. Raises yaml.YAMLError, also for one that is nested too deeply or has aliases."""
+    """The document as plain values. Raises yaml.YAMLError, also for one that is too large, too deep or holds itself."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
+        if _count(value, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES} values")
+        return value
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
     except (ValueError, TypeError, OverflowError) as error:  # of the constructors of values, such as dates
         raise yaml.YAMLError(str(error)) from error
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """Values below `value`, those behind aliases counted each time; `known` holds what was counted, 0 what is being."""
+    if not isinstance(value, dict | list):
+        return 1
+    found = known.get(id(value))
+    if found == 0:
+        raise yaml.YAMLError("an alias stands inside what it stands for")
+    if found is None:
+        known[id(value)] = 0
+        parts = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+        found = known[id(value)] = 1 + sum(_count(part, known) for part in parts)
+    return found
 
 
 # What has the keys of each class, in error messages.

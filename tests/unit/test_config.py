@@ -136,7 +136,12 @@ def test_every_config_of_the_project_loads(path: Path) -> None:
         (b"a: 1\nb: : 2", "not valid YAML in line 2"),
         (b"model: {path: tiny}\nseed: 1\nmodel: {dtype: float32}", "not valid YAML in line 3: 'model' stands twice."),
         (b"algorithm:\n  name: grpo\n  'name': ppo", "not valid YAML in line 3: 'name' stands twice."),
-        (b"model: &m {path: tiny}\nserving: *m", "not valid YAML in line 2: write out what *aliases stand for."),
+        (b"env: &a {kwargs: *a}", "an alias stands inside what it stands for"),
+        (
+            b"a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + b"".join(b"%c: &%c [%s]\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 10)) for n in range(98, 104)),
+            "aliases stand for more than 200000 values",
+        ),
         (b"- 1\n- 2", "must hold sections such as `model:`, not a list"),
         (b"just text", "not a str"),
         (b"\xff\xfe\x00", "not a text file"),
@@ -166,6 +171,12 @@ def test_a_saved_config_comes_back_equal(tmp_path: Path) -> None:
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_aliases_and_merges_stand_for_what_they_name(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("env:\n  kwargs:\n    a: &a {b: 1, c: 2}\n    d: *a\n    e: {<<: *a, c: 3}\n")
+    kwargs = load_config(tmp_path / "run.yaml").env.kwargs
+    assert kwargs == {"a": {"b": 1, "c": 2}, "d": {"b": 1, "c": 2}, "e": {"b": 1, "c": 3}}
 
 
 def test_a_saved_config_holds_plain_values(tmp_path: Path) -> None:
