@@ -35,12 +35,13 @@ class RunAlgorithmConfig(AlgorithmConfig):
 
     run_config: Any  # the kind's own class
 
-    def __init__(self, algo_class: type[Algorithm], run_config: TrainConfig) -> None:
-        super().__init__(algo_class=algo_class)
+    def __init__(self, algo_class: type[Algorithm] | None = None, run_config: TrainConfig | None = None) -> None:
+        super().__init__(algo_class=algo_class)  # without arguments: RLlib fills it from the state of another
         self.run_config = run_config
         self.scratch_folder: Path | None = None
         self.service: PolicyService | None = None  # started before the algorithm
-        self._apply_run_config()
+        if run_config is not None:
+            self._apply_run_config()
 
     def update_from_dict(self, config_dict: dict[str, Any]) -> Self:
         """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends
