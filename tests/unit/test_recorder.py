@@ -331,6 +331,7 @@ import errno, json, resource, signal, sys
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[3])
+sys.dont_write_bytecode = True  # what is imported under the quota would be cut off, and break every later process
 from recorder_support import group, leftovers, picture, read_trajectories, rows, scalars, words, evaluations
 from rl_vlm.config import PolicyConfig
 from rl_vlm.monitoring.recorder import RunRecorder
