@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
@@ -56,9 +56,11 @@ class HeldOut:
         algorithm.recovery.publish_restored(self.averaged_adapter())
         try:
             yield
-        except Exception:
-            with suppress(RLVLMError):  # such as a learner that is lost, which must not hide the first error
+        except Exception as error:  # raised again, with what went wrong after it
+            try:
                 give_back()
+            except RLVLMError as second:  # such as a learner that is lost, which must not hide the first error
+                error.add_note(str(second))
             raise
         give_back()  # an interruption does not wait for it
 

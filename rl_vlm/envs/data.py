@@ -297,10 +297,10 @@ def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key
     files: dict[str, list[Path]] = {}
     with suppress(UserInputError):  # told where the split is opened
         files = {split: local_files(paths[split], split) for split in ("train", "test")} if len(paths) == 2 else {}
-    if not files or (data == sources["train"] and paths["train"].is_file()):
+    if not files or (not isinstance(data, Mapping) and paths["train"].is_file()):
         return
     pairs = itertools.product(files["train"], files["test"])
-    shared = next(((one, other) for one, other in pairs if filecmp.cmp(one, other, shallow=False)), None)
+    shared = next((pair for pair in pairs if pair[0].samefile(pair[1]) or filecmp.cmp(pair[0], pair[1], False)), None)
     if shared is None:
         return
     train, test = selected("train"), selected("test")

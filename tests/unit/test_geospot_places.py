@@ -51,22 +51,17 @@ def test_what_is_no_country(gazetteer: Gazetteer, name: str) -> None:
     assert gazetteer.country(name) is None
 
 
-@pytest.mark.parametrize(("name", "country", "expected"), TABLES["regions_lie_where_their_people_live"])
-def test_regions_lie_where_their_people_live(
-    gazetteer: Gazetteer, name: str, country: str | None, expected: tuple[float, float]
+@pytest.mark.parametrize(
+    ("kind", "name", "country", "expected", "most_km"),
+    [("region", *row, 60) for row in TABLES["regions_lie_where_their_people_live"]]
+    + [("city", *row, 5) for row in TABLES["cities_by_name_and_country"]],
+)
+def test_regions_and_cities_lie_where_their_people_live(
+    gazetteer: Gazetteer, kind: str, name: str, country: str | None, expected: tuple[float, float], most_km: float
 ) -> None:
-    place = gazetteer.region(name, country)
+    place = getattr(gazetteer, kind)(name, country)
     assert place is not None
-    assert haversine_km(place.position, expected) < 60
-
-
-@pytest.mark.parametrize(("name", "country", "expected"), TABLES["cities_by_name_and_country"])
-def test_cities_by_name_and_country(
-    gazetteer: Gazetteer, name: str, country: str | None, expected: tuple[float, float]
-) -> None:
-    place = gazetteer.city(name, country)
-    assert place is not None
-    assert haversine_km(place.position, expected) < 5
+    assert haversine_km(place.position, expected) < most_km
 
 
 def test_a_region_tells_cities_of_one_name_apart(gazetteer: Gazetteer) -> None:

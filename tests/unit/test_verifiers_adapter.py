@@ -8,6 +8,7 @@ import pytest
 
 import rl_vlm
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
+from rl_vlm.envs.foreign.verifiers import from_text
 from rl_vlm.types import UserInputError, as_encoded
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs"
@@ -110,3 +111,12 @@ def test_what_cannot_be_played_is_refused_by_name():
         rl_vlm.make("verifiers:no-such-environment")
     with pytest.raises(UserInputError, match="colour"):
         made(colour=1)
+
+
+def test_calls_behind_a_thought_are_taken_out_and_the_thought_stays() -> None:
+    thought = "<think>maybe <tool_call>{}</tool_call></think>"
+    message = from_text(
+        thought + 'Look: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>\n', with_tools=True
+    )
+    assert message["content"] == f"{thought}Look:"
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "f", "arguments": '{"x": 1}'}]

@@ -256,10 +256,11 @@ def from_text(text: str, with_tools: bool) -> dict[str, Any]:
     """
     # verifiers takes an answer without any text for a failure of the model.
     message: dict[str, Any] = {"role": "assistant", "content": text or " "}
-    said, *blocks = without_thoughts(text).split(OPEN) if with_tools else (text,)
-    if blocks:
-        calls = [_call(OPEN + block, number) for number, block in enumerate(blocks[:MAX_CALLS])]
-        message |= {"content": said.strip() or None, "tool_calls": calls}
+    _, mark, called = without_thoughts(text).partition(OPEN) if with_tools else ("", "", "")
+    if mark:
+        calls = [_call(OPEN + block, number) for number, block in enumerate(called.split(OPEN)[:MAX_CALLS])]
+        content = text.rstrip().removesuffix(mark + called).strip()  # with its thoughts
+        message |= {"content": content or None, "tool_calls": calls}
     return message
 
 
