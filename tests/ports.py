@@ -32,7 +32,8 @@ def local_server(reply: Callable[[str, Any, bytes], tuple[int, Any]]) -> Iterato
             self.send_header("Content-Type", "text/plain" if text else "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # a client that has given up, as a failed command does
+                self.wfile.write(data)
 
         do_POST = do_GET
 
