@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -37,33 +36,11 @@ KINDS = {
 GROUPS, GROUP_SIZE, WARM, PATIENCE_S = 8, 8, 5, 900.0
 
 
-@dataclass
-class History:
-    """Memory by kind of process, and shared memory, in bytes, after each iteration."""
+def measure(iterations: int, turns: int, image_cache_mib: int, folder: Path) -> tuple[list[Counter[str]], list[float]]:
+    """Train in a process of its own; bytes by kind of process, and mean turns, after each iteration.
 
-    samples: list[Counter[str]] = field(default_factory=list)
-    turns: list[float] = field(default_factory=list)
-
-    @property
-    def totals(self) -> np.ndarray:
-        """float64 [iterations]."""
-        return np.array([sum(sample.values()) for sample in self.samples], dtype=np.float64)
-
-    @property
-    def growth(self) -> float:
-        """Of the last five iterations over the first five warm ones, less 1."""
-        totals = self.totals
-        return float(np.median(totals[-5:]) / np.median(totals[WARM : WARM + 5])) - 1
-
-    @property
-    def per_thousand(self) -> float:
-        """Bytes per 1,000 trajectories."""
-        warm = self.totals[WARM:]
-        return float(np.polyfit(np.arange(len(warm)), warm, 1)[0]) * 1000 / (GROUPS * GROUP_SIZE)
-
-
-def measure(iterations: int, turns: int, image_cache_mib: int, folder: Path) -> History:
-    """Train in a process of its own. Raises SystemExit with its output where it fails."""
+    Raises SystemExit with the command's output where it fails.
+    """
     command = [
         sys.executable, "-m", "rl_vlm.cli", "train", str(ROOT / "configs/gridwalk_tiny.yaml"),
         f"algorithm.iterations={iterations}", f"env.kwargs.max_turns={turns}", f"rollout.max_turns={turns}",
@@ -72,7 +49,8 @@ def measure(iterations: int, turns: int, image_cache_mib: int, folder: Path) -> 
         "evaluation.num_items=32", f"logging.checkpoint_every={iterations}", "sight.every=0",
         f"model.image_cache_mib={image_cache_mib}", "--run-dir", str(folder / "run"),
     ]  # fmt: skip
-    history, rows = History(), folder / "run" / "progress.csv"
+    samples: list[Counter[str]] = []
+    mean_turns: list[float] = []
     with (folder / "output.txt").open("w+") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -80,18 +58,20 @@ def measure(iterations: int, turns: int, image_cache_mib: int, folder: Path) -> 
             while process.poll() is None:
                 time.sleep(0.05)
                 if time.monotonic() - last_change > PATIENCE_S:
-                    raise SystemExit(f"No iteration ended within {PATIENCE_S:.0f} s: {_end_of(folder)}")
-                found = _rows(rows)
-                if len(found) > len(history.samples):
+                    raise SystemExit(
+                        f"No iteration ended within {PATIENCE_S:.0f} s: {(folder / 'output.txt').read_text()[-3000:]}"
+                    )
+                found = _rows(folder / "run" / "progress.csv")
+                if len(found) > len(samples):
                     last_change = time.monotonic()
-                    history.samples.append(_memory(psutil.Process(process.pid)))
-                    history.turns.append(float(found[-1]["rollout/turns"]))
+                    samples.append(_memory(psutil.Process(process.pid)))
+                    mean_turns.append(float(found[-1]["rollout/turns"]))
         finally:
             process.terminate()  # saves and ends; nothing where it has ended
             process.wait(timeout=120)
-    if process.returncode or len(history.samples) < iterations // 2:
-        raise SystemExit(f"The run ended with {process.returncode}: {_end_of(folder)}")
-    return history
+    if process.returncode or len(samples) < iterations // 2:
+        raise SystemExit(f"The run ended with {process.returncode}: {(folder / 'output.txt').read_text()[-3000:]}")
+    return samples, mean_turns
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
@@ -99,10 +79,6 @@ def _rows(file: Path) -> list[dict[str, str]]:
         return []
     with file.open() as lines:
         return list(csv.DictReader(lines))
-
-
-def _end_of(folder: Path) -> str:
-    return (folder / "output.txt").read_text()[-3000:]
 
 
 def _memory(process: psutil.Process) -> Counter[str]:
@@ -124,18 +100,21 @@ def main() -> None:
     report = Report("Host memory of a run whose episodes are full of images")
     with tempfile.TemporaryDirectory(prefix="rl-vlm-memory-") as folder:
         iterations = 12 if args.quick else max(args.iterations, 12)
-        history = measure(iterations, args.turns, args.image_cache_mib, Path(folder))
-    samples = [{**sample, "all": total} for sample, total in zip(history.samples, history.totals, strict=True)]
+        found, mean_turns = measure(iterations, args.turns, args.image_cache_mib, Path(folder))
+    totals = np.array([sum(sample.values()) for sample in found], dtype=np.float64)
+    samples = [{**sample, "all": total} for sample, total in zip(found, totals, strict=True)]
     for kind in sorted({kind for sample in samples for kind in sample}, key=lambda kind: (kind == "all", kind)):
         sizes = [sample.get(kind, 0) / 2**20 for sample in samples]
         report.add(kind, sizes[-5:], unit="MiB", before=float(np.median(sizes[WARM : WARM + 5])))
-    for number in range(len(history.samples) // 10):  # how it went
-        report.add(f"all, iteration {10 * number + 10}", [history.totals[10 * number + 9] / 2**20], unit="MiB")
-    report.ratios["growth after the fifth iteration (goal: at most 0.02)"] = history.growth
-    report.ratios["MB per 1,000 trajectories"] = history.per_thousand / 1e6
+    for number in range(9, len(samples), 10):  # how it went
+        report.add(f"all, iteration {number + 1}", [totals[number] / 2**20], unit="MiB")
+    growth = np.median(totals[-5:]) / np.median(totals[WARM : WARM + 5]) - 1
+    report.ratios["growth after the fifth iteration (goal: at most 0.02)"] = float(growth)
+    slope = np.polyfit(np.arange(len(totals) - WARM), totals[WARM:], 1)[0]
+    report.ratios["MB per 1,000 trajectories"] = float(slope) * 1000 / (GROUPS * GROUP_SIZE) / 1e6
     report.notes.append(
-        f"{len(history.samples)} iterations of {GROUPS} x {GROUP_SIZE} episodes, {np.mean(history.turns):.1f} turns "
-        f"each on average; {args.image_cache_mib} MiB of image features each in learner and replica."
+        f"{len(samples)} iterations of {GROUPS} x {GROUP_SIZE} episodes, {np.mean(mean_turns):.1f} turns each on "
+        f"average; {args.image_cache_mib} MiB of image features each in learner and replica."
     )
     report.finish(args.out)
 

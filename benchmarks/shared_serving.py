@@ -17,9 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -36,44 +35,27 @@ GIB = 2**30
 
 
 @dataclass
-class Memory:
-    """The peak over time of the memory of a process and its children, in bytes."""
+class Sweep:
+    """What one sweep took and reached; memory in GiB, at its highest."""
 
-    process: psutil.Process
-    highest: int = 0
-    serving: int = 0
+    seconds: float = 0.0
+    memory: float = 0.0
+    serving: float = 0.0
     processes: int = 0
-    _ended: threading.Event = field(default_factory=threading.Event)
+    accuracy: float = 0.0
+    failed: int = 0
 
-    def watch(self) -> None:
-        """Sample until `end`."""
-        while not self._ended.wait(0.5):
-            now = memory_of(self.process, KINDS, "Pss", "others")
-            total = sum(size for _, size in now)
-            if total > self.highest:
-                self.highest, self.processes = total, len(now)
-                self.serving = sum(size for kind, size in now if kind == "serving")
-
-    def end(self) -> None:
-        """Stop sampling."""
-        self._ended.set()
+    def look(self, process: psutil.Process) -> None:
+        """Note the memory of a process and its children."""
+        now = memory_of(process, KINDS, "Pss", "others")
+        total = sum(size for _, size in now) / GIB
+        if total > self.memory:
+            self.memory, self.processes = total, len(now)
+            self.serving = sum(size for kind, size in now if kind == "serving") / GIB
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one sweep took and reached."""
-
-    seconds: float
-    memory: int
-    serving: int
-    processes: int
-    before: list[float]
-    last: list[float]
-    failed: int
-
-
-def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas: int) -> Outcome:
-    """One sweep in a process of its own. Raises CalledProcessError with its output where it cannot start."""
+def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas: int) -> Sweep:
+    """One sweep in a process of its own. Raises SystemExit with its output where it cannot start."""
     space = folder / "space.yaml"
     space.write_text(
         yaml.safe_dump({"space": {"seed": {"grid": list(range(trials))}}, "max_concurrent": trials, "shared": shared})
@@ -85,51 +67,46 @@ def run_sweep(trials: int, iterations: int, folder: Path, shared: bool, replicas
         "evaluation.num_items=128", "resources.num_cpus=64", "--space", str(space), "--run-dir", str(folder / "sweep"),
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
-    started = time.monotonic()
+    sweep, started = Sweep(), time.monotonic()
     with (folder / "output.txt").open("w+") as output:
         with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
-            memory = Memory(psutil.Process(process.pid))
-            watcher = threading.Thread(target=memory.watch)
-            watcher.start()
             try:
-                code = process.wait(timeout=3600)
+                while process.poll() is None and time.monotonic() - started < 3600:
+                    sweep.look(psutil.Process(process.pid))
+                    time.sleep(0.5)
             finally:
-                memory.end()
-                watcher.join()
                 process.kill()
-        seconds = time.monotonic() - started
+        sweep.seconds = time.monotonic() - started
         results = folder / "sweep/results.csv"
-        if code not in (0, 1) or not results.is_file():
+        if process.returncode not in (0, 1) or not results.is_file():
             output.seek(0)
-            raise SystemExit(f"The sweep ended with {code}: {output.read()[-3000:]}")
+            raise SystemExit(f"The sweep ended with {process.returncode}: {output.read()[-3000:]}")
     with results.open() as file:
-        rows = list(csv.DictReader(file))
-    failed = trials - sum(row["finished"] == "True" for row in rows)  # those that never began, too
-    before, last = ([float(row[key]) for row in rows if row["finished"] == "True"] for key in ("before", "last"))
-    return Outcome(seconds, memory.highest, memory.serving, memory.processes, before, last, failed)
+        last = [float(row["last"]) for row in csv.DictReader(file) if row["finished"] == "True"]
+    sweep.accuracy = statistics.fmean(last) if last else float("nan")
+    sweep.failed = trials - len(last)  # those that never began, too
+    return sweep
 
 
 def measure(trials: list[int], iterations: int, rounds: int, replicas: int, sides: list[str]) -> Report:
     """Run everything and return the report; ratios where both sides were run."""
     report = Report("Trials that share replicas, and trials with their own")
     for count in trials:
-        found: dict[str, list[Outcome]] = {side: [] for side in sides}
+        found: dict[str, list[Sweep]] = {side: [] for side in sides}
         for number in range(rounds):
             for side in sides if number % 2 == 0 else reversed(sides):
                 with tempfile.TemporaryDirectory(prefix="rl-vlm-bench-") as folder:
                     outcome = run_sweep(count, iterations, Path(folder), side == "shared", replicas)
-                print(f"{count} trials, {side}: {json.dumps(outcome.__dict__)}", flush=True)
+                print(f"{count} trials, {side}: {json.dumps(vars(outcome))}", flush=True)
                 found[side].append(outcome)
         for side, outcomes in found.items():
-            extra = {
-                "processes": max(o.processes for o in outcomes),
-                "failed": sum(o.failed for o in outcomes),
-                "accuracy": round(statistics.fmean(x for o in outcomes for x in o.last or [float("nan")]), 3),
-                "accuracy_before": round(statistics.fmean(x for o in outcomes for x in o.before or [float("nan")]), 3),
-            }
-            report.add(f"{count} trials, {side}, wall", [o.seconds for o in outcomes], **extra)
-            report.add(f"{count} trials, {side}, memory", [o.memory / GIB for o in outcomes], "GiB")
-            report.add(f"{count} trials, {side}, serving's memory", [o.serving / GIB for o in outcomes], "GiB")
+            report.add(
+                f"{count} trials, {side}, wall", [o.seconds for o in outcomes],
+                processes=max(o.processes for o in outcomes), failed=sum(o.failed for o in outcomes),
+                accuracy=statistics.fmean(o.accuracy for o in outcomes),
+            )  # fmt: skip
+            report.add(f"{count} trials, {side}, memory", [o.memory for o in outcomes], "GiB")
+            report.add(f"{count} trials, {side}, serving's memory", [o.serving for o in outcomes], "GiB")
         if len(found) < 2:
             continue
         own, shared = found["own"], found["shared"]

@@ -172,29 +172,6 @@ class Speed:
                 f"{self.size} images", png_ms=cut * each, png_and_tower_ms=taken * each, pixels=self.side**2
             )
 
-    def profile(self) -> None:
-        """The operations that take most of a step."""
-        with (
-            self.report.measured(f"{self.size} profile"),
-            an_update(self.folder, self.device, self.tokens, self.side, learner__gradient_checkpointing=True) as update,
-        ):
-            update.step()
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.device == "cuda" else []
-            with torch.profiler.profile(activities=kinds) as profile:
-                update.step()
-            key = "self_device_time_total" if self.device == "cuda" else "self_cpu_time_total"
-            events = sorted(profile.key_averages(), key=lambda event: getattr(event, key), reverse=True)
-            total = sum(getattr(event, key) for event in events) or 1.0
-            self.report.add(
-                f"{self.size} profile",
-                milliseconds=total / 1000,
-                operations=[
-                    {"name": event.key[:80], "share": getattr(event, key) / total, "calls": event.count}
-                    for event in events[:15]
-                ],
-            )
-
     def cards(self) -> None:
         """Whether an update fits into the memory of smaller cards, and what the plan says of it."""
         whole = torch.cuda.get_device_properties(0).total_memory
@@ -220,8 +197,6 @@ def main(arguments_given: list[str] | None = None) -> int:
             speed.updates()
             speed.head()
             speed.images()
-            if size in ("tiny", "4b"):
-                speed.profile()
             if device == "cuda":
                 speed.cards()
     # A card that is too small for a size is a figure.

@@ -26,13 +26,6 @@ REPORTS: dict[str, tuple[int, tuple[str, ...], Callable[[Report, Rows], list[boo
             *(row["runs"] >= 15 and row["min"] <= row["median"] <= row["max"] for row in report["rows"]),
         ],
     ),
-    "full_weights": (
-        280, ("--quick",),
-        lambda report, rows: [
-            {"rl_vlm: pack", "safetensors.save and hashlib", "copy of the bytes"} <= rows.keys(),
-            *(row["runs"] == 2 and 0 < row["min"] <= row["median"] for row in report["rows"]),
-        ],
-    ),
     "learner": (  # it ends with an error where loss or gradient differ from TRL's
         880, ("--quick",),
         lambda report, rows: [
