@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 LEFT_BY_TOOLS = (
-    ".venv/x", ".venv-3.12/x", "runs/quickstart/config.yaml", ".hypothesis/x", ".schemathesis/x", ".pytest_cache/x",
+    ".venv/x", ".venv-3.12/x", "runs/quickstart/config.yaml", ".hypothesis/x", ".pytest_cache/x",
     ".mypy_cache/x", ".ruff_cache/x", "rl_vlm/__pycache__/x.pyc", "build/x", "dist/x.whl", "rl_vlm.egg-info/x",
     ".coverage", "htmlcov/x", ".DS_Store", ".idea/x", ".vscode/x", "core.1234",
 )  # fmt: skip
