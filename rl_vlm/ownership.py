@@ -43,15 +43,14 @@ _RUN_FOLDERS = (
 
 
 def mark_run(folder: Path) -> None:
-    """Mark the folder as a run's. Raises OSError."""
     if (folder / RUN_MARKER).is_symlink():
         (folder / RUN_MARKER).unlink()  # not to write to what it leads to
     (folder / RUN_MARKER).write_text(_NOTE)
 
 
 def clear_run(folder: Path) -> None:
-    """Delete the files that a run wrote but its marker; all else stays. Raises UserInputError, with nothing deleted,
-    if it is no run."""
+    """Delete the files that a run wrote, its marker excepted. Raises UserInputError, with nothing deleted, if it is no
+    run."""
     if not (folder / RUN_MARKER).is_file():
         raise UserInputError(
             f"{folder} has no {RUN_MARKER}, so it is not known to be a run, and --overwrite deletes nothing in it: "
@@ -70,7 +69,6 @@ def run_files(folder: Path) -> list[str]:
 
 
 def mark_model(folder: Path) -> None:
-    """Mark the folder as an exported model's, and list its files. Raises OSError."""
     names = [name for name in files_in(folder) if name != MODEL_MARKER]
     (folder / MODEL_MARKER).write_text(json.dumps([*names, MODEL_MARKER], indent=1))
 

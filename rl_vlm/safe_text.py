@@ -51,8 +51,7 @@ def keep_secret(value: str) -> None:
 
 
 def redact(text: str) -> str:
-    """Without the values of variables whose names say that they are secret, those of `keep_secret`, and credentials in
-    addresses and HTTP headers."""
+    """Without secret values, those of `keep_secret`, and credentials in addresses and HTTP headers."""
     for value in (*_kept_secrets, *secrets_of(os.environ)):
         if value in text:
             text = text.replace(value, _HIDDEN)
@@ -99,10 +98,7 @@ _THOUGHT_ENDS = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 
 
 def without_thoughts(text: str) -> str:
-    """What a model says beside its thoughts: nothing in `<think>...</think>` or behind a `<think>` that never ends.
-
-    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too.
-    """
+    """What a model says beside its thoughts. Everything before a lone `</think>` is one: the prompt may open it."""
     *thoughts, rest = _THOUGHT_ENDS.split(text)
     said = ""
     for thought in thoughts:

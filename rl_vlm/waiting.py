@@ -34,17 +34,12 @@ _calls: list[tuple[str, threading.Event]] = []
 
 
 def note_hung_thread(what: str, ended: threading.Event) -> None:
-    """A thread of this process is in a call that did not end within its deadline; `ended` is set if it ends after
-    all."""
+    """A thread did not end within its deadline; `ended` is set if it ends after all."""
     _calls.append((what, ended))
 
 
 def within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """What a call gives that knows no deadline of its own, made in a thread.
-
-    Raises what it raises, and TimeoutError when it takes longer than `seconds`: its thread, `what` it does, is left
-    behind.
-    """
+    """The result of a call that knows no deadline. TimeoutError leaves its thread, `what` it does, behind."""
     answer: Future[T] = Future()
     ended = threading.Event()
 

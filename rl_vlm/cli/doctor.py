@@ -48,20 +48,17 @@ def _check(name: str, is_ok: bool, detail: str, remedy: str, otherwise: Status =
 
 
 def diagnose() -> list[Check]:
-    """Look at everything, in a few seconds."""
     probe = load_torch()
     parts = (_packages(), _vllm(), _torch(probe), _gpus(probe), _machine(), _rendering(), _storage(), ray_checks())
     return [check for part in parts for check in part]
 
 
 def worst(checks: Sequence[Check]) -> Status:
-    """The most serious status among the checks."""
     found = {check.status for check in checks}
     return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """The report for programs."""
     return json.dumps({"status": worst(checks), "checks": [asdict(check) for check in checks]}, indent=2)
 
 
@@ -71,7 +68,7 @@ _PACKAGES = ("torch", "torchvision", "transformers", "ray", "peft", "gymnasium",
 
 
 def version_of(package: str) -> Version | None:
-    """The installed version by the package's metadata, without importing it."""
+    """The installed version, without importing the package."""
     try:
         return Version(importlib.metadata.version(package))
     except (importlib.metadata.PackageNotFoundError, InvalidVersion):
@@ -142,7 +139,6 @@ class Probe:
 
 
 def load_torch(code: str = _PROBE) -> Probe:
-    """Import torch and torchvision, and look at the GPUs."""
     try:
         # The home folder as the place: a module called torch.py in the working directory would be imported.
         command = [sys.executable, "-P", "-c", code]
@@ -195,7 +191,6 @@ def _compiler() -> Check:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver; empty without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
@@ -294,7 +289,6 @@ def _token() -> Check:
 
 
 def _open_ports() -> dict[str, set[int]]:
-    """The ports of Ray's processes that listen beyond loopback, by the process's name."""
     found: dict[str, set[int]] = {}
     for process in psutil.process_iter(["name"]):
         name = process.info["name"] or ""

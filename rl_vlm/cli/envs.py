@@ -65,10 +65,8 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try an environment and say what is wrong: splits, ends, cost, determinism, hostile answers.
-
-    Exit code 1 if anything is.
-    """
+    """Try an environment and say what is wrong: splits, ends, cost, determinism, hostile answers. Code 1:
+    something is."""
     from rl_vlm.envs.checking import check_environment
     from rl_vlm.files import write_atomic
 

@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 
 
 def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
-    """Download a model, or a data set with `data`, into the hub's cache; return its folder there.
-
-    What is there already is not downloaded again. `tiny` builds the built-in model. With `data` a short name of `KNOWN`
-    gives a folder for `env.data`, with at most `max_rows` of each split. Raises UserInputError for a name that is wrong
-    or locked, FetchError when the hub cannot be reached.
-    """
+    """Download a model, or with `data` a data set, and return its folder; what is there is not fetched again. Raises
+    UserInputError, FetchError."""
     if name in builtin_models() and not data:
         return builtin_models()[name].folder()
     if data and name in KNOWN:
@@ -76,11 +72,8 @@ _LOCATION = {"latitude": "float64", "longitude": "float64", "country": "string",
 
 @dataclass(frozen=True, slots=True)
 class KnownData:
-    """A data set of the hub that an environment reads.
-
-    columns: the environment's column -> its names on the hub, the first that is there counts. shards: split -> how the
-    names of its files begin. last_is_test: there is one split, whose last file is the test split.
-    """
+    """A data set of the hub that an environment reads. columns: ours -> possible names there. shards: split -> how its
+    files begin."""
 
     repo: str
     columns: Mapping[str, tuple[str, ...]]
@@ -135,7 +128,6 @@ def fetch_known(name: str, max_rows: int | None = None) -> Path:
 
 
 def _files(known: KnownData, split: str, ending: str) -> list[str]:
-    """The addresses of a split's files on the hub, in order. Raises UserInputError without any."""
     from huggingface_hub import HfApi
 
     prefix = known.shards[split]
@@ -151,7 +143,7 @@ def _files(known: KnownData, split: str, ending: str) -> list[str]:
 
 
 def _stream(known: KnownData, split: str) -> IterableDataset:
-    """The rows of a split under the environment's names of columns, images still encoded. Raises UserInputError."""
+    """The rows of a split with our names of columns, images still encoded. Raises UserInputError."""
     import datasets
 
     # Parquet files named by address: the repository's own configuration, which may hold code, is not read.
@@ -169,7 +161,6 @@ def _stream(known: KnownData, split: str) -> IterableDataset:
 
 
 def _street_views(known: KnownData, split: str, rows: int) -> IterableDataset:
-    """OpenStreetView-5M: pictures out of its archives with their rows of its table, both read in place."""
     import datasets
 
     columns = {name: datasets.Value(kind) for name, kind in _LOCATION.items()}
@@ -180,7 +171,6 @@ def _street_views(known: KnownData, split: str, rows: int) -> IterableDataset:
 
 
 def _read_street_views(archives: Sequence[str], table: str, rows: int) -> Iterator[dict[str, Any]]:
-    """At least so many rows, if there are. The table names more pictures than the archives hold."""
     from huggingface_hub import HfFileSystem
 
     hub = HfFileSystem()
@@ -200,7 +190,6 @@ def _read_street_views(archives: Sequence[str], table: str, rows: int) -> Iterat
 
 
 def _locations(table: Any, wanted: set[str]) -> dict[str, dict[str, Any]]:
-    """The rows of these ids, from a table that is read from its start until all are found."""
     kinds = {"id": "string", **_LOCATION}
     convert = pa.csv.ConvertOptions(
         column_types={name: pa.type_for_alias(kind) for name, kind in kinds.items()}, include_columns=list(kinds)

@@ -38,7 +38,6 @@ def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfi
 
 
 def refuse_both(resume: bool, overwrite: bool) -> None:
-    """Raise UserInputError for --resume together with --overwrite."""
     from rl_vlm.types import UserInputError
 
     if resume and overwrite:

@@ -101,14 +101,13 @@ def _print_findings(name: str, findings: Mapping[str, Any], obstacles: Sequence[
 
 
 def _run_folder(run_dir: str | None, resumed: Path | None, default: Path) -> str:
-    """Where results go: what is named, the run folder that is resumed, or the default. Tracebacks go there, too."""
+    """Where results and tracebacks go: what is named, the folder that is resumed, or the default."""
     folder = run_dir or (str(resumed) if resumed is not None and resumed.is_dir() else str(default))
     error_report.folder = Path(folder)
     return folder
 
 
 def _print_result(result: dict[str, Any], folder: str) -> None:
-    """Print what a run came to in a line. Exit code 1 unless it is done."""
     parts = [f"{result.get('status')} after {result.get('iterations')} {result.get('unit', 'iterations')}"]
     # A preference run's own reward is learned and changes its scale: only its evaluation is comparable over a run.
     reward = "evaluation_reward" if "evaluation_reward_after" in result else "reward"

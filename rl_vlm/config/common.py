@@ -46,7 +46,6 @@ class CommonConfig(Section, ABC):
         return tuple(str(resolved(name)) if name.endswith(".py") else name for name in names)
 
     def problems(self) -> Iterator[str]:
-        """Settings of serving that do not fit the run."""
         uses_vllm, quantization = self.serving.expected_engine == "vllm", self.serving.quantization
         if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
             yield "serving.quantization: nf4 needs serving.engine transformers, and fp8 needs vllm on a GPU"
@@ -69,17 +68,17 @@ class CommonConfig(Section, ABC):
 
     @property
     def trains_full(self) -> bool:
-        """Whether all weights are trained, so that each version brings all of them."""
+        """Whether all weights are trained."""
         return False
 
     @property
     def lora_rank(self) -> int:
-        """The rank of the adapters that the run publishes."""
+        """Of the adapters that the run publishes."""
         return 1
 
     @property
     def max_lora_rank(self) -> int:
-        """The highest rank of an adapter that the replicas serve."""
+        """Of the adapters that the replicas serve."""
         return (self.serving.sharing.max_lora_rank if self.serving.shared else None) or self.lora_rank
 
     @property
@@ -107,10 +106,8 @@ class CommonConfig(Section, ABC):
 
     @property
     def needed_cpus(self) -> float:
-        """Logical CPUs that all actors of the run hold together."""
         return sum(actors.count * actors.cpus for actors in self.actors)
 
     @property
     def needed_gpus(self) -> float:
-        """GPUs that all actors of the run hold together; a learner inside the driver counts as one actor."""
         return sum(actors.count * actors.gpus for actors in self.actors)

@@ -24,11 +24,7 @@ def names_no_cache(value: str | Path | None) -> bool:
 
 
 class TeacherSection(Section):
-    """B-Pref's simulated teacher, which labels by the true reward (Lee et al. 2021, arXiv 2111.03026, section 4).
-
-    RL-VLM-F's teacher_beta, teacher_gamma and teacher_eps_*. The thresholds are shares of a segment's average return,
-    see `ScriptedTeacher.set_margin`.
-    """
+    """B-Pref's simulated teacher, which labels by the true reward (arXiv 2111.03026, section 4)."""
 
     beta: float = -1.0  # 0 or less: the higher return wins; above: Bradley-Terry with this scale.
     gamma: float = Field(1.0, gt=0, le=1)  # Discount over a segment; its last step counts in full.
@@ -82,7 +78,6 @@ class LabelsSection(Section):
     similarity_model: str = "openai/clip-vit-large-patch14-336"
 
     def problems(self) -> Iterator[str]:
-        """A source without what it needs."""
         if self.source == "endpoint" and not self.endpoint.url:
             yield "preference.labels.endpoint.url is needed for source endpoint, such as http://host:8000/v1"
         if not names_no_cache(self.cache) and (self.flip or self.coin_flips):

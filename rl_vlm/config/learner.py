@@ -32,7 +32,6 @@ class LearnerActors(ComputeSection):
     update_timeout_s: Positive = 1800.0
 
     def problems(self) -> Iterator[str]:
-        """Several learners on one GPU."""
         yield from super().problems()
         if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
             yield (
@@ -42,8 +41,7 @@ class LearnerActors(ComputeSection):
 
     @property
     def in_step(self) -> bool:
-        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state
-        together."""
+        """Whether learners make every pass, and read and restore state, together."""
         return False
 
 
@@ -92,7 +90,6 @@ class LearnerSection(LearnerActors, OptimizerSection):
     log_entropy: bool = True
 
     def problems(self) -> Iterator[str]:
-        """What the strategy cannot do."""
         yield from super().problems()
         name = self.strategy
         if name == "single" and self.num_learners > 1:
@@ -171,10 +168,7 @@ _MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 
 class AlgorithmSection(Section):
-    """GRPO and PPO.
-
-    Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised.
-    """
+    """GRPO and PPO. Defaults are the published multi-turn geo3k recipe."""
 
     place: ClassVar[str] = "algorithm."
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
@@ -248,7 +242,6 @@ class AlgorithmSection(Section):
 
     @property
     def kl_loss_coef(self) -> float:
-        """Weight of the KL penalty in the loss."""
         return self.kl_coef if self.kl_in == "loss" else 0.0
 
     @property
@@ -294,7 +287,6 @@ class AlgorithmSection(Section):
         return name
 
     def problems(self) -> Iterator[str]:
-        """Keys that nothing reads, and bounds that contradict each other."""
         yield from super().problems()
         if self.kl_target and self.kl_in != "reward":
             yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
@@ -304,12 +296,12 @@ class AlgorithmSection(Section):
             yield f"algorithm.estimator {self.estimator} needs no critic: use gae, or algorithm.name grpo"
 
     def reads(self, rule: OnlyWith) -> bool:
-        """As in the base class. What a plugin's loss or estimator reads is unknown."""
+        """What a plugin's loss or estimator reads is unknown."""
         builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}.get(rule.chooser)
         return super().reads(rule) or (builtin is not None and getattr(self, rule.chooser) not in builtin)
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """As in the base class. What the preset sets is no change either."""
+        """What the preset sets is no change either."""
         preset = PRESETS.get(_preset_of(self.preset, self.name) or "", {})
         for key in super().changed(*keys):
             if getattr(self, key) != preset.get(key):
@@ -322,9 +314,6 @@ def _preset_of(preset: str | None, name: str | None) -> str | None:
 
 
 def without_preset_keys(algorithm: Mapping[str, Any], preset: Any, replaced: Any = None) -> dict[str, Any]:
-    """The section's data less the keys that `preset` sets: a preset that comes later replaces what came before.
-
-    A resolved configuration also holds what the `replaced` preset set, which goes with it where it was not changed.
-    """
+    """The section without the keys that `preset` sets, and without what the `replaced` preset had set."""
     new, old = (PRESETS.get(name, {}) if isinstance(name, str) else {} for name in (preset, replaced))
     return {key: value for key, value in algorithm.items() if key not in new and not (key in old and value == old[key])}

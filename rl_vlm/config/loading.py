@@ -24,8 +24,7 @@ MAX_VALUES = 200_000  # of a document, those behind aliases counted each time
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose keys differ: others take the last one of two, and a section that was pasted a second time would lose
-    the first."""
+    """YAML in which a key that stands twice is an error: the first one would be lost without a word."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -173,8 +172,7 @@ def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> S
 
 
 def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> PolicyConfig:
-    """The configuration of a run folder whose model is to be served; of a run that trains no policy its model alone
-    counts."""
+    """The configuration of a run folder whose model is to be served; of other runs only their model counts."""
     data = read_yaml(path, ())
     if "sft" in data or "preference" in data:
         data = {
@@ -219,7 +217,7 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
 
 
 def parse_config(data: Mapping[str, Any]) -> TrainConfig:
-    """Check a nested dictionary; algorithm.name chooses the class. Raises UserInputError, a line for each error."""
+    """Check a nested dictionary. Raises UserInputError, a line for each error."""
     algorithm = data.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     if name is not None and name not in _CLASSES:
@@ -243,7 +241,7 @@ def of_policy(config: TrainConfig) -> PolicyConfig:
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`, a preset before the others."""
+    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`; a preset comes first."""
     result = copy.deepcopy(dict(data))
     for key in sorted(overrides, key=lambda key: key != "algorithm.preset"):
         apply_override(result, key, overrides[key])
@@ -260,7 +258,6 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def save_config(config: TrainConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration, atomically."""
     write_atomic(path, _dumped(config))
 
 

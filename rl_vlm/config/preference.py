@@ -43,7 +43,6 @@ class RewardModelSection(Section):
 
     @property
     def batch_size(self) -> int:
-        """Pairs per gradient step and member."""
         return self.batch or {"cnn": 64, "resnet18": 32, "mlp": 128}[self.architecture]
 
 
@@ -125,7 +124,6 @@ class PreferenceSection(Section):
     reward_model: RewardModelSection = RewardModelSection()
 
     def problems(self) -> Iterator[str]:
-        """Settings of the loop that contradict each other."""
         if self.learns_reward and not self.max_feedback:
             yield "preference.max_feedback must be above 0 where the reward is learned from labels"
         if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
@@ -149,7 +147,7 @@ class PreferenceSection(Section):
 
     @property
     def draws_frames(self) -> bool:
-        """Whether a picture is drawn after every step: for the reward, or for who labels."""
+        """Whether a picture is drawn after every step: for the reward, or for the labeller."""
         looked_at = self.learns_reward and self.labels.source != "scripted"
         return self.rewards_images or looked_at
 
@@ -167,7 +165,6 @@ class ControlEnvSection(Section):
 
     @property
     def title(self) -> str:
-        """What people call it."""
         return self.id
 
 
@@ -186,7 +183,6 @@ class PreferenceConfig(CommonConfig):
     preference: PreferenceSection = PreferenceSection()
 
     def problems(self) -> Iterator[str]:
-        """Settings of different sections that contradict each other."""
         yield from super().problems()
         if self.learner.num_learners > 1:
             yield "learner.num_learners must be 0 or 1 for preference_sac: its networks are small"
@@ -195,16 +191,13 @@ class PreferenceConfig(CommonConfig):
 
     @property
     def serves(self) -> bool:
-        """Only where the served model labels."""
         return self.preference.asks_served_model
 
     @property
     def samplers(self) -> Actors:
-        """The env runners."""
         collection = self.preference.collection
         return Actors("env runners", collection.num_env_runners, collection.cpus_per_env_runner, 0.0)
 
     @property
     def samples_per_round(self) -> int:
-        """Questions of a labelling session, which are asked at once."""
         return self.preference.session_pairs * (2 if self.preference.labels.both_orders else 1)

@@ -27,8 +27,7 @@ class JudgeEndpoint(EndpointSection):
 
 
 class JudgeSection(Section):
-    """The part `judge`: a model is shown the episode's images and two texts, in both orders, and says which describes
-    them better."""
+    """The part `judge`: a model says which of two texts describes the images better, asked in both orders."""
 
     # reference: the text that the environment gives in `info[key]`. start: what the base model itself answers,
     # greedily, to the same prompt.
@@ -60,8 +59,7 @@ class JudgeSection(Section):
 
 
 class RewardSection(Section):
-    """The reward as a weighted sum of named parts: the environment's own, built-in ones, and those that plugins
-    register."""
+    """The reward as a weighted sum of parts: the environment's own, built-in ones, and those of plugins."""
 
     # Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it is.
     weights: dict[str, float] = Field(default_factory=dict)
@@ -105,7 +103,6 @@ class EnvSection(EnvPart):
     mixture: tuple[MixtureSection, ...] = ()
 
     def problems(self) -> Iterator[str]:
-        """A mixture beside a single environment, and one that cannot be drawn from."""
         if not self.mixture:
             return
         for key in EnvPart.model_fields:
@@ -119,7 +116,6 @@ class EnvSection(EnvPart):
 
     @model_serializer(mode="wrap")
     def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """With a mixture, leave out the keys of a single environment, because reading them again would be an error."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if not (self.mixture and key in EnvPart.model_fields)}
 
@@ -163,7 +159,6 @@ class CurriculumSection(Section):
     sampling: Literal["uniform", "solve_rate"] = "uniform"
 
     def problems(self) -> Iterator[str]:
-        """Stages that do not follow each other."""
         yield from super().problems()
         if len(set(self.names)) < len(self.stages):
             yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
@@ -176,7 +171,6 @@ class CurriculumSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stages' names."""
         return tuple(stage.name or str(place) for place, stage in enumerate(self.stages))
 
 
@@ -225,16 +219,13 @@ class RolloutSection(Section):
         return self.partial_tokens is not None or self.in_flight_updates is not None
 
     def with_turns_of(self, tokens: int) -> RolloutSection:
-        """With up to so many sampled tokens per turn.
-
-        A trajectory's budget that is smaller grows to that of all its turns.
-        """
+        """With up to `tokens` sampled per turn; a smaller budget of the trajectory grows to that of all turns."""
         budget = self.max_new_tokens if tokens <= self.max_new_tokens else tokens * self.max_turns
         return self.model_copy(update={"max_new_tokens_per_turn": tokens, "max_new_tokens": budget})
 
     @property
     def groups_at_once(self) -> int:
-        """Groups that an env runner samples at once: its share of a round, or with a lag `groups_per_runner`."""
+        """Groups that an env runner samples at once."""
         if self.groups_per_runner is not None:
             return self.groups_per_runner
         return math.ceil(self.prompts_per_iteration * max(self.max_policy_lag, 1) / self.num_env_runners)

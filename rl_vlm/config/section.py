@@ -18,8 +18,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam, which rejects other value
 
 
 class OnlyWith(NamedTuple):
-    """Keys that are read only where the key `chooser` of the same section has one of `values`; without values, where it
-    is set."""
+    """Keys that are read only where the key `chooser` beside them has one of `values` (or is set, without values)."""
 
     keys: tuple[str, ...]
     chooser: str
@@ -54,10 +53,7 @@ class Section(BaseModel):
     conditional: ClassVar[tuple[OnlyWith, ...]] = ()
 
     def problems(self) -> Iterator[str]:
-        """A sentence, without a line break, on each contradiction between values that are valid by themselves.
-
-        Keys have their full dotted names.
-        """
+        """A sentence, without a line break, on each contradiction between valid values. Keys have their full names."""
         for rule in self.conditional:
             for key in self.changed(*rule.keys) if not self.reads(rule) else ():
                 name, values = f"{self.place}{rule.chooser}", " or ".join(map(str, rule.values))
@@ -67,7 +63,6 @@ class Section(BaseModel):
                 yield f"{self.place}{key} has no effect {now}: remove it, or set {instead}"
 
     def reads(self, rule: OnlyWith) -> bool:
-        """Whether the keys of a rule are read."""
         chosen = getattr(self, rule.chooser)
         return chosen in rule.values if rule.values else bool(chosen)
 
@@ -83,10 +78,7 @@ class Section(BaseModel):
         return self
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """Those of the keys that are set to something else than the default.
-
-        A saved configuration holds the defaults of all keys.
-        """
+        """The keys that differ from their default: a saved configuration holds the defaults of all keys."""
         for key in keys:
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) not in (None, default):
@@ -144,11 +136,7 @@ def claim(resource: str | None) -> dict[str, float]:
 
 
 class ResourcesSection(Section):
-    """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another.
-
-    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner":
-    1}'`). An autoscaler starts a node of the kind that offers what an actor waits for.
-    """
+    """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another."""
 
     num_cpus: Count | None = None  # Logical CPUs of the private cluster; null: what the run needs.
     # Of the private cluster; null: 256, or more where versions of the adapter need it.
@@ -160,5 +148,4 @@ class ResourcesSection(Section):
 
     @property
     def node_kinds(self) -> set[str]:
-        """The kinds of nodes that are named."""
         return {name for name in (self.replicas_on, self.learners_on, self.env_runners_on) if name is not None}

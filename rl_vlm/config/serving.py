@@ -48,7 +48,6 @@ class PlainModelSection(Section):
 
     @property
     def pixels(self) -> PixelLimits:
-        """The limits of an image's size, for everything that counts or shows images."""
         return PixelLimits(self.min_pixels, self.max_pixels)
 
     @property
@@ -66,7 +65,6 @@ class ServedModelSection(PlainModelSection):
 
     @property
     def image_cache_bytes(self) -> int:
-        """`image_cache_mib` in bytes."""
         return self.image_cache_mib << 20
 
 
@@ -152,7 +150,6 @@ class AutoscalingSection(Section):
     downscale_delay_s: NonNegative = 120.0  # How long it must be gone before one is stopped.
 
     def problems(self) -> Iterator[str]:
-        """Bounds that contradict each other."""
         if self.max_replicas < self.min_replicas:
             yield f"serving.autoscaling.max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})"
 
@@ -214,7 +211,6 @@ class ServingSection(Section):
         return gpus
 
     def problems(self) -> Iterator[str]:
-        """Shares of GPUs that an engine cannot have."""
         yield from super().problems()
         gpus, vllm = self.gpus_per_replica, self.vllm
         parallel, share = vllm.tensor_parallel_size, vllm.gpu_memory_utilization
@@ -239,13 +235,11 @@ class ServingSection(Section):
             )
 
     def reads(self, rule: OnlyWith) -> bool:
-        """As in the base class; `auto` is vllm where serving.gpus_per_replica is above 0."""
         return self.expected_engine in rule.values
 
     @property
     def memory_utilization(self) -> float:
-        """The share of a GPU's memory that a replica may hold: as set, or 0.85 of the GPU or of the replica's share of
-        it."""
+        """The share of a GPU's memory that a replica may hold."""
         if self.vllm.gpu_memory_utilization is not None:
             return self.vllm.gpu_memory_utilization
         return 0.85 * (min(self.gpus_per_replica, 1.0) or 1.0)

@@ -35,7 +35,6 @@ class SFTSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU where there is one.
 
     def problems(self) -> Iterator[str]:
-        """Two held-out sets."""
         if self.eval_data is not None and self.eval_fraction:
             yield "sft.eval_data and sft.eval_fraction both name held-out conversations: give one of them"
 
@@ -51,7 +50,6 @@ class SFTConfig(Section):
     logging: PlainLogging = PlainLogging()
 
     def problems(self) -> Iterator[str]:
-        """Settings of the model that leave nothing to train."""
         if self.model.train == "full":
             yield "model.train: full is for reinforcement learning; `rl-vlm sft` trains adapters: use model.train: lora"
         if self.model.lora.target_modules == "none":

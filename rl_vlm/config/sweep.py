@@ -36,7 +36,6 @@ class Values(Section):
     randint: tuple[int, int] | None = None  # An integer from the first up to, without, the second.
 
     def problems(self) -> Iterator[str]:
-        """More or less than one kind of values, and empty ranges."""
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             yield "give one of choice, grid, uniform, loguniform and randint"
@@ -47,7 +46,6 @@ class Values(Section):
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The ends of a range."""
         return self.uniform or self.loguniform or self.randint
 
     @property
@@ -66,11 +64,7 @@ class Values(Section):
 
 
 class Stopping(Section):
-    """What happens to trials that are behind.
-
-    ASHA (arXiv 1810.05934) stops them: the best 1 / `reduction_factor` go on at each rung. Population-based training
-    (arXiv 1711.09846, synchronous) lets the worst quarter copy a trial of the best quarter and vary its settings.
-    """
+    """Trials that are behind: ASHA stops them (arXiv 1810.05934), PBT lets them copy better ones (1711.09846)."""
 
     name: Literal["none", "asha", "pbt"] = "none"  # `none` trains each trial to its end.
     # Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple of
@@ -80,10 +74,7 @@ class Stopping(Section):
 
 
 class SweepConfig(Section):
-    """A sweep over a run's configuration.
-
-    metric: `held_out/accuracy`, `held_out/reward`, or any figure of a run such as `reward/mean`.
-    """
+    """A sweep over a run's configuration."""
 
     space: dict[str, Values] = Field(min_length=1)  # Dotted keys of the configuration, and their values.
     metric: str = "held_out/accuracy"  # What is compared: held_out/accuracy, held_out/reward, or a figure of a run.
@@ -98,7 +89,6 @@ class SweepConfig(Section):
     seed: int = 0  # Of the choice of settings.
 
     def problems(self) -> Iterator[str]:
-        """A metric that is not there, and searches that cannot choose what they are to choose."""
         if self.metric.startswith("held_out/") and self.metric not in HELD_OUT:
             yield f"metric {self.metric}: held-out figures are {' and '.join(HELD_OUT)}"
         if self.search == "optuna" and any(values.grid for values in self.space.values()):
@@ -123,7 +113,6 @@ class SweepConfig(Section):
 
     @property
     def num_trials(self) -> int:
-        """How many trials there are: `num_samples` of each point of the grid."""
         return self.num_samples * math.prod(len(values.grid) for values in self.space.values() if values.grid)
 
     def prepared(self, run: TrainConfig) -> TrainConfig:
@@ -137,7 +126,7 @@ class SweepConfig(Section):
         return changed(run, settings) if settings else run
 
     def check_evaluations(self, run: TrainConfig) -> None:
-        """Raise UserInputError where trials would be stopped, or copied, by a held-out figure that is not there yet."""
+        """Raise UserInputError where a held-out metric is not yet there when trials are compared."""
         if self.stopping.name == "none" or self.metric not in HELD_OUT or not isinstance(run, PolicyConfig):
             return
         every, grace = run.evaluation.every, self.stopping.grace_period
@@ -148,11 +137,7 @@ class SweepConfig(Section):
             )
 
     def check_space(self, run: TrainConfig) -> None:
-        """Raise UserInputError when a value of the space does not fit the configuration.
-
-        Each value is tried with those of the other keys, at random where these are many, until a combination is taken:
-        what only some contradict fails its trial.
-        """
+        """Raise UserInputError for a value that is valid with no combination of the others."""
         chosen = random.Random(self.seed)
         for key, values in self.space.items():
             others = {name: other.examples for name, other in self.space.items() if name != key}

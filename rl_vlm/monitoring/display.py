@@ -21,8 +21,8 @@ _ALARM_GROWTH = 10.0
 
 
 class Trend:
-    """A metric's `start` (the mean of its first five values), `smoothed` (a moving average) and `best` (the best moving
-    average after the start), each None before there is one. nan and infinity are ignored."""
+    """A metric's `start` (mean of its first five values), moving average and best average, each None at first. nan and
+    infinity are ignored."""
 
     def __init__(self) -> None:
         self.start: float | None = None
@@ -31,7 +31,6 @@ class Trend:
         self._count = 0
 
     def add(self, value: float) -> None:
-        """Take in a value. The moving average is the mean of up to ten values, and exponential from there on."""
         if not math.isfinite(value):
             return
         self._count += 1
@@ -43,8 +42,8 @@ class Trend:
             self.best = self.smoothed if self.best is None else max(self.best, self.smoothed)
 
     def growth(self, kl: float) -> float | None:
-        """Take in mismatch/kl: how many times larger it is than at the start, or than 1e-4 where the start is less;
-        None while the start is measured, and for nan."""
+        """Take in mismatch/kl: how many times larger it is than at the start (or 1e-4); None while that is measured,
+        and for nan."""
         self.add(kl)
         known = self.start is not None and self._count > 5 and math.isfinite(kl)
         return kl / max(self.start or 0.0, _NEGLIGIBLE_KL) if known else None
@@ -94,10 +93,7 @@ def filled(forms: Sequence[str], values: Mapping[str, Any], between: str = ", ")
 
 
 class ProgressDisplay:
-    """Shows a run of `total` iterations (or what `unit` names) of which `start` are done already.
-
-    Use it as a context manager; other output of the process (warnings, prints) appears above the live panel.
-    """
+    """Shows a run of `total` iterations (or what `unit` names) of which `start` are done. A context manager."""
 
     def __init__(
         self,
@@ -133,7 +129,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def begins(self) -> None:
-        """Training begins here: the time before, such as the start of Ray, counts for no iteration."""
+        """Training begins: the time before counts for no iteration."""
         self._updated = self._clock()
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -165,7 +161,7 @@ class ProgressDisplay:
         )
 
     def recall(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
-        """Take over the evaluations of a run before it was resumed, entries of eval.jsonl, without showing each."""
+        """Take over the evaluations (entries of eval.jsonl) of a run that is resumed."""
         for entry in evaluations:
             self._remember(int(entry["iteration"]), entry)
 
@@ -192,7 +188,6 @@ class ProgressDisplay:
             self._plain(f"evaluation at {self._unit} {iteration}: {values}")
 
     def message(self, text: str) -> None:
-        """Print a line above the panel."""
         if self._live is not None:
             self._console.print(Text(safe(text)))
         else:
@@ -207,7 +202,6 @@ class ProgressDisplay:
         return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Name and value of each row that has one, the most important first."""
         computed = {"reward smoothed": self._reward.smoothed, "seconds per iteration": self._seconds.smoothed}
         first, *rest = [(name, filled(parts, {**self._metrics, **computed})) for name, parts in self._rows]
         lost = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
@@ -216,7 +210,6 @@ class ProgressDisplay:
         return [(name, value) for name, value in rows if value]
 
     def _stage(self) -> str:
-        """The stage of a curriculum, counted from 1."""
         stage, solved = self._metrics.get("curriculum/stage"), self._metrics.get("curriculum/solve_rate")
         if stage is None:
             return ""
@@ -244,7 +237,6 @@ class ProgressDisplay:
 
 
 def _label(name: str) -> str:
-    """How a row names an evaluation's metric."""
     variant = name.removeprefix("accuracy/")
     return _HELD_OUT.get(name) or ("accuracy" if variant == "default" else variant)
 

@@ -89,10 +89,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayMetrics:
-    """Sets a gauge for every metric, tagged with run, policy and part, until `close`. Ray is initialised.
-
-    `total`: iterations of the whole run, or steps of a preference run.
-    """
+    """Sets a gauge for every metric, tagged with run, policy and part, until `close`. Ray is initialised."""
 
     def __init__(self, config: TrainConfig, folder: Path, total: int) -> None:
         self._name, self._folder = config.name, folder
@@ -116,14 +113,13 @@ class RayMetrics:
         self._thread.start()
 
     def recall(self, rewards: Iterable[float], mismatches: Iterable[float]) -> None:
-        """Take over the metrics of a run before it was resumed: its start stays its start."""
+        """Take over the metrics of a run before it was resumed."""
         for reward in rewards:
             self._reward.add(reward)
         for mismatch in mismatches:
             self._mismatch.add(mismatch)
 
     def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
-        """Set the metrics of an iteration, and what is computed from them."""
         now = time.monotonic()
         if self._running:  # before the first row the run was starting
             self._seconds.add(now - self._row_at)
@@ -145,7 +141,6 @@ class RayMetrics:
         )
 
     def add_evaluation(self, numbers: Mapping[str, float]) -> None:
-        """Set the metrics of an evaluation, with the part `eval`."""
         self._set_metrics(numbers, EVAL)
         # An evaluation is progress, too, and counts for no iteration.
         self._row_at = time.monotonic()

@@ -40,11 +40,10 @@ _LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
 
 
 class ProgressCsv:
-    """One row of metrics per iteration. A metric that appears later widens the file; earlier rows are empty there. Rows
-    that a full disk refused are kept, and written with the next one."""
+    """A row of metrics per iteration; a new metric widens the file. Rows that a full disk refused are written with the
+    next one."""
 
     def __init__(self, path: Path, keep_until: int) -> None:
-        """Continue the file after iteration `keep_until`."""
         self._path = path
         self._pending: list[tuple[int, Metrics]] = []
         cut_lines(path, lambda line: int(line.split(b",", 1)[0]), keep_until, head=1)
@@ -52,12 +51,10 @@ class ProgressCsv:
         self._columns: list[str] = next(csv.reader([head[0].decode()]))
 
     def add(self, iteration: int, metrics: Metrics) -> None:
-        """Append a row. Raises OSError."""
         self._pending.append((iteration, {name: float(value) for name, value in metrics.items()}))
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending rows. Raises OSError."""
         new = list(dict.fromkeys(name for _, metrics in self._pending for name in metrics))
         new = [name for name in new if name not in self._columns]
         wider = self._columns + new
@@ -72,7 +69,6 @@ class ProgressCsv:
         self._pending.clear()
 
     def column(self, name: str) -> list[float]:
-        """All values of a metric, in order, those included that could not be written yet."""
         written = []
         for row in csv.DictReader(line.decode(errors="replace") for line in whole_lines(self._path)):
             with contextlib.suppress(ValueError):  # an empty cell, or one that a crash of the machine has damaged
@@ -81,11 +77,7 @@ class ProgressCsv:
 
 
 class TensorBoardFile(AppendedFile):
-    """A TensorBoard event file, in the format of torch's SummaryWriter.
-
-    SummaryWriter writes from a thread: after a full disk it never writes again and its file ends in half a record.
-    This one appends whole records, in the thread of its caller.
-    """
+    """A TensorBoard event file of whole records. After a full disk torch's SummaryWriter never writes again."""
 
     def __init__(self, folder: Path, purge_from: int | None = None) -> None:
         """Start a file in `folder`. Entries of older files from iteration `purge_from` on are hidden."""
@@ -97,7 +89,6 @@ class TensorBoardFile(AppendedFile):
             self._keep(step=purge_from, session_log={"status": "START"})
 
     def add_metrics(self, iteration: int, metrics: Metrics) -> None:
-        """Append one value per metric. Raises OSError."""
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
         self._keep(step=iteration, summary={"value": values})
         self.add()
@@ -186,7 +177,6 @@ class RunRecorder:
         self.ray: RayMetrics | None = None  # set once Ray is there, where metrics are Ray metrics too
 
     def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one training iteration."""
         with self._guard("progress.csv"):
             self._progress.add(iteration, metrics)
         self._log_scalars(iteration, metrics)
@@ -195,9 +185,7 @@ class RunRecorder:
                 self.ray.add(iteration, metrics, self.write_errors)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's
-        under `evaluation/`.
-        """
+        """Record everything in `eval.jsonl`, and numbers as scalars."""
         with self._guard("eval.jsonl"):
             entry = to_jsonable({"iteration": iteration, "time": time.time(), **results})
             self._evaluations.add(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n")
@@ -212,7 +200,7 @@ class RunRecorder:
                 self.ray.add_evaluation(numbers)
 
     def log_failures(self, iteration: int, failures: Mapping[str, str]) -> list[str]:
-        """Keep why groups were lost in `failures.jsonl`, and return the reasons of new kinds, which differ in more than
+        """Keep why groups were lost in `failures.jsonl`; returns reasons that differ from earlier ones in more than
         numbers."""
         lines, fresh = [], []
         for group, reason in failures.items():
@@ -227,9 +215,7 @@ class RunRecorder:
         return fresh
 
     def log_spans(self, iteration: int, spans: Sequence[tracing.Span]) -> None:
-        """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there
-        is one.
-        """
+        """Write an iteration's spans, a line of OTLP JSON, and queue them for the collector, if there is one."""
         if not spans:
             return
         with self._guard("traces"):
@@ -244,7 +230,6 @@ class RunRecorder:
                     self._collector.on_end(span)
 
     def _evaluation_tag(self, name: str) -> str:
-        """The name of an evaluation's metric among the scalars."""
         # Training logs reward and accuracy of a mixture's environments under the same names.
         parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
         return name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}"
@@ -256,10 +241,7 @@ class RunRecorder:
         advantages: Sequence[np.ndarray],
         decode: Callable[[np.ndarray], str],
     ) -> None:
-        """Keep about `logging.trajectories_per_dump` of the trajectories (whole groups), with their images.
-
-        `advantages` holds one array [G] per group; `decode` turns token ids into text.
-        """
+        """Keep about `logging.trajectories_per_dump` trajectories (whole groups); `advantages` is [G] each."""
         folder, logging = self.folder / "trajectories", self._run.logging
         assert isinstance(logging, LoggingSection)
         chosen = choose_groups(groups, logging.trajectories_per_dump, seed=iteration)
@@ -270,10 +252,7 @@ class RunRecorder:
             )
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, draw the figure, close everything.
-
-        `result` holds a `status`; its extra keys are kept.
-        """
+        """Write `result.json`, draw the figure, close everything."""
         for name, flush in (("progress.csv", self._progress.flush), ("eval.jsonl", self._evaluations.add)):
             with self._guard(name):
                 flush()
@@ -290,10 +269,7 @@ class RunRecorder:
         self.close()
 
     def close(self) -> None:
-        """End the run on Weights & Biases and send the last spans; all files are closed already.
-
-        A second call does nothing.
-        """
+        """End the run on Weights & Biases and send the last spans. A second call does nothing."""
         wandb, self._wandb = self._wandb, None
         if wandb is not None:
             with self._guard("Weights & Biases", Exception):
@@ -305,15 +281,14 @@ class RunRecorder:
             sending.join(_LAST_SPANS_S)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Every evaluation of the run, resumed parts included, in order."""
+        """Every evaluation of the run, in order."""
         return [json.loads(line) for line in self._evaluations.lines()]
 
     def has_evaluation(self, iteration: int) -> bool:
-        """Whether an evaluation at this iteration is recorded."""
         return any(entry["iteration"] == iteration for entry in self.evaluations())
 
     def column(self, metric: str) -> list[float]:
-        """A metric of every iteration that has it, resumed parts included, in order."""
+        """A metric of every iteration that has it, in order."""
         return self._progress.column(metric)
 
     def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:

@@ -35,10 +35,8 @@ Columns = Mapping[str, str | Callable[[Row], str]]
 
 
 def show(dashboard: str | None, console: Console, *, every_s: float, once: bool, as_json: bool) -> None:
-    """Read and show a cluster every `every_s` seconds until Ctrl-C, or once; as a table, or as a line of JSON.
-
-    Raises MetricsUnavailableError at the first reading; the table reports the errors of later ones.
-    """
+    """Show a cluster every `every_s` seconds until Ctrl-C, or once, as tables or JSON. Raises MetricsUnavailableError
+    at the first reading."""
 
     def read() -> dict[str, list[Any]]:
         samples, missing = read_cluster(dashboard or default_dashboard())
@@ -68,16 +66,12 @@ class MetricsUnavailableError(UserInputError):
 
 
 def default_dashboard() -> str:
-    """The dashboard that Ray's environment variables name, else the one of this machine."""
     named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
     return next((url for url in named if url.startswith("http")), "http://127.0.0.1:8265")
 
 
 def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
-    """The samples of all nodes, and the endpoints that did not answer.
-
-    Raises MetricsUnavailableError, also when none answered.
-    """
+    """The samples of all nodes, and the endpoints that did not answer. Raises MetricsUnavailableError."""
     import httpx
 
     url = f"{dashboard.rstrip('/')}/api/prometheus/sd"
@@ -134,7 +128,7 @@ def token_file() -> Path:
 
 
 def _token() -> dict[str, str]:
-    """The header of Ray's token authentication, from the environment, a named file or Ray's own; else empty."""
+    """The header of Ray's token authentication."""
     token, path = os.environ.get("RAY_AUTH_TOKEN", "").strip(), token_file()
     if not token and path.is_file():
         try:
@@ -166,7 +160,7 @@ _GPU_COLUMNS = {"percent": "gpus_utilization", "memory_used": "gram_used", "memo
 
 
 def overview(samples: Sequence[Sample], now: float) -> dict[str, list[Any]]:
-    """One row per run, replica and node; None is what no metric says. `now` is Unix time."""
+    """A row per run, replica and node; None is what no metric says. `now` is Unix time."""
     return {"runs": _runs(samples, now), "replicas": _replicas(samples), "nodes": _nodes(samples)}
 
 
@@ -180,7 +174,6 @@ def _grouped(samples: Iterable[Sample], prefix: str, *keys: str) -> dict[tuple[s
 
 
 def _sums(samples: Iterable[Sample], prefix: str, columns: Mapping[str, str]) -> dict[str, float | None]:
-    """The value of each column, summed over its series."""
     found: dict[str, float] = {}
     for sample in samples:
         found[sample.name] = found.get(sample.name, 0.0) + sample.value
@@ -248,7 +241,6 @@ def _nodes(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def table(found: Mapping[str, Sequence[Any]]) -> RenderableType:
-    """The tables, one below the other."""
     parts: list[RenderableType] = [] if found["runs"] else [Text("No run reports metrics here.")]
     for title, rows, columns in _TABLES:
         if not found[rows]:

@@ -57,10 +57,7 @@ SCHEMA = pa.schema(
 
 
 def choose_groups(groups: Sequence[TrajectoryGroup], rows: int, seed: int) -> list[int]:
-    """Positions of randomly chosen whole groups with at least `rows` trajectories together, or of all of them.
-
-    Chosen at random because the first groups of a round are those whose episodes were short.
-    """
+    """Positions of random whole groups with at least `rows` trajectories. The first of a round had short episodes."""
     chosen: list[int] = []
     total = 0
     for position in np.random.default_rng(seed).permutation(len(groups)):

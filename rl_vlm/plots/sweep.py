@@ -24,10 +24,7 @@ class Setting:
 
 
 def draw_settings(settings: Sequence[Setting], metric: str, path: Path) -> None:
-    """Draw the settings, best first: the first few in colour with their names, the others grey.
-
-    The band is a 95 % interval.
-    """
+    """Draw the settings, best first: the first few in colour with their names, the others grey."""
     others = len(settings) - len(COLORS)
     figure, (panel,) = new_figure(note=f"grey: {others} other settings" if others > 0 else "")
     for number, setting in reversed(list(enumerate(settings))):

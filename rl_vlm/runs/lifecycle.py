@@ -70,7 +70,7 @@ RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
 
 
 def call_this_process(name: str) -> str:
-    """Name this process; returns its name before, or an empty string where the system has no such names."""
+    """Name this process; returns the old name, empty where the system has no such names."""
     own = Path("/proc/self/comm")
     try:
         before = own.read_text().strip()
@@ -81,7 +81,6 @@ def call_this_process(name: str) -> str:
 
 
 def is_actor(arguments: Sequence[str]) -> bool:
-    """Whether a process's arguments are the title of an actor or task of a run."""
     title = arguments[0] if arguments else ""
     return title.startswith(_ACTOR) and not title.removeprefix(_ACTOR).startswith(_IDLE)
 
@@ -113,7 +112,6 @@ def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
 
 
 def _mine(within: int | None) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
-    """This user's processes, each with name and arguments."""
     processes = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -123,7 +121,7 @@ def _mine(within: int | None) -> Iterator[tuple[psutil.Process, dict[str, Any]]]
 
 
 class InterruptedRun(RLVLMError):
-    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds; `exit_code` is 130 or 143."""
+    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds."""
 
     def __init__(self, number: int, what_now: str) -> None:
         super().__init__(f"Interrupted by {signal.Signals(number).name}; {what_now}.")
@@ -131,7 +129,7 @@ class InterruptedRun(RLVLMError):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM and calls `tell`; a second one, or any during the start, raises
+    """Remembers the first SIGINT or SIGTERM and calls `tell`; a second one, or any while starting, raises
     KeyboardInterrupt."""
 
     def __init__(
@@ -148,8 +146,6 @@ class StopRequest:
 
     @contextmanager
     def installed(self, announce: Callable[[str], None]) -> Iterator[None]:
-        """Catch the signals inside this context."""
-
         def handle(number: int, _: FrameType | None) -> None:
             call_this_process(STOPPING)
             second, self.signal = self.signal is not None, number
@@ -176,10 +172,7 @@ _FIXED = (
 
 
 class BaseRun(ABC):
-    """The state of one command that trains; `start` iterations (or steps) are done already.
-
-    The constructor raises UserInputError where the newest checkpoint does not fit the configuration.
-    """
+    """One command that trains. The constructor raises UserInputError where the newest checkpoint does not fit."""
 
     config: TrainConfig | SFTConfig
     _unit = "iteration"  # what `_position` counts
@@ -218,10 +211,7 @@ class BaseRun(ABC):
         """Raise UserInputError where the run cannot go on from a checkpoint."""
 
     def _changes(self) -> str:
-        """What differs from the configuration that the run began with, in a sentence.
-
-        Raises UserInputError where that is what is learned, or from what: two curves would be one.
-        """
+        """Other settings than before, as a sentence. Raises UserInputError for those that change what is learned."""
         saved = self.folder / "config.yaml"
         changes = changes_since(saved, self.config) if saved.is_file() else {}
         told = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}
@@ -284,7 +274,7 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _position(self) -> int:
-        """How far training is."""
+        """How far training is, in `_unit`s."""
 
     @abstractmethod
     def _write_checkpoint(self, folder: Path) -> None:
@@ -304,7 +294,6 @@ class BaseRun(ABC):
                 self.saved_at = position
 
     def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
-        """Write what was trained into the run folder. Raises RLVLMError."""
         try:
             payload.write(self.folder / f"{payload.FOLDER}{suffix}")
         except OSError as error:
@@ -338,7 +327,6 @@ class BaseRun(ABC):
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Where the disk is full the run goes on without what is written inside."""
         try:
             yield
         except OSError as error:
@@ -346,7 +334,6 @@ class BaseRun(ABC):
             self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
 
     def _before_and_after(self, name: str, key: str) -> dict[str, Any]:
-        """The first and the last evaluation's value of a key."""
         evaluations = self.recorder.evaluations() or self.evaluations
         values = [entry[key] for entry in evaluations if entry.get(key) is not None]
         return {f"{name}_before": values[0] if values else None, f"{name}_after": values[-1] if values else None}
@@ -364,7 +351,7 @@ class BaseRun(ABC):
 
 
 class RunLifecycle(BaseRun):
-    """The state of one `train` call: Ray, and an algorithm on it."""
+    """A run on Ray, with an algorithm of RLlib."""
 
     config: TrainConfig
 
@@ -379,7 +366,6 @@ class RunLifecycle(BaseRun):
         """The RLlib algorithm, which takes seconds to import."""
 
     def _loop(self) -> None:
-        """Start everything, train, stop everything."""
         serves = self.config.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.ray_session import ray_cluster
@@ -404,7 +390,6 @@ class RunLifecycle(BaseRun):
 
     @contextmanager
     def _ray_metrics(self) -> Iterator[None]:
-        """Inside, figures are Ray metrics too, where the configuration or a cluster that was joined asks for it."""
         from rl_vlm.runs.surroundings import joins_cluster
 
         wanted = self.config.logging.ray_metrics
@@ -434,7 +419,6 @@ class RunLifecycle(BaseRun):
 
     @contextmanager
     def _algorithm(self, config: Any) -> Iterator[Any]:
-        """Build the algorithm of an RLlib configuration, and stop it at the end."""
         try:
             with stderr_to(self.folder / "startup.log"):
                 self.algorithm = config.build_algo()
@@ -447,10 +431,7 @@ class RunLifecycle(BaseRun):
 
 @contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
-    """Redirect stderr to a file, for the start: Ray and RLlib write messages about internals there.
-
-    Failures are raised as exceptions.
-    """
+    """Redirect stderr to a file: Ray and RLlib write messages about internals while they start."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(open_own(path))

@@ -39,7 +39,7 @@ _NOT_FINITE = "because their gradients were not finite"
 
 
 def blind(results: Mapping[str, float]) -> str:
-    """A warning if answers are as good with blank images; empty if they need the images, or if no answer is right."""
+    """A warning if answers are as good with blank images."""
     if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
         return ""
     unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
@@ -53,14 +53,12 @@ def blind(results: Mapping[str, float]) -> str:
 
 
 class EqualRewards:
-    """Warns once if no group of a run's first iterations holds answers with different rewards: there is nothing to
-    learn from."""
+    """Warns once if in no group of the first iterations the rewards differ."""
 
     def __init__(self) -> None:
         self._iterations = 0
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
-        """The sentence after iteration 1, 2, ... of a run, or an empty one."""
         if iteration == self._iterations + 1 and metrics.get("reward/zero_advantage_groups", 0.0) >= 1.0:
             self._iterations = iteration
             if iteration == _FIRST:
@@ -98,7 +96,6 @@ class SkippedSteps:
             self.fail()
 
     def fail(self) -> NoReturn:
-        """Raise the error."""
         raise NotFiniteError(
             f"The last {self.in_a_row} optimiser steps were skipped, {_NOT_FINITE}, so nothing is learned: look at "
             "policy/loss, policy/kl and mismatch/kl, and lower learner.lr (or mend the loss)."
@@ -148,7 +145,6 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
 
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
-    """Open one item of each split of an environment and encode it."""
     env_id = config.env.parts[name].id
     env = _make_part(config, name)
     summary: dict[str, Any] = {}
@@ -180,7 +176,6 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
 
 
 def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
-    """As `make_part`. Raises UserInputError for what the child process that will make it could not be told."""
     if config.env.isolation == "process":
         part = config.env.parts[name]
         portable_id(part.id)
@@ -191,8 +186,7 @@ def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | Non
 def _open_changed(
     config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
 ) -> None:
-    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are
-    drawn from."""
+    """Open an environment with the arguments that the key `where` changes; a run draws from `items` of it."""
     try:
         env = _make_part(config, name, changes)
         try:
@@ -209,8 +203,6 @@ def _open_changed(
 
 
 class PolicyRun(RunLifecycle):
-    """A run that trains the served policy."""
-
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
@@ -220,7 +212,6 @@ class PolicyRun(RunLifecycle):
 
     @staticmethod
     def algorithm_class(config: PolicyConfig) -> type[RunAlgorithm]:
-        """See RunLifecycle."""
         from rl_vlm.algorithms.grpo import GRPO
         from rl_vlm.algorithms.ppo import PPO
 
@@ -247,7 +238,6 @@ class PolicyRun(RunLifecycle):
                 self._forget_after(algorithm.updates)
 
     def _to_the_end(self) -> None:
-        """What is left of the run. Raises LearnerLostError."""
         from rl_vlm.rollout.rollouts import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
@@ -276,7 +266,6 @@ class PolicyRun(RunLifecycle):
             self._save_trained(self.algorithm.evaluation.averaged_adapter(), "-ema")
 
     def _check_sight(self) -> None:
-        """Ask engine and learner about some images. Raises SightError, unless `sight.gate` says otherwise."""
         if self.config.sight.gate == "off":
             return
         self._tell_faults(self.algorithm.sight.gate())
@@ -325,12 +314,10 @@ class PolicyRun(RunLifecycle):
             self._evaluate()
 
     def _tell_failures(self) -> None:
-        """Say why groups were lost, each kind of reason once."""
         for reason in self.recorder.log_failures(self.algorithm.updates, self.algorithm.rollouts.take_failures()):
             self.display.message(f"A group was lost: {reason} (failures.jsonl keeps all reasons)")
 
     def _forget_after(self, iteration: int) -> None:
-        """Remove the rows of later iterations, which are done again."""
         self.recorder.close()
         self.recorder = self._new_recorder(iteration)
         self.last_iteration = iteration

@@ -112,7 +112,6 @@ class PreferenceRun(RunLifecycle):
 
     @staticmethod
     def algorithm_class(config: PreferenceConfig) -> type[RunAlgorithm]:
-        """See RunLifecycle."""
         from rl_vlm.algorithms.preference_sac import PreferenceSAC
 
         return PreferenceSAC
@@ -161,8 +160,7 @@ class PreferenceRun(RunLifecycle):
                 self._evaluate()
 
     def _evaluation_is_missing(self) -> bool:
-        """Whether the evaluation that was due at this step is not recorded: the run begins, or an attempt ended during
-        it."""
+        """Whether the evaluation that was due last is not recorded: an attempt ended during it."""
         step, every = self.algorithm.env_steps, self.settings.evaluation.every
         if step == 0 or step >= self.settings.total_steps:
             return not self.recorder.has_evaluation(step)
@@ -255,7 +253,6 @@ class PreferenceRun(RunLifecycle):
 
 
 def evaluation_row(metrics: dict[str, float], step: int, episode: int) -> list[float]:
-    """A row of eval.csv from `evaluation_metrics`."""
     success = [100 * metrics[name] for name in ("accuracy/success", "accuracy_low/success", "accuracy_high/success")]
     last, reward = 100 * metrics["evaluation/success_last"], metrics["reward/success"]
     return [episode, step, reward, reward, *success, last, metrics["items/success"], metrics["evaluation/reward_std"]]
@@ -278,12 +275,8 @@ def evaluate_preference_run(
     out: Path | None = None,
     options: EvaluationOptions | None = None,
 ) -> dict[str, Any]:
-    """Play the evaluation episodes with a checkpoint's agent; written to `out` as JSON if given.
-
-    `run_dir` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the
-    metrics of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits,
-    CollectionError when an environment fails.
-    """
+    """Play the evaluation episodes with the agent of `run_dir`, a run folder or a checkpoint. Raises UserInputError,
+    CollectionError."""
     (options or EvaluationOptions()).refuse_any(
         "this is for policies that see images, and the agent of a preference run sees the state."
     )
@@ -328,7 +321,6 @@ def _find_checkpoint(folder: Path) -> Path:
 
 
 def _load_actor(config: PreferenceConfig, checkpoint: Path) -> NumpyActor:
-    """The policy alone, in the shape that the checkpoint has; it must fit the environment."""
     try:
         arrays = load_file(checkpoint / AGENT)
         depth = sum(name.startswith("actor.") and name.endswith(".weight") for name in arrays)

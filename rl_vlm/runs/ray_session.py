@@ -72,13 +72,8 @@ class PrivateNode(node.Node):
 
 
 class OwnSession(services.ConsolePopen):
-    """A process of Ray in a session of its own.
-
-    `timeout`, batch systems and terminals signal the whole group of a command. The command answers a SIGTERM with a
-    checkpoint and a clean end, for which it needs Ray's processes: without them it would wait for ever. They still end
-    with it, whatever ends it: the kernel kills them when their parent is gone, and the raylet's own helpers follow
-    within a minute.
-    """
+    """A process of Ray in a session of its own: `timeout` and terminals signal a command's whole group, and a run needs
+    Ray to save its checkpoint. The kernel still kills it when its parent ends."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, start_new_session=True, **settings)
@@ -86,7 +81,6 @@ class OwnSession(services.ConsolePopen):
 
 @contextmanager
 def private_node() -> Iterator[None]:
-    """Inside this context `ray.init` makes a `PrivateNode`, whose processes have sessions of their own."""
     with replaced(node, "Node", PrivateNode), replaced(services, "ConsolePopen", OwnSession):
         yield
 
@@ -121,7 +115,6 @@ def prepare_environment() -> None:
 
 
 def quiet_ray() -> None:
-    """Show only errors of Ray's libraries; their other messages are about internals."""
     for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -151,8 +144,7 @@ def _check_placement(config: CommonConfig, offered: Mapping[str, float]) -> None
 
 
 def _init_with_retry(**settings: Any) -> None:
-    """`ray.init`, tried again: Ray gives the raylet 30 s and has no setting for it, and a busy machine may need
-    more."""
+    """`ray.init`, tried again: Ray gives the raylet 30 s, which a busy machine may exceed."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _STORE_WAIT_S)
     for attempt in range(_STARTS):
         try:
@@ -171,7 +163,6 @@ def _init_with_retry(**settings: Any) -> None:
 
 
 def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
-    """Join the cluster. Raises UserInputError and ClusterError."""
     variables = {name: os.environ.get(name, value) for name, value in _WORKER_ENVIRONMENT.items()}
     address = cluster_address()
     try:
@@ -206,11 +197,8 @@ def _need_no_home() -> None:
 
 @contextmanager
 def _keeping_our_signal_handler() -> Iterator[None]:
-    """Keep our handler of SIGTERM: `ray.init` begins with one of its own, which exits at once with the signal's number.
-    A run that is told to stop while it starts would have failed, and one that trains would save no checkpoint.
-
-    Where we have none, Ray's stays: it ends the private cluster's processes.
-    """
+    """Keep our handler of SIGTERM, which `ray.init` replaces by one that exits at once: no checkpoint would be saved.
+    Without one of ours, Ray's stays: it ends the cluster."""
     ours = signal.getsignal(signal.SIGTERM)
     if not callable(ours) or threading.current_thread() is not threading.main_thread():
         yield
@@ -224,11 +212,8 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 
 @contextmanager
 def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
-    """Connect to Ray for the length of a run.
-
-    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more`
-    custom resources, and ends with the run. A cluster that was joined goes on.
-    """
+    """Connect to Ray for the length of a run. A private cluster offers `more` custom resources and ends with the
+    run."""
     if ray.is_initialized():
         yield
         return

@@ -41,13 +41,11 @@ class RemoteStorageError(RLVLMError):
 
 
 def is_remote(run_dir: str | Path | None) -> bool:
-    """Whether a run folder is a URL."""
     return run_dir is not None and "://" in str(run_dir)
 
 
 class RemoteFolder:
-    """One run folder at a URL and its copy in a folder of this machine. Raises UserInputError for a URL that cannot be
-    opened."""
+    """A run folder at a URL and its copy on this machine. Raises UserInputError."""
 
     def __init__(self, url: str, folder: Path) -> None:
         import fsspec
@@ -68,10 +66,8 @@ class RemoteFolder:
         self._index: frozenset[str] = frozenset()  # what the index there names
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Fetch the run that is there (`resume`; none is there yet: it begins), delete it (`overwrite`), or refuse it.
-
-        Raises UserInputError, and RemoteStorageError when the storage does not answer.
-        """
+        """Fetch the run at the URL (`resume`), delete it (`overwrite`), or refuse it. Raises UserInputError,
+        RemoteStorageError."""
         with self._errors("written"):  # a bucket that is not there is found now, not when the run is over
             self._put(_PROBE, b"rl-vlm wrote this to see whether it may.\n")
             self._delete([_PROBE])
@@ -97,10 +93,7 @@ class RemoteFolder:
                 self._delete([_INDEX, *index])
 
     def push(self) -> None:
-        """Upload what has changed, then the index, then delete what is no longer here.
-
-        Raises RemoteStorageError, also where files kept coming and going.
-        """
+        """Upload what has changed, then the index; then delete what is gone here. Raises RemoteStorageError."""
         with self._errors("written"):
             for _ in range(_LISTINGS):
                 names = self._names()
@@ -123,7 +116,6 @@ class RemoteFolder:
             self._delete(sorted(gone))
 
     def push_until(self, stop: threading.Event) -> None:
-        """Push again and again."""
         while not stop.wait(PUSH_EVERY_S):
             try:
                 self.push()
@@ -131,7 +123,6 @@ class RemoteFolder:
                 logger.warning("%s", error)
 
     def push_the_rest(self) -> None:
-        """Push for the last time. Raises RemoteStorageError after some attempts."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 return self.push()
@@ -203,11 +194,8 @@ def _state(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """A folder of this machine that is copied to `url`; with `resume` it holds what is there.
-
-    It is deleted at the end, unless the last copy failed or was interrupted: then the error names it. Raises
-    UserInputError and RemoteStorageError.
-    """
+    """A folder of this machine that is copied to `url`, and deleted unless the last copy failed. Raises UserInputError,
+    RemoteStorageError."""
     parent = cache_folder() / "runs"
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
@@ -243,11 +231,7 @@ _PATIENCE_S = 10.0  # with another process that writes to the folder: it may be 
 
 @contextmanager
 def opened_run_folder(run_dir: RunDir, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """The run folder, absolute, which no other process may open meanwhile; for a URL a folder of this machine that is
-    copied there.
-
-    Raises UserInputError.
-    """
+    """The run folder, absolute, which no other process may open meanwhile. Raises UserInputError."""
     if is_remote(run_dir):
         with remote_run_folder(str(run_dir), resume=resume, overwrite=overwrite) as folder:
             prepare_run_dir(folder, resume, overwrite=False)
@@ -298,8 +282,7 @@ def check_is_kept(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
-    """Raise UserInputError for a folder that cannot be taken; nothing is changed. Of a URL only the package for its
-    kind of storage is looked for."""
+    """Raise UserInputError for a folder that cannot be taken; nothing is changed."""
     if is_remote(run_dir):
         RemoteFolder(str(run_dir), Path())
         return
@@ -317,7 +300,6 @@ def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
 
 
 def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
     check_run_dir(folder, resume, overwrite)
     if overwrite and not resume and folder.is_dir() and any(folder.iterdir()):
         clear_run(folder)

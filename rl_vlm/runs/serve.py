@@ -35,7 +35,7 @@ from rl_vlm.types import UserInputError
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """What is served, and how; everything in it has been checked."""
+    """What is served, and how; all of it has been checked."""
 
     config: PolicyConfig
     model: Path
@@ -105,7 +105,6 @@ def _with_usual_context(config: PolicyConfig, model: Path) -> PolicyConfig:
 
 
 def _machine_defaults() -> list[str]:
-    """One replica, on a GPU where there is one."""
     import torch
 
     on_gpu = ["serving.gpus_per_replica=1", "model.dtype=bfloat16"] if torch.cuda.is_available() else []
@@ -131,8 +130,7 @@ def _for_serving(config: PolicyConfig) -> PolicyConfig:
 
 
 def keeps_base_model(config: PolicyConfig) -> bool:
-    """Whether replicas answer for the model as it came, too, once they have a version: vLLM keeps no second copy of all
-    weights."""
+    """Whether replicas that have a version answer for the base model too: vLLM keeps no second copy of all weights."""
     return config.model.train != "full" or config.serving.expected_engine != "vllm"
 
 
@@ -148,11 +146,7 @@ def http_app(
 
 
 def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises RLVLMError when the model cannot be served.
-
-    For use inside `leaving_on_signals`: a signal ends the command, and what has been started with it, once the server
-    has answered what it was asked.
-    """
+    """Serve until SIGINT or SIGTERM, inside `leaving_on_signals`. Raises RLVLMError when the model cannot be served."""
     config, limits = plan.config, plan.config.http
     quiet_libraries()
     text = load_text_side(plan.model, config.model.pixels)
@@ -176,8 +170,7 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
 
 
 def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
-    """Wait until all replicas have loaded the adapter. Raises ServingError: they would otherwise serve the base
-    model."""
+    """Raise ServingError unless all replicas load the adapter."""
     seconds, replicas = config.serving.publish_timeout_s, initial_replicas(config.serving)
     report = ray.get(registry.report.remote(1, replicas, seconds), timeout=seconds + 10)
     if len(report.acked) < replicas:
@@ -188,7 +181,6 @@ def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
 
 
 def banner(plan: ServeTarget, port: int) -> str:
-    """Where it listens, under which names, and who may connect."""
     config = plan.config
     device = "GPU" if config.serving.gpus_per_replica else "CPU"
     names = [plan.name] if plan.adapter is None or keeps_base_model(config) else []

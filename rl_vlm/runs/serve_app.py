@@ -49,11 +49,8 @@ class ServeArguments(Section):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application: HTTP ingress, replicas of the model, and the registry that gives them the adapter.
-
-    Every node must find the model and the adapter under the same path. Clients must send the token that
-    RL_VLM_API_TOKEN holds where the ingress runs. Raises UserInputError.
-    """
+    """The application: HTTP ingress, replicas, and the registry. Every node must find model and adapter under the same
+    path. Raises UserInputError."""
     given = validated(ServeArguments, args)
     planned = plan(given.model, given.overrides, adapter=given.adapter)
     config, run_id = planned.config, f"serve-{uuid.uuid4().hex[:8]}"
@@ -92,15 +89,11 @@ class RegistryOwner:
         ray.get(self._registry.join.remote(POLICY, self._published), timeout=_START_S)
 
     async def status(self) -> dict[str, Any]:
-        """The registry's status."""
         async with asyncio.timeout(_ANSWER_S):
             return await self._registry.status.remote()  # type: ignore[no-any-return]
 
     async def check_health(self) -> None:
-        """Join again, which changes nothing unless the registry was restarted.
-
-        Serve replaces this deployment when the registry does not answer; replicas keep what they have.
-        """
+        """Join again, for a registry that was restarted. Serve replaces this deployment when it does not answer."""
         async with asyncio.timeout(_ANSWER_S):
             await self._registry.join.remote(POLICY, self._published)
 
@@ -119,5 +112,4 @@ class HTTPIngress:
         await registry.status.remote()
 
     def __serve_build_asgi_app__(self) -> Gate:
-        """Serve's hook for an application that needs the handles."""
         return http_app(self._config, self._name, self._run_id, self._policy, self._registry, self._text, self._token)

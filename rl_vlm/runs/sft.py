@@ -24,15 +24,11 @@ from rl_vlm.types import Trajectory, UserInputError
 
 
 def default_run_dir(job: SFTConfig) -> Path:
-    """`runs/<name>`."""
     return Path("runs") / job.name
 
 
 def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None) -> tuple[dict[str, Any], JobData]:
-    """Check model, adapter and every conversation; return what was found, to be printed, and the data.
-
-    Raises UserInputError.
-    """
+    """Check model, adapter and every conversation; return what was found, and the data. Raises UserInputError."""
     quiet_libraries()
     folder = resolve_model(job.model.path)
     summary: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model)
@@ -54,7 +50,6 @@ def _counts(name: str, measured: Measured) -> dict[str, Any]:
 
 
 def total_steps(job: SFTConfig, data: JobData) -> int:
-    """Optimiser steps of the whole job."""
     return job.sft.steps or max(1, round(job.sft.epochs * data.steps_per_epoch))
 
 
@@ -62,10 +57,7 @@ def sft(
     job: SFTConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
-
-    Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
-    """
+    """Run to the end; returns `result.json`. Raises UserInputError first, later InterruptedRun and RLVLMError."""
     import_meanwhile("torch")
     _, data = inspect_sft(job, progress)
     import_meanwhile("transformers.modeling_utils", "peft")  # not earlier: the tokenizer imports parts of transformers
@@ -74,8 +66,6 @@ def sft(
 
 
 class SFTRun(BaseRun):
-    """One job: steps, evaluations, checkpoints, and the final adapter."""
-
     _unit = "step"
 
     def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:

@@ -18,15 +18,11 @@ from rl_vlm.types import UserInputError
 
 
 def kind_of(config: TrainConfig) -> type[RunLifecycle]:
-    """The class of a configuration's runs."""
     return PolicyRun if isinstance(config, PolicyConfig) else PreferenceRun
 
 
 def inspect_run(config: TrainConfig) -> dict[str, Any]:
-    """Check everything that can be checked without starting Ray: model folder, data, environment, resources.
-
-    Returns what was found, to be printed. Raises UserInputError.
-    """
+    """Check all that can be checked without Ray, and return what was found. Raises UserInputError."""
     load_plugins(config.plugins)
     check_quantization(config.serving.quantization)
     if isinstance(config, PolicyConfig):
@@ -35,10 +31,7 @@ def inspect_run(config: TrainConfig) -> dict[str, Any]:
 
 
 def evaluate_run(config: TrainConfig, **options: Any) -> dict[str, Any]:
-    """Evaluate what a run trained; returns the results, and writes them to `out`.
-
-    options: `adapter`, `run_dir` and `out` (paths), and `options`, an EvaluationOptions.
-    """
+    """Evaluate what a run trained. options: `adapter`, `run_dir`, `out`, and `options`, an EvaluationOptions."""
     if not isinstance(config, PolicyConfig):
         return evaluate_preference_run(config, **options)
     from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
@@ -63,17 +56,13 @@ def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: 
 
 
 def default_run_dir(config: TrainConfig) -> Path:
-    """`runs/<name>`."""
     return Path("runs") / config.name
 
 
 def train(
     config: TrainConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
-
-    Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
-    """
+    """Run to the end; returns `result.json`. Raises UserInputError first, later InterruptedRun and RLVLMError."""
     inspect_run(config)
     if found := obstacles(config, run_dir or default_run_dir(config), resume=resume, overwrite=overwrite):
         raise UserInputError(" ".join(found))

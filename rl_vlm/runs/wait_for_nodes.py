@@ -14,7 +14,7 @@ _PAUSE_S = 1.0
 
 
 def wait_for_nodes(count: int, timeout_s: float) -> None:
-    """Return once the cluster that RAY_ADDRESS names has `count` nodes. Raises ClusterError after `timeout_s`."""
+    """Return once the cluster of RAY_ADDRESS has `count` nodes. Raises ClusterError."""
     deadline = time.monotonic() + timeout_s
     alive, reason = 0, ""
     while True:

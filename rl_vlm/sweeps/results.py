@@ -35,12 +35,8 @@ _ERRORS = "error.txt"  # Tune's file of a trial's errors
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial: its settings (dotted keys), and the metric after each iteration that recorded it, 0 being before
-    training.
-
-    iterations: how far it came. best: the best value so far of the metric, NaN without one. finished: it came to its
-    end, or was stopped early, without an error.
-    """
+    """One trial: its settings (dotted keys) and the metric by iteration, 0 being before training. `best` is NaN without
+    a value."""
 
     name: str
     settings: dict[str, Any]
@@ -54,24 +50,17 @@ class TrialResult:
 
     @property
     def before(self) -> float:
-        """The metric before training, NaN where it is not known."""
         return self.points[0][1] if self.points and self.points[0][0] == 0 else math.nan
 
     @property
     def last(self) -> float:
-        """The metric at the end, NaN without one."""
         return self.points[-1][1] if self.points else math.nan
 
 
 def read_results(
     results: Iterable[Result], configs: Iterable[Mapping[str, Any]], sweep: SweepConfig
 ) -> list[TrialResult]:
-    """The trials that Tune knows, each with its configuration, best first; those without a value of the metric come
-    last.
-
-    Trials in the folder that Tune does not know began after the last state that a killed sweep had saved; others took
-    their places.
-    """
+    """The trials that Tune knows, each with its configuration, best first; those without a value come last."""
     trials = [_read_trial(result, config, sweep) for result, config in zip(results, configs, strict=True)]
     return sorted(trials, key=lambda trial: (math.isnan(trial.best), sweep.sign * trial.best, trial.name))
 
@@ -104,8 +93,7 @@ def _read_trial(result: Result, config: Mapping[str, Any], sweep: SweepConfig) -
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Tune's results. After a kill or on a full disk it writes the next one behind half a line: both are lost then, and
-    no more."""
+    """Tune's results. After a kill it writes the next one behind half a line: both are lost then."""
     for line in whole_lines(path):
         try:
             yield json.loads(line)
@@ -114,7 +102,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def metric_value(row: dict[str, Any], metric: str) -> float:
-    """A metric of one of Tune's results, by its name with slashes; NaN without it."""
+    """A metric of one of Tune's results; NaN without it."""
     value: Any = row
     for part in metric.split("/"):
         value = value.get(part) if isinstance(value, dict) else None
@@ -122,8 +110,7 @@ def metric_value(row: dict[str, Any], metric: str) -> float:
 
 
 def write_results(folder: Path, trials: Sequence[TrialResult], config: TrainConfig, sweep: SweepConfig) -> None:
-    """Write results.csv, results.md, results.png, and best/ with the configuration and the adapter of the best
-    trial."""
+    """Write results.csv, results.md, results.png and best/."""
     settings = group_by_setting(trials, sweep)
     write_atomic(folder / "results.csv", _csv(trials, sweep))
     write_atomic(folder / "results.md", _markdown(trials, settings, sweep))
@@ -148,7 +135,7 @@ def group_by_setting(trials: Sequence[TrialResult], sweep: SweepConfig) -> list[
 
 
 def setting_name(settings: dict[str, Any], sweep: SweepConfig) -> str:
-    """The settings without the seed, in the order of the sweep's file: "lr 0.002, rank 16"."""
+    """The settings without the seed: "lr 0.002, rank 16"."""
     return (
         ", ".join(f"{key.rsplit('.', 1)[-1]} {_short(settings.get(key))}" for key in sweep.space if key != SEED)
         or "all"
@@ -202,15 +189,14 @@ _PROCESS = uuid.uuid4().hex  # of this process; numbers of processes come again,
 
 
 class SweepProgress(Callback):
-    """Prints to standard output."""
+    """Prints a line when a trial starts, is evaluated, ends or fails."""
 
     def __init__(self, sweep: SweepConfig) -> None:
         self._metric, self._keys = sweep.metric, tuple(sweep.space)
         self._process = _PROCESS
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the
-        counts."""
+        """Failures, which Tune saves, are counted anew in another process."""
         if self._process != _PROCESS:
             self._process = _PROCESS
             for trial in trials:

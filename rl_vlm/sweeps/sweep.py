@@ -51,12 +51,8 @@ class SweepError(RLVLMError):
 
 
 def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
-    """Run all trials, write results.csv, results.md, results.png and best/ into `folder`, and return the trials, best
-    first.
-
-    `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before
-    anything is touched, InterruptedRun after a signal, and SweepError when every trial failed.
-    """
+    """Run all trials and return them, best first. Raises UserInputError before anything is touched, InterruptedRun,
+    SweepError."""
     sweep.check_space(config)
     trial = sweep.prepared(config)
     inspect_run(trial)
@@ -103,7 +99,7 @@ def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: 
 
 
 def sweep_folder(run_dir: str | Path) -> Path:
-    """The folder of a sweep, absolute. Raises UserInputError for one that would not be kept, or a URL."""
+    """The folder of a sweep, absolute. Raises UserInputError."""
     if is_remote(run_dir):
         raise UserInputError(
             f"A sweep needs a folder, and {run_dir} is a URL: give one on this machine, or on storage that all nodes "
@@ -119,7 +115,6 @@ def _text(sweep: SweepConfig) -> str:
 
 
 def write_settings(config: TrainConfig, sweep: SweepConfig, folder: Path) -> None:
-    """Write config.yaml and sweep.yaml."""
     save_config(config, folder / "config.yaml")
     write_atomic(folder / "sweep.yaml", _text(sweep))
 
@@ -158,7 +153,6 @@ def _say(text: str) -> None:
 def _run_trials(
     config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]
 ) -> ResultGrid:
-    """`begin` is called when nothing can be refused any more."""
     prepare_environment()
     quiet_ray()
     from rl_vlm.sweeps.trial import SLOT, TrialResources, own_cpus, trial_class, trials_at_once
@@ -243,7 +237,7 @@ def _domain(values: Values) -> Any:
 
 
 def _within(space: Mapping[str, Values], config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration whose values are in the space: scaling may leave its ranges, and what the configuration takes."""
+    """A configuration that PBT has scaled, within the space."""
     for key, values in space.items():
         if values.bounds is not None and key in config:
             least, most = values.ends
