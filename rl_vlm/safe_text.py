@@ -65,6 +65,11 @@ def excerpt(text: str, characters: int) -> str:
     return redact(text[: 16 * characters])[:characters]
 
 
+def one_line(error: BaseException, characters: int = 160) -> str:
+    """The first line of an exception's text, shortened; the name of its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:characters]
+
+
 def safe(text: str) -> str:
     """Redacted and printable."""
     return printable(redact(text))

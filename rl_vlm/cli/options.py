@@ -27,6 +27,7 @@ DeleteFirst = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check configuration, model and data; train nothing.")]
 
 
 def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfig:
@@ -35,13 +36,6 @@ def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfi
 
     path = config / "config.yaml" if config is not None and config.is_dir() else config
     return load_config(path, overrides or ())
-
-
-def refuse_both(resume: bool, overwrite: bool) -> None:
-    from rl_vlm.types import UserInputError
-
-    if resume and overwrite:
-        raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
 
 
 def parse_arguments(given: Sequence[str] | None) -> dict[str, Any]:

@@ -8,26 +8,25 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, save_checkpoint
+from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, read_checkpoint, save_checkpoint
 from rl_vlm.config import SFTConfig, TrainConfig, save_config
 from rl_vlm.config.loading import changes_since
 from rl_vlm.files import clean_leftovers, open_own
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.monitoring.display import POLICY_ROWS, ProgressDisplay, Rows
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithm
-    from rl_vlm.monitoring.ray_metrics import RayMetrics
 
 
 # Signals while a command starts or ends something: it reports the signal and exits.
@@ -69,15 +68,10 @@ _PAUSE_S = 0.5
 RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
 
 
-def call_this_process(name: str) -> str:
-    """Name this process; returns the old name, empty where the system has no such names."""
-    own = Path("/proc/self/comm")
-    try:
-        before = own.read_text().strip()
-        own.write_text(name)
-    except OSError:
-        return ""
-    return before
+def call_this_process(name: str) -> None:
+    """Name this process, where the system has such names."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 def is_actor(arguments: Sequence[str]) -> bool:
@@ -86,11 +80,7 @@ def is_actor(arguments: Sequence[str]) -> bool:
 
 
 def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
-    """Send SIGTERM to this user's runs that are not stopping yet, and wait. Returns the process ids of those that
-    remain.
-
-    `within`: only processes that descend from this one; None: all of this user.
-    """
+    """Send SIGTERM to this user's runs (`within`: those below this process), and wait. Returns the ids that remain."""
     runs = {process: found["name"] for process, found in _mine(within) if found["name"] in (RUNNING, STOPPING)}
     for process, name in runs.items():
         if name == RUNNING:
@@ -101,8 +91,7 @@ def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
 
 
 def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
-    """Wait until no actor works on this machine; actors end with their run. Returns the process ids of those that
-    remain."""
+    """Wait until no actor works on this machine; actors end with their run. Returns the ids that remain."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = [process.pid for process, found in _mine(within) if is_actor(found["cmdline"] or ())]
@@ -154,7 +143,8 @@ class StopRequest:
             announce(self._sentence)
             self._tell()
 
-        named = call_this_process(RUNNING)
+        named = psutil.Process().name()
+        call_this_process(RUNNING)
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -176,22 +166,23 @@ class BaseRun(ABC):
 
     config: TrainConfig | SFTConfig
     _unit = "iteration"  # what `_position` counts
+    _rows: Rows = POLICY_ROWS  # of the display
+    _checkpoint_name = "iteration-{:06d}"
+    _history: Path | None = None  # where all checkpoints stay, beside the newest ones in the run folder
+    _read_checkpoint: Callable[[Path], object] = staticmethod(read_checkpoint)
 
-    def __init__(self, config: TrainConfig | SFTConfig, folder: Path, resume: bool) -> None:
-        self.config, self.folder = config, folder
+    def __init__(self, config: TrainConfig | SFTConfig, folder: Path, resume: bool, total: int) -> None:
+        self.config, self.folder, self.total, self._resumes = config, folder, total, resume
         self.checkpoints = folder / "checkpoints"
         clean_leftovers(folder)
         clean_leftovers(self.checkpoints)
-        self.start_from = self._latest_checkpoint() if resume else None
+        self.start_from = latest_checkpoint(self.checkpoints, self._read_checkpoint) if resume else None
         self.start = checkpoint_number(self.start_from) if self.start_from else 0
         self.saved_at = self.start if self.start_from else -1  # what the newest checkpoint holds; -1 without one
-        if self.start_from is not None:
-            self._check_fits(self.start_from)
         changes = self._changes() if self.start_from is not None else ""
-        self.display = self._new_display()
+        self.display = ProgressDisplay(total, self.start, rows=self._rows, unit=self._unit)
         if changes:
             self.display.message(changes)
-        self._resumes = resume
         if not resume:
             save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(self.start if resume else None)
@@ -203,12 +194,6 @@ class BaseRun(ABC):
         # Of this process, for when a full disk keeps them out of the files.
         self.rewards: list[float] = []
         self.evaluations: list[dict[str, Any]] = []
-
-    def _latest_checkpoint(self) -> Path | None:
-        return latest_checkpoint(self.checkpoints)
-
-    def _check_fits(self, checkpoint: Path) -> None:  # noqa: B027  # not every kind has something to check
-        """Raise UserInputError where the run cannot go on from a checkpoint."""
 
     def _changes(self) -> str:
         """Other settings than before, as a sentence. Raises UserInputError for those that change what is learned."""
@@ -223,18 +208,13 @@ class BaseRun(ABC):
             )
         return f"Going on with other settings: {', '.join(told.values())}." if told else ""
 
-    @abstractmethod
-    def _new_display(self) -> ProgressDisplay:
-        """What shows the progress."""
-
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
-        return RunRecorder(self.folder, self.config, resumed_iteration, draw=self._draw)
+        def draw(folder: Path) -> None:
+            from rl_vlm.plots.curves import draw_curve  # matplotlib is slow to import
 
-    @staticmethod
-    def _draw(folder: Path) -> None:
-        from rl_vlm.plots.curves import draw_curve  # matplotlib is slow to import
+            draw_curve(folder)
 
-        draw_curve(folder)
+        return RunRecorder(self.folder, self.config, resumed_iteration, draw)
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
@@ -282,8 +262,8 @@ class BaseRun(ABC):
 
     def _save(self, position: int) -> Path:
         """Save a checkpoint, and delete old ones. Raises OSError."""
-        keep, name = self.config.logging.keep_checkpoints, f"iteration-{position:06d}"
-        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep)
+        keep, name = self.config.logging.keep_checkpoints, self._checkpoint_name.format(position)
+        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep, self._history)
 
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
@@ -343,6 +323,7 @@ class BaseRun(ABC):
         window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
+            "iterations": self._position(),
             "train_seconds": round(self.train_seconds, 3),
             "startup_seconds": round(self.startup_seconds, 3),
             "reward_before": sum(rewards[:window]) / window if len(rewards) > 1 else None,
@@ -354,11 +335,7 @@ class RunLifecycle(BaseRun):
     """A run on Ray, with an algorithm of RLlib."""
 
     config: TrainConfig
-
-    def __init__(self, config: TrainConfig, folder: Path, resume: bool) -> None:
-        self.algorithm: Any = None
-        self._figures: RayMetrics | None = None
-        super().__init__(config, folder, resume)
+    algorithm: Any = None
 
     @staticmethod
     @abstractmethod
@@ -380,13 +357,21 @@ class RunLifecycle(BaseRun):
         ):
             imports_done()
             config = self.algorithm_class(self.config).from_run_config(self.config, self.folder, service)
-            with self._algorithm(config):
+            try:
+                with stderr_to(self.folder / "startup.log"):
+                    self.algorithm = config.build_algo()
+                self.algorithm.stop_requested = lambda: bool(self.stop)
+                if self.start_from is not None:
+                    self.algorithm.load_checkpoint(str(self.start_from))
+                    self.display.message(f"Resumed from {self._unit} {self._position()}.")
+                self._started()
                 self._train()
+            finally:
+                if self.algorithm is not None:
+                    self.algorithm.stop()
 
-    def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
-        recorder = super()._new_recorder(resumed_iteration)
-        recorder.ray = self._figures
-        return recorder
+    def _position(self) -> int:
+        return self.algorithm.progress()[0] if self.algorithm is not None else self.start
 
     @contextmanager
     def _ray_metrics(self) -> Iterator[None]:
@@ -398,12 +383,12 @@ class RunLifecycle(BaseRun):
             return
         from rl_vlm.monitoring.ray_metrics import RayMetrics
 
-        self._figures = self.recorder.ray = RayMetrics(self.config, self.folder, self.display.total)
-        self._figures.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
+        self.recorder.ray = metrics = RayMetrics(self.config, self.folder, self.total)
+        metrics.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield
         finally:
-            self._figures.close()
+            metrics.close()
 
     def _checkpoint(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
@@ -417,27 +402,16 @@ class RunLifecycle(BaseRun):
     def _train(self) -> None:
         """Train `self.algorithm` to the end, or until `self.stop`."""
 
-    @contextmanager
-    def _algorithm(self, config: Any) -> Iterator[Any]:
-        try:
-            with stderr_to(self.folder / "startup.log"):
-                self.algorithm = config.build_algo()
-            self.algorithm.stop_requested = lambda: bool(self.stop)
-            yield self.algorithm
-        finally:
-            if self.algorithm is not None:
-                self.algorithm.stop()
-
 
 @contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
     """Redirect stderr to a file: Ray and RLlib write messages about internals while they start."""
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open_own(path))
-        except (OSError, RLVLMError):
-            yield
-            return
+    try:
+        file = open_own(path)
+    except (OSError, RLVLMError):
+        yield
+        return
+    with file:
         sys.stderr.flush()
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)

@@ -20,7 +20,6 @@ from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
-from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
@@ -55,19 +54,18 @@ def blind(results: Mapping[str, float]) -> str:
 class EqualRewards:
     """Warns once if in no group of the first iterations the rewards differ."""
 
-    def __init__(self) -> None:
-        self._iterations = 0
+    _iterations = 0
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
         if iteration == self._iterations + 1 and metrics.get("reward/zero_advantage_groups", 0.0) >= 1.0:
             self._iterations = iteration
-            if iteration == _FIRST:
-                return (
-                    f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same "
-                    f"reward (mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm "
-                    "rollout` shows answers and their rewards."
-                )
-        return ""
+        if not iteration == self._iterations == _FIRST:
+            return ""
+        return (
+            f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
+            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
+            "answers and their rewards."
+        )
 
 
 class NotFiniteError(RLVLMError):
@@ -77,8 +75,7 @@ class NotFiniteError(RLVLMError):
 class SkippedSteps:
     """Counts optimiser steps that were skipped because their gradient was not finite, in this process."""
 
-    def __init__(self) -> None:
-        self.skipped = self.taken = self.in_a_row = 0
+    skipped = taken = in_a_row = 0
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
         """A sentence when the first one was skipped, otherwise an empty one. Raises NotFiniteError for ten in a row."""
@@ -206,7 +203,7 @@ class PolicyRun(RunLifecycle):
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
-        super().__init__(config, folder, resume)
+        super().__init__(config, folder, resume, config.algorithm.iterations)
         self.last_iteration = self.start
         self._equal_rewards, self._skipped_steps = EqualRewards(), SkippedSteps()
 
@@ -217,25 +214,16 @@ class PolicyRun(RunLifecycle):
 
         return PPO if config.algorithm.name == "ppo" else GRPO
 
-    def _new_display(self) -> ProgressDisplay:
-        return ProgressDisplay(self.config.algorithm.iterations, self.start)
-
     def _train(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError
 
-        algorithm = self.algorithm
-        if self.start_from is not None:
-            algorithm.load_checkpoint(str(self.start_from))
-            self.display.message(f"Resumed from iteration {algorithm.updates}.")
-        self._started()
         while True:
             try:
-                self._to_the_end()
-                return
+                return self._to_the_end()
             except LearnerLostError as error:  # beside an update, which replaces learners itself
                 self.display.message(f"{error} Going on from the newest checkpoint.")
-                algorithm.recovery.replace_lost_learners(error)
-                self._forget_after(algorithm.updates)
+                self.algorithm.recovery.replace_lost_learners(error)
+                self._forget_after(self.algorithm.updates)
 
     def _to_the_end(self) -> None:
         from rl_vlm.rollout.rollouts import TooManyFailuresError
@@ -261,18 +249,19 @@ class PolicyRun(RunLifecycle):
             raise
         self._skipped_steps.check()
         self._checkpoint()
-        self._save_trained(self.algorithm.recovery.checkpoint().adapter)
+        self._save_trained(algorithm.recovery.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
-            self._save_trained(self.algorithm.evaluation.averaged_adapter(), "-ema")
+            self._save_trained(algorithm.evaluation.averaged_adapter(), "-ema")
 
     def _check_sight(self) -> None:
         if self.config.sight.gate == "off":
             return
-        self._tell_faults(self.algorithm.sight.gate())
-        if self.algorithm.sight.needed:
+        sight = self.algorithm.sight
+        self._tell_faults(sight.gate())
+        if sight.needed:
             self.display.message(
-                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank "
-                f"image changes answers by {self.algorithm.sight.effect:.2g}."
+                f"Sight: engine and learner agree within {sight.agreement:.1e} nats per token; a blank image changes "
+                f"answers by {sight.effect:.2g}."
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
@@ -318,9 +307,10 @@ class PolicyRun(RunLifecycle):
             self.display.message(f"A group was lost: {reason} (failures.jsonl keeps all reasons)")
 
     def _forget_after(self, iteration: int) -> None:
+        metrics = self.recorder.ray
         self.recorder.close()
         self.recorder = self._new_recorder(iteration)
-        self.last_iteration = iteration
+        self.recorder.ray, self.last_iteration = metrics, iteration
         self.saved_at = min(self.saved_at, iteration)
 
     def _evaluate(self) -> None:
@@ -338,14 +328,10 @@ class PolicyRun(RunLifecycle):
         self.algorithm.recovery.last_checkpoint = saved = super()._save(position)
         return saved
 
-    def _position(self) -> int:
-        return self.algorithm.updates if self.algorithm is not None else self.start
-
     def _outcome(self) -> dict[str, Any]:
         variant, algorithm = next(iter(self.config.evaluation.variants)), self.algorithm
-        rollouts = algorithm.rollouts if algorithm is not None else None
+        rollouts = getattr(algorithm, "rollouts", None)
         return {
-            "iterations": getattr(algorithm, "updates", 0),
             **self._before_and_after("accuracy", f"accuracy/{variant}"),
             "policy_version": getattr(algorithm, "version", 0),
             "dropped": dict(getattr(rollouts, "dropped", {})),

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 
 from rl_vlm.files import cache_folder, open_own
 from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run, run_files
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
 
 # A run folder on object storage (s3://, gs://, abfs://, ...): written here, copied there while the run goes on.
@@ -26,6 +27,8 @@ from rl_vlm.types import RLVLMError, UserInputError
 # copy that was cut short leaves the moment before.
 
 logger = logging.getLogger(__name__)
+
+RunDir = str | Path  # a folder, or a URL of remote storage
 
 PUSH_EVERY_S = 30.0
 _ATTEMPTS = 3  # of the last copy
@@ -40,8 +43,8 @@ class RemoteStorageError(RLVLMError):
     """The remote storage could not be read or written."""
 
 
-def is_remote(run_dir: str | Path | None) -> bool:
-    return run_dir is not None and "://" in str(run_dir)
+def is_remote(run_dir: RunDir) -> bool:
+    return "://" in str(run_dir)
 
 
 class RemoteFolder:
@@ -183,8 +186,7 @@ class RemoteFolder:
         except RLVLMError:
             raise
         except Exception as error:  # each storage's client raises its own
-            text = str(error).strip() or type(error).__name__
-            raise RemoteStorageError(f"{self.url} could not be {what}: {text.splitlines()[0][:300]}") from error
+            raise RemoteStorageError(f"{self.url} could not be {what}: {one_line(error, 300)}") from error
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -221,8 +223,6 @@ def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Pa
             raise RemoteStorageError(f"{why} The run folder is {folder} on this machine: copy it yourself.") from error
         shutil.rmtree(folder, ignore_errors=True)
 
-
-RunDir = str | Path  # a folder, or a URL of remote storage
 
 # Ray unpacks a job's working directory below a folder of this name, and deletes it with the cluster or before.
 _JOB_COPIES = "working_dir_files"

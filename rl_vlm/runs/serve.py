@@ -58,6 +58,7 @@ def plan(
     `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
     Options win over overrides, overrides over SERVER_HOST and SERVER_PORT, these over the configuration.
     """
+    find_trained(adapter)
     target = target or os.environ.get("LOCAL_MODEL_PATH")
     if not target:
         raise UserInputError("Which model? Give `tiny`, a folder, a hub name, a configuration or a run folder.")

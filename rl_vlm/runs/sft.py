@@ -14,17 +14,13 @@ from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import check_initial_adapter
-from rl_vlm.monitoring.display import SFT_ROWS, ProgressDisplay
+from rl_vlm.monitoring.display import SFT_ROWS
 from rl_vlm.numerics import wilson_interval
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import weights_size
 from rl_vlm.runs.run_folder import RunDir, opened_run_folder
 from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
 from rl_vlm.types import Trajectory, UserInputError
-
-
-def default_run_dir(job: SFTConfig) -> Path:
-    return Path("runs") / job.name
 
 
 def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None) -> tuple[dict[str, Any], JobData]:
@@ -61,23 +57,23 @@ def sft(
     import_meanwhile("torch")
     _, data = inspect_sft(job, progress)
     import_meanwhile("transformers.modeling_utils", "peft")  # not earlier: the tokenizer imports parts of transformers
-    with opened_run_folder(run_dir or default_run_dir(job), resume=resume, overwrite=overwrite) as folder:
+    with opened_run_folder(run_dir or Path("runs") / job.name, resume=resume, overwrite=overwrite) as folder:
         return SFTRun(job, data, folder, resume).execute()
 
 
 class SFTRun(BaseRun):
-    _unit = "step"
+    _unit, _rows = "step", SFT_ROWS
 
     def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:
         self.job, self.data = job, data
-        self.total = total_steps(job, data)
         self.saved: Checkpoint | None = None
         self.skipped = 0
-        super().__init__(job, folder, resume)
+        super().__init__(job, folder, resume, total_steps(job, data))
         self.done = self.start
 
-    def _check_fits(self, checkpoint: Path) -> None:
-        self.saved = read_checkpoint(checkpoint)
+    def _changes(self) -> str:
+        assert self.start_from is not None
+        self.saved = read_checkpoint(self.start_from)
         state, now = self.saved.state, self._data_state()
         if changes := [f"{key} {state[key]} → {value}" for key, value in now.items() if state[key] != value]:
             raise UserInputError(
@@ -85,17 +81,12 @@ class SFTRun(BaseRun):
                 "would be left out: restore them, or start anew in another --run-dir."
             )
         self.skipped = int(state["skipped"])
+        return super()._changes()
 
     def _data_state(self) -> dict[str, int]:
         """What decides which conversations are in which batch."""
-        return {
-            "conversations": len(self.data.train),
-            "batch_size": self.job.sft.batch_size,
-            "seed": self.job.seed,
-        }
-
-    def _new_display(self) -> ProgressDisplay:
-        return ProgressDisplay(self.total, self.start, rows=SFT_ROWS, unit="step")
+        sizes = {"conversations": len(self.data.train), "batch_size": self.job.sft.batch_size}
+        return sizes | {"seed": self.job.seed}
 
     def _loop(self) -> None:
         imports_done()
@@ -106,9 +97,8 @@ class SFTRun(BaseRun):
 
         job = self.job
         torch.set_num_threads(job.learner.num_threads)
-        device = job.sft.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        present = "cuda" if torch.cuda.is_available() else "cpu"
+        device = present if job.sft.device == "auto" else job.sft.device
         self.display.message(f"Loading {job.model.path} on {device} ...")
         policy = PolicyModel(resolve_model(job.model.path), job, device)
         self.trainer = SFTTrainer(policy, job)
@@ -196,11 +186,7 @@ class SFTRun(BaseRun):
         }
 
     def _write_checkpoint(self, folder: Path) -> None:
-        state = {
-            "updates": self.done,
-            "skipped": self.skipped,
-            **self._data_state(),
-        }
+        state = {"updates": self.done, "skipped": self.skipped, **self._data_state()}
         write_checkpoint(folder, Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state))
 
     def _position(self) -> int:
@@ -208,7 +194,6 @@ class SFTRun(BaseRun):
 
     def _outcome(self) -> dict[str, Any]:
         return {
-            "iterations": self.done,
             "unit": "steps",
             **self._before_and_after("eval_loss", "eval/loss"),
             **self._before_and_after("accuracy", "accuracy/default"),

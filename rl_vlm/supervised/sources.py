@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.envs.data import BadRowError, Rows, RowTable, local_files, open_table, split_slice
-from rl_vlm.envs.images import one_line
 from rl_vlm.files import write_atomic
 from rl_vlm.registry import provided
+from rl_vlm.safe_text import one_line
 from rl_vlm.supervised.conversations import CONVERSATIONS, Conversation
 from rl_vlm.types import Split, UserInputError
 

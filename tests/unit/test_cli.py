@@ -46,7 +46,6 @@ def training(monkeypatch):
         {"status": "done", "iterations": 3, "accuracy_before": 0.25, "accuracy_after": 0.9},
     )
     module.train = train
-    module.default_run_dir = lambda run: Path("runs") / run.name
     module.inspect_run = lambda run: {"model": run.model.path}
     module.obstacles = lambda *_, **__: []
     return install(monkeypatch, module)

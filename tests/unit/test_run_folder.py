@@ -13,7 +13,6 @@ import fsspec
 import pytest
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.ownership import RUN_MARKER, files_in, mark_run, run_files
 from rl_vlm.runs import run_folder
 from rl_vlm.runs.lifecycle import BaseRun
@@ -46,6 +45,9 @@ class Refused(BaseRun):
 
     error: BaseException = UserInputError("resume with the configuration that the run began with.")
 
+    def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
+        super().__init__(config, folder, resume, total=1)
+
     def _loop(self) -> None:
         raise self.error
 
@@ -54,9 +56,6 @@ class Refused(BaseRun):
 
     def _position(self) -> int:
         return 0
-
-    def _new_display(self) -> ProgressDisplay:
-        return ProgressDisplay(1, 0)
 
     def _write_checkpoint(self, folder: Path) -> None:
         raise AssertionError("nothing is saved")

@@ -120,11 +120,11 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
     ]  # fmt: skip
     assert (trials[3].finished, trials[3].error) == (False, "ValueError: no memory")
     settings = group_by_setting(trials, found)
-    assert [(setting.name, sorted(setting.last)) for setting in settings] == [
+    assert [(name, sorted(one.last for one in members)) for name, members in settings.items()] == [
         ("lr 0.001", [0.6, 0.8]),
         ("lr 0.002", [0.5]),
     ]
-    assert settings[0].runs[0][0] == (0, 0.25)  # before training
+    assert settings["lr 0.001"][0].points[0] == (0, 0.25)  # before training
 
     write_results(tmp_path, trials, RUN, found)
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
@@ -140,8 +140,8 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
 def test_a_trial_that_failed_is_no_run_of_its_setting(tmp_path: Path) -> None:
     good = write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.9])
     failed = write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3], error="no memory\n")
-    (setting,) = group_by_setting(read_results(*zip(good, failed, strict=True), sweep()), sweep())
-    assert setting.last == (0.9,)
+    ((setting,),) = group_by_setting(read_results(*zip(good, failed, strict=True), sweep()), sweep()).values()
+    assert setting.last == 0.9
 
 
 @pytest.mark.parametrize("stopping", ["asha", "pbt"])
