@@ -12,19 +12,11 @@ if TYPE_CHECKING:
     from rl_vlm.config import TrainConfig
 
 Config = Annotated[Path, typer.Argument(help="A YAML configuration, or a run folder, whose config.yaml is used.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3 env.kwargs.turns=2.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3.")]
 Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Without it the base model is used.")]
-NewRunDir = Annotated[
-    str | None,
-    typer.Option(help="Where the results go: a folder, or a URL such as s3://BUCKET/RUN; runs/NAME by default."),
-]
+NewRunDir = Annotated[str | None, typer.Option(help="The run folder, or a URL s3://BUCKET/RUN; else runs/NAME.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")]
-DeleteFirst = Annotated[
-    bool,
-    typer.Option("--overwrite", help="First delete the files of the run that is in the run folder, and nothing else."),
-]
+DeleteFirst = Annotated[bool, typer.Option("--overwrite", help="First delete what the run in the folder wrote.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check configuration, model and data; train nothing.")]

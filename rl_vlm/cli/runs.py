@@ -40,12 +40,7 @@ def train(
 def plan(
     config: Config,
     overrides: Overrides = None,
-    gpu_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0, help="Memory of a GPU; else this machine's, else the card that model.gpu_memory_gib names."
-        ),
-    ] = None,
+    gpu_gib: Annotated[float | None, typer.Option(min=1.0, help="Memory of a GPU, in place of this machine's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
     """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone.
@@ -63,9 +58,7 @@ def plan(
 
 @commands.command(epilog="Example: rl-vlm export runs/quickstart my-model")
 def export(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run folder, or a folder of what was trained.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run folder, or one of trained weights.")],
     out: Annotated[Path, typer.Argument(help="The Hugging Face model folder to write.")],
     model: Annotated[str | None, typer.Option(help="The base model; by default the one that the run names.")] = None,
     overwrite: Overwrite = False,
@@ -152,9 +145,7 @@ def sweep(
     overrides: Overrides = None,
     space: Annotated[Path, typer.Option(help="The YAML file of what varies, see tune/spaces/.")] = ...,  # type: ignore
     run_dir: Annotated[str | None, typer.Option(help="Where the results go; runs/NAME-sweep by default.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted sweep; nothing is repeated.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a sweep; nothing is repeated.")] = False,
 ) -> None:
     """Train with many settings and compare them: a table, a figure, and the best configuration and adapter."""
     from rl_vlm.config.sweep import load_sweep
@@ -174,9 +165,7 @@ def sweep(
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="tiny, a model folder, a hub name, a YAML configuration or a run folder. LOCAL_MODEL_PATH."
-        ),
+        typer.Argument(help="tiny, a folder, a hub name, a configuration or a run folder; or LOCAL_MODEL_PATH."),
     ] = None,
     overrides: Overrides = None,
     adapter: Adapter = None,

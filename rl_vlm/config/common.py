@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rl_vlm.config.learner import LearnerActors
-from rl_vlm.config.section import Name, ResourcesSection, Section, TrainLogging
+from rl_vlm.config.section import Name, Plugin, ResourcesSection, Section, TrainLogging
 from rl_vlm.config.serving import HTTPSection, ServedModelSection, ServingSection
-from rl_vlm.files import resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CommonConfig(Section, ABC):
 
     name: Name = "run"
     # Modules, or files by path, that register your environments, losses, estimators and rewards.
-    plugins: tuple[str, ...] = ()
+    plugins: tuple[Plugin, ...] = ()
     seed: int = Field(0, ge=0, lt=2**31)
     deterministic: bool = False  # Lock-step sampling: k + k iterations equal 2k byte for byte.
     model: ServedModelSection = ServedModelSection()
@@ -38,12 +38,6 @@ class CommonConfig(Section, ABC):
     logging: TrainLogging = TrainLogging()
     resources: ResourcesSection = ResourcesSection()
     http: HTTPSection = HTTPSection()
-
-    @field_validator("plugins")
-    @classmethod
-    def _absolute_paths(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        # Other processes have other working directories.
-        return tuple(str(resolved(name)) if name.endswith(".py") else name for name in names)
 
     def problems(self) -> Iterator[str]:
         uses_vllm, quantization = self.serving.expected_engine == "vllm", self.serving.quantization
@@ -56,15 +50,13 @@ class CommonConfig(Section, ABC):
 
     @property
     @abstractmethod
-    def serves(self) -> bool:
-        """Whether the run has replicas of the model."""
+    def collection(self) -> Any:
+        """The section of the env runners, which has `num_env_runners` and `cpus_per_env_runner`."""
 
     @property
-    @abstractmethod
-    def samplers(self) -> Actors:
-        """The actors beside replicas and learners."""
-
-    # What replicas are made for. Without a policy that learns, they serve the model as it came.
+    def serves(self) -> bool:
+        """Whether the run has replicas of the model."""
+        return True
 
     @property
     def trains_full(self) -> bool:
@@ -95,11 +87,11 @@ class CommonConfig(Section, ABC):
     @property
     def actors(self) -> list[Actors]:
         """All actors of a run; a learner inside the driver counts where it needs a GPU."""
-        serving, learner = self.serving, self.learner
+        serving, learner, runners = self.serving, self.learner, self.collection
         replicas = serving.num_replicas if self.serves else 0
         return [
             Actors("replicas", replicas, serving.cpus_per_replica, serving.gpus_per_replica),
-            self.samplers,
+            Actors("env runners", runners.num_env_runners, runners.cpus_per_env_runner, 0.0),
             Actors("learners", learner.num_learners, learner.cpus_per_learner, learner.gpus_per_learner),
             Actors("learner in the driver", int(learner.num_learners == 0), 0.0, learner.gpus_per_learner),
         ]

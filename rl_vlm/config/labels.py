@@ -46,8 +46,6 @@ class EndpointSection(Section):
 
 
 class LabelsSection(Section):
-    """Who labels pairs, how they are asked, and which pairs."""
-
     # vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. clip, itm: similarity of picture and
     # text. cache: a label store alone.
     source: Source = "vlm"

@@ -132,9 +132,8 @@ def _unknown(location: Sequence[str], root: type[Section]) -> str:
     key, parent = ".".join(location), "".join(f"{part}." for part in location[:-1])
     meant = _nearest(location[-1], keys_of(section, parent)) or _nearest(location[-1], keys_of(root))
     if root in _KINDS and any(key in keys_of(kind) for kind in _KINDS):
-        return f"Config key {key} has no effect {_KINDS[root]}: " + (
-            f"did you mean {meant}?" if meant else "remove it."
-        )
+        advice = f"did you mean {meant}?" if meant else "remove it."
+        return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
     hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
     return f"Unknown config key {key}. {hint}"
 
@@ -161,11 +160,6 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Train
     return parse_config(read_yaml(path, overrides))
 
 
-def load_policy_config(path: str | Path | None, overrides: Iterable[str] = ()) -> PolicyConfig:
-    """As `load_config`, for what needs a policy. Raises UserInputError for another kind of run."""
-    return of_policy(load_config(path, overrides))
-
-
 def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> SFTConfig:
     """As `load_config`, for `rl-vlm sft`."""
     return validated(SFTConfig, read_yaml(path, overrides))
@@ -175,11 +169,8 @@ def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> Polic
     """The configuration of a run folder whose model is to be served; of other runs only their model counts."""
     data = read_yaml(path, ())
     if "sft" in data or "preference" in data:
-        data = {
-            key: data[key]
-            for key in ("name", "seed", "plugins", "model", "serving", "resources", "http")
-            if key in data
-        }
+        kept = ("name", "seed", "plugins", "model", "serving", "resources", "http")
+        data = {key: value for key, value in data.items() if key in kept}
     for override in overrides:
         apply_override(data, *parse_override(override))
     return of_policy(parse_config(data))
@@ -201,15 +192,12 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
         try:
             loaded = load_yaml(text)
         except yaml.YAMLError as error:
-            where = getattr(error, "problem_mark", None)
+            where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
             line = f" in line {where.line + 1}" if where else ""
-            raise UserInputError(
-                f"The config {file} is not valid YAML{line}: {getattr(error, 'problem', None) or error}."
-            ) from error
+            raise UserInputError(f"The config {file} is not valid YAML{line}: {problem}.") from error
         if loaded is not None and not isinstance(loaded, dict):
-            raise UserInputError(
-                f"The config {file} must hold sections such as `model:`, not a {type(loaded).__name__}."
-            )
+            kind = type(loaded).__name__
+            raise UserInputError(f"The config {file} must hold sections such as `model:`, not a {kind}.")
         data = loaded or {}
     for override in overrides:
         apply_override(data, *parse_override(override))

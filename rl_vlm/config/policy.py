@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from rl_vlm.config.common import Actors, CommonConfig
+from rl_vlm.config.common import CommonConfig
 from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection
 from rl_vlm.config.rollout import (
     CurriculumSection,
@@ -53,13 +53,12 @@ class PolicyConfig(CommonConfig):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self._sampling_problems()
-        yield from self._learning_problems()
-        if self.model.train == "full":
+        if self.trains_full:
             yield from self._full_problems()
         yield from self._task_problems()
 
     def _sampling_problems(self) -> Iterator[str]:
-        serving, rollout, settings = self.serving, self.rollout, self.algorithm
+        serving, rollout, settings, learner = self.serving, self.rollout, self.algorithm, self.learner
         uses_vllm, (coldest, hottest) = serving.expected_engine == "vllm", VLLM_TEMPERATURES
         if self.deterministic and rollout.max_policy_lag:
             yield "deterministic: true needs rollout.max_policy_lag 0"
@@ -103,6 +102,13 @@ class PolicyConfig(CommonConfig):
                 "1, serving.gpus_per_replica and learner.gpus_per_learner to 0.5, rollout.max_policy_lag to 0, and "
                 "leave out serving.shared"
             )
+        if learner.zero_stage and (self.critic is not None or self._adapts_vision):
+            yield (
+                f"learner.strategy {learner.strategy} trains neither a critic, whose gradients have their own norm, "
+                "nor the vision tower, which has none without images: use fsdp2 or all_reduce"
+            )
+        if self.evaluation.weights == "ema" and (learner.ema_decay is None or rollout.max_policy_lag):
+            yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
 
     @property
     def _judges(self) -> list[JudgeSection]:
@@ -116,16 +122,6 @@ class PolicyConfig(CommonConfig):
         one_pair = serving.num_replicas == 1 and serving.autoscaling is None and learner.num_learners <= 1
         fit = not shares[0] or (one_pair and all(0 < share < 1 for share in shares) and sum(shares) <= 1)
         return fit and not serving.shared and not self.rollout.max_policy_lag
-
-    def _learning_problems(self) -> Iterator[str]:
-        learner = self.learner
-        if learner.zero_stage and (self.critic is not None or self._adapts_vision):
-            yield (
-                f"learner.strategy {learner.strategy} trains neither a critic, whose gradients have their own norm, "
-                "nor the vision tower, which has none without images: use fsdp2 or all_reduce"
-            )
-        if self.evaluation.weights == "ema" and (learner.ema_decay is None or self.rollout.max_policy_lag):
-            yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
 
     def _full_problems(self) -> Iterator[str]:
         model, serving, full = self.model, self.serving, "model.train: full"
@@ -182,12 +178,8 @@ class PolicyConfig(CommonConfig):
         return dict(arguments.get(env, {})) if self.env.mixture else arguments
 
     @property
-    def serves(self) -> bool:
-        return True
-
-    @property
-    def samplers(self) -> Actors:
-        return Actors("env runners", self.rollout.num_env_runners, self.rollout.cpus_per_env_runner, 0.0)
+    def collection(self) -> RolloutSection:
+        return self.rollout
 
     @property
     def trains_full(self) -> bool:

@@ -7,21 +7,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rl_vlm.config.common import Actors, CommonConfig
+from rl_vlm.config.common import CommonConfig
 from rl_vlm.config.labels import LabelsSection, names_no_cache
 from rl_vlm.config.rollout import EvaluationDeadline
 from rl_vlm.config.section import Beta, Count, Natural, NonNegative, Positive, Section, Share
-
-# `preference.reward_model`: the reward ensemble.
-#
-# Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the description says so.
 
 Architecture = Literal["cnn", "resnet18", "mlp"]
 Squash = Literal["tanh", "sigmoid", "relu"]
 
 
 class RewardModelSection(Section):
-    """The reward ensemble."""
+    """The reward ensemble. Defaults are RL-VLM-F's, with its option in brackets."""
 
     architecture: Architecture = "cnn"  # [image_reward, resnet]
     size: Count = 3  # [ensemble_size]
@@ -47,8 +43,6 @@ class RewardModelSection(Section):
 
 
 class SACSection(Section):
-    """The agent of the preference loop. Defaults are RL-VLM-F's for MetaWorld."""
-
     lr: Positive = 3e-4  # Of actor and critics.
     alpha_lr: Positive = 1e-4
     init_alpha: Positive = 0.1
@@ -67,8 +61,6 @@ class SACSection(Section):
 
 
 class CollectionSection(Section):
-    """Who steps the control environments."""
-
     num_env_runners: Natural = 0  # 0: the driver itself.
     cpus_per_env_runner: NonNegative = 0.5
     steps: Count = 1  # Steps per environment between updates, which then are as many.
@@ -158,8 +150,6 @@ class PreferenceSection(Section):
 
 
 class ControlEnvSection(Section):
-    """The control environment."""
-
     id: str = "ContinuousCartPole-v0"  # A registry id of a control environment.
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -169,8 +159,6 @@ class ControlEnvSection(Section):
 
 
 class PreferenceAlgorithm(Section):
-    """The algorithm; `preference` sets all else."""
-
     name: Literal["preference_sac"] = "preference_sac"
 
 
@@ -194,9 +182,8 @@ class PreferenceConfig(CommonConfig):
         return self.preference.asks_served_model
 
     @property
-    def samplers(self) -> Actors:
-        collection = self.preference.collection
-        return Actors("env runners", collection.num_env_runners, collection.cpus_per_env_runner, 0.0)
+    def collection(self) -> CollectionSection:
+        return self.preference.collection
 
     @property
     def samples_per_round(self) -> int:

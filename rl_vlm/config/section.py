@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rl_vlm.files import resolved
 
 # Values within bounds.
 Count = Annotated[int, Field(ge=1)]
@@ -14,6 +16,9 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
+# Absolute, because other processes have other working directories.
+FilePath = Annotated[str, AfterValidator(lambda path: str(resolved(path)))]
+Plugin = Annotated[str, AfterValidator(lambda name: str(resolved(name)) if name.endswith(".py") else name)]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam, which rejects other values when a learner starts
 
 
@@ -103,8 +108,6 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 class PlainLogging(Section):
-    """What every run keeps."""
-
     checkpoint_every: Count = 25
     keep_checkpoints: Count = 3
     tensorboard: bool = True
@@ -112,16 +115,12 @@ class PlainLogging(Section):
 
 
 class TrainLogging(PlainLogging):
-    """What a run on Ray keeps."""
-
     # Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster.
     ray_metrics: bool | None = None
     traces: Natural = 0  # Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.
 
 
 class LoggingSection(TrainLogging):
-    """What a run that trains the policy keeps."""
-
     trajectories_every: Natural = 10  # Iterations between dumps of sampled trajectories; 0: none.
     trajectories_per_dump: Count = 64
 
@@ -136,7 +135,10 @@ def claim(resource: str | None) -> dict[str, float]:
 
 
 class ResourcesSection(Section):
-    """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another."""
+    """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another.
+
+    `*_on` name kinds of nodes by the custom Ray resource that they offer.
+    """
 
     num_cpus: Count | None = None  # Logical CPUs of the private cluster; null: what the run needs.
     # Of the private cluster; null: 256, or more where versions of the adapter need it.

@@ -13,10 +13,7 @@ from rl_vlm.config.serving import FLOAT16_UNTRAINABLE, TrainedModelSection
 
 
 class SFTSection(Section):
-    """Supervised fine-tuning: which conversations, for how long, and how progress is measured."""
-
-    # A .jsonl or .parquet file, a folder of them or of images with metadata.jsonl, a hub data set that was fetched
-    # before, or `shapes`; `@[a:b]` takes some of its rows.
+    # A .jsonl or .parquet file, a folder of them or of images, a fetched hub data set, or `shapes`; `@[a:b]` slices it.
     data: str = "shapes"
     eval_data: str | None = None  # Held-out conversations; null: the test split of `data`, if there is one.
     # Share of `data` that is held out, for data without held-out conversations.
@@ -40,8 +37,6 @@ class SFTSection(Section):
 
 
 class SFTConfig(Section):
-    """The configuration of `rl-vlm sft`."""
-
     name: Name = "sft"
     seed: int = Field(0, ge=0, lt=2**31)
     model: TrainedModelSection = TrainedModelSection()

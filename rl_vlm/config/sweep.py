@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,8 +67,7 @@ class Stopping(Section):
     """Trials that are behind: ASHA stops them (arXiv 1810.05934), PBT lets them copy better ones (1711.09846)."""
 
     name: Literal["none", "asha", "pbt"] = "none"  # `none` trains each trial to its end.
-    # Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple of
-    # evaluation.every.
+    # Iterations before a trial may be stopped, or between two copies; of held-out metrics, of evaluation.every.
     grace_period: Count = 50
     reduction_factor: int = Field(3, ge=2)  # ASHA: of so many trials one goes on at each rung.
 
@@ -81,8 +80,7 @@ class SweepConfig(Section):
     mode: Literal["max", "min"] = "max"  # Whether more of it is better.
     num_samples: Count = 1  # Trials, or with grids the trials of each point of the grid.
     max_concurrent: Count | None = None  # Trials at the same time; as many as fit by default.
-    # True, or a name: all trials share one set of replicas of the base model (serving.shared) instead of starting their
-    # own.
+    # True, or a name: all trials share one set of replicas of the base model (serving.shared).
     shared: bool | str = False
     search: Literal["random", "optuna"] = "random"  # How settings are chosen; optuna needs that package, and no grids.
     stopping: Stopping = Stopping()
@@ -141,22 +139,20 @@ class SweepConfig(Section):
         chosen = random.Random(self.seed)
         for key, values in self.space.items():
             others = {name: other.examples for name, other in self.space.items() if name != key}
-            many = math.prod(map(len, others.values())) > _COMBINATIONS
+            combinations: Iterable[tuple[Any, ...]] = itertools.product(*others.values())
+            if math.prod(map(len, others.values())) > _COMBINATIONS:
+                combinations = (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
+            tried = [dict(zip(others, combination, strict=True)) for combination in combinations]
             for value in values.examples:
-                error: UserInputError | None = None
-                for combination in (
-                    (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
-                    if many
-                    else itertools.product(*others.values())
-                ):
+                errors = []
+                for settings in tried:
                     try:
-                        changed(run, {**dict(zip(others, combination, strict=True)), key: value})
+                        changed(run, {**settings, key: value})
                         break
-                    except UserInputError as refused:
-                        error = refused
+                    except UserInputError as error:
+                        errors.append(error)
                 else:
-                    assert error is not None
-                    raise error
+                    raise errors[-1]
 
 
 def changed(run: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
@@ -164,9 +160,8 @@ def changed(run: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
     try:
         return parse_config(apply_overrides(run.model_dump(exclude_unset=True), settings))
     except UserInputError as error:
-        raise UserInputError(
-            f"With {', '.join(f'{key}={value}' for key, value in settings.items())}: {error}"
-        ) from error
+        named = ", ".join(f"{key}={value}" for key, value in settings.items())
+        raise UserInputError(f"With {named}: {error}") from error
 
 
 def load_sweep(path: Path) -> SweepConfig:

@@ -145,9 +145,8 @@ class ProgressDisplay:
         elif iteration % PLAIN_EVERY == 0 or iteration >= self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             facts = [value if name in _NAMELESS else f"{name} {value}" for name, value in self._facts()]
-            self._plain(
-                " | ".join([f"{self._unit} {iteration}/{self.total}", *facts, *filter(None, [self._remaining()])])
-            )
+            parts = [f"{self._unit} {iteration}/{self.total}", *facts, self._remaining()]
+            self.message(" | ".join(filter(None, parts)))
 
     def _check_mismatch(self, kl: float) -> None:
         growth = self._mismatch.growth(kl)
@@ -185,17 +184,11 @@ class ProgressDisplay:
             self._live.refresh()
         elif shown:
             values = ", ".join(f"{_label(name)} {_number(name, value)}" for name, value in shown.items())
-            self._plain(f"evaluation at {self._unit} {iteration}: {values}")
+            self.message(f"evaluation at {self._unit} {iteration}: {values}")
 
     def message(self, text: str) -> None:
-        if self._live is not None:
-            self._console.print(Text(safe(text)))
-        else:
-            self._plain(text)
-
-    def _plain(self, line: str) -> None:
         # Text is printed without markup and emoji; soft_wrap keeps lines whole for log files.
-        self._console.print(Text(safe(line)), soft_wrap=True)
+        self._console.print(Text(safe(text)), soft_wrap=self._live is None)
 
     def _remaining(self) -> str:
         seconds, rest = self._seconds.smoothed, self.total - self._done

@@ -1,8 +1,7 @@
 """The metrics of a run as Ray metrics, for Prometheus, Grafana, alerts and `rl-vlm top`.
 
-Ray's own thread sends what was set to the metrics agent of the node every few seconds, so that no iteration waits for
-it. It sends a gauge once after it was set, and the agent forgets what is not sent again: a thread here sets all of them
-anew.
+Ray's own thread sends a gauge to the node's metrics agent once after it was set, and the agent forgets what is not sent
+again: a thread here sets all of them anew.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.monitoring.display import Trend
 from rl_vlm.types import POLICY
 
-# Which Ray metric a metric of a run becomes: a bounded list of names, so that no run can flood a metrics agent.
-#
-# A metric with a fixed name has a Ray metric of its own (`reward/mean` → `rl_vlm_reward_mean`). Others, whose last part
-# an environment, a reason or a variant names, share the Ray metric of their first part and differ in the tag `name`
-# (`dropped/too_old` → `rl_vlm_dropped{name="too_old"}`). Prometheus sees all of them with `ray_` in front.
+# Which Ray metric a metric of a run becomes; bounded, so that no run floods a metrics agent. One with a fixed name has
+# its own (`reward/mean` → `rl_vlm_reward_mean`); others share that of their first part and differ in the tag `name`
+# (`dropped/too_old` → `rl_vlm_dropped{name="too_old"}`). Prometheus puts `ray_` in front.
 
 PREFIX = "rl_vlm_"
 
@@ -114,10 +111,9 @@ class RayMetrics:
 
     def recall(self, rewards: Iterable[float], mismatches: Iterable[float]) -> None:
         """Take over the metrics of a run before it was resumed."""
-        for reward in rewards:
-            self._reward.add(reward)
-        for mismatch in mismatches:
-            self._mismatch.add(mismatch)
+        for trend, values in ((self._reward, rewards), (self._mismatch, mismatches)):
+            for value in values:
+                trend.add(value)
 
     def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
         now = time.monotonic()

@@ -125,29 +125,17 @@ def _start_wandb(folder: Path, run: CommonConfig | SFTConfig, resume: bool) -> A
     except ImportError:
         logger.warning("WANDB_API_KEY is set and wandb is not installed: run `pip install 'rl-vlm[wandb]'`.")
     except Exception as error:  # of many kinds, which must not end the run
-        logger.warning(
-            "Weights & Biases is off for this run (%s: %s). Without a network set WANDB_MODE=offline.",
-            type(error).__name__,
-            error,
-        )
+        problem = f"{type(error).__name__}: {error}"
+        logger.warning("Weights & Biases is off for this run (%s). Without a network set WANDB_MODE=offline.", problem)
     return None
-
-
-def _iteration(file: Path) -> int:
-    """The number in `iteration-000123.x`. Names of seven digits do not sort as their numbers do."""
-    number = file.stem.removeprefix("iteration-")
-    return int(number) if number.isdecimal() else -1
 
 
 class RunRecorder:
     """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and what `draw` draws.
 
-    `folder` exists. The run continues after `resumed_iteration`, and later rows of an earlier process are removed; with
-    None all rows of an earlier run in the folder are removed. `draw(folder)` is called at the end.
-
-    No method but the constructor raises an OSError: a full disk must not end a run. Failures are counted in
-    `write_errors` and logged once per kind; metrics that could not be written are kept and written with the next ones.
-    Files are written whole or not at all. With WANDB_API_KEY set, metrics also go to Weights & Biases.
+    The run continues after `resumed_iteration`: later rows of an earlier process are removed, with None all. No full
+    disk ends a run: failures are counted in `write_errors` and logged once per kind, and metrics that could not be
+    written are written with the next ones. Files are written whole or not at all.
     """
 
     def __init__(
@@ -157,10 +145,8 @@ class RunRecorder:
         resumed_iteration: int | None = None,
         draw: Callable[[Path], object] | None = None,
     ) -> None:
-        self.folder = folder
-        self._draw = draw
+        self.folder, self._run, self._draw = folder, run, draw
         self.write_errors = 0
-        self._run = run
         self._warned: set[tuple[str, object]] = set()
         self._kinds_of_failure: set[str] = set()
         keep_until = -1 if resumed_iteration is None else resumed_iteration
@@ -168,7 +154,8 @@ class RunRecorder:
         self._evaluations = AppendedFile(folder / "eval.jsonl")
         cut_lines(self._evaluations.path, lambda line: int(json.loads(line)["iteration"]), keep_until)
         for written in (*folder.glob("trajectories/iteration-*.parquet"), *folder.glob("traces/iteration-*.jsonl")):
-            if _iteration(written) > keep_until:
+            number = written.stem.removeprefix("iteration-")
+            if number.isdecimal() and int(number) > keep_until:
                 written.unlink()
         purge_from = None if resumed_iteration is None else resumed_iteration + 1
         self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
@@ -180,24 +167,20 @@ class RunRecorder:
         with self._guard("progress.csv"):
             self._progress.add(iteration, metrics)
         self._log_scalars(iteration, metrics)
-        if self.ray is not None:
-            with self._guard("Ray metrics", Exception):
-                self.ray.add(iteration, metrics, self.write_errors)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
         """Record everything in `eval.jsonl`, and numbers as scalars."""
         with self._guard("eval.jsonl"):
             entry = to_jsonable({"iteration": iteration, "time": time.time(), **results})
             self._evaluations.add(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        # Training logs reward and accuracy of a mixture's environments under the same names.
+        parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
         numbers = {
-            self._evaluation_tag(name): float(value)
+            name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}": float(value)
             for name, value in results.items()
             if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
         }
-        self._log_scalars(iteration, numbers)
-        if self.ray is not None:
-            with self._guard("Ray metrics", Exception):
-                self.ray.add_evaluation(numbers)
+        self._log_scalars(iteration, numbers, evaluated=True)
 
     def log_failures(self, iteration: int, failures: Mapping[str, str]) -> list[str]:
         """Keep why groups were lost in `failures.jsonl`; returns reasons that differ from earlier ones in more than
@@ -229,11 +212,6 @@ class RunRecorder:
                 for span in spans:
                     self._collector.on_end(span)
 
-    def _evaluation_tag(self, name: str) -> str:
-        # Training logs reward and accuracy of a mixture's environments under the same names.
-        parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
-        return name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}"
-
     def dump_trajectories(
         self,
         iteration: int,
@@ -247,18 +225,16 @@ class RunRecorder:
         chosen = choose_groups(groups, logging.trajectories_per_dump, seed=iteration)
         with self._guard("trajectories"):
             folder.mkdir(parents=True, exist_ok=True)
-            write_trajectories(
-                folder, iteration, [groups[place] for place in chosen], [advantages[place] for place in chosen], decode
-            )
+            write_trajectories(folder, iteration, [groups[k] for k in chosen], [advantages[k] for k in chosen], decode)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, draw the figure, close everything."""
-        for name, flush in (("progress.csv", self._progress.flush), ("eval.jsonl", self._evaluations.add)):
+        pending = {"progress.csv": self._progress.flush, "eval.jsonl": self._evaluations.add}
+        if self._tensorboard is not None:
+            pending["TensorBoard"] = self._tensorboard.add
+        for name, flush in pending.items():
             with self._guard(name):
                 flush()
-        if self._tensorboard is not None:
-            with self._guard("TensorBoard"):
-                self._tensorboard.add()
         with self._guard("result.json"):
             text = json.dumps(to_jsonable(result), indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.folder / "result.json", text + "\n")
@@ -291,7 +267,7 @@ class RunRecorder:
         """A metric of every iteration that has it, in order."""
         return self._progress.column(metric)
 
-    def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def _log_scalars(self, iteration: int, metrics: Metrics, *, evaluated: bool = False) -> None:
         if self._tensorboard is not None:
             with self._guard("TensorBoard"):
                 self._tensorboard.add_metrics(iteration, metrics)
@@ -299,6 +275,12 @@ class RunRecorder:
             # Its client raises errors of many kinds, which must not end the run.
             with self._guard("Weights & Biases", Exception):
                 self._wandb.log({"iteration": iteration, **metrics})
+        if self.ray is not None:
+            with self._guard("Ray metrics", Exception):
+                if evaluated:
+                    self.ray.add_evaluation(metrics)
+                else:
+                    self.ray.add(iteration, metrics, self.write_errors)
 
     @contextlib.contextmanager
     def _guard(self, what: str, kind: type[Exception] = OSError) -> Iterator[None]:

