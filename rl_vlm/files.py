@@ -1,5 +1,4 @@
-"""Atomic writing of files and folders, the cache folder, locks between processes, and conversion of values to plain
-JSON types."""
+"""Atomic writing of files and folders, the cache folder, locks between processes, and values as plain JSON types."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Text from elsewhere, made fit for terminals, logs, tables and child processes: no control characters, no secrets.
 
-Every exception of this package passes its message through `safe`, so that neither a file, a model nor an endpoint can
-send commands to a terminal or have a token written down.
+Every exception of this package passes its message through `safe`.
 """
 
 from __future__ import annotations

@@ -30,12 +30,7 @@ async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 # Calls that may hang, and the end of a process in which one does: Python would wait for it, and a job would not end
 # after its results are written.
 
-_calls: list[tuple[str, threading.Event]] = []
-
-
-def note_hung_thread(what: str, ended: threading.Event) -> None:
-    """A thread did not end within its deadline; `ended` is set if it ends after all."""
-    _calls.append((what, ended))
+hung_calls: list[tuple[str, threading.Event]] = []  # what does not end within its deadline; set if it ends after all
 
 
 def within(seconds: float, what: str, call: Callable[[], T]) -> T:
@@ -53,14 +48,14 @@ def within(seconds: float, what: str, call: Callable[[], T]) -> T:
 
     threading.Thread(target=work, name=what, daemon=True).start()
     if not ended.wait(seconds):
-        note_hung_thread(what, ended)
+        hung_calls.append((what, ended))
         raise TimeoutError(f"{what} did not end within {seconds:g} s")
     return answer.result()
 
 
 def leave(code: int) -> NoReturn:
     """End the process with this code; at once where a thread hangs, else as Python ends."""
-    hung = [what for what, ended in _calls if not ended.is_set()]
+    hung = [what for what, ended in hung_calls if not ended.is_set()]
     if not hung:
         sys.exit(code)
     print(f"rl-vlm: {hung[0]} still hangs; it is left behind.", file=sys.stderr)

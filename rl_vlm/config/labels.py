@@ -1,7 +1,4 @@
-"""`preference.labels`: who labels, how, and which pairs.
-
-Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the description says so.
-"""
+"""`preference.labels`: who labels, how, and which pairs. Defaults are RL-VLM-F's, with its option in brackets."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from pydantic import Field
 
 from rl_vlm.config.section import Count, NonNegative, Positive, Section, Share
 
-Source = Literal["vlm", "endpoint", "generate", "scripted", "clip", "itm", "cache"]
 # Which pairs are asked about: RL-VLM-F's `feed_type` 0 to 5.
 Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"]
 
@@ -46,9 +42,8 @@ class EndpointSection(Section):
 
 
 class LabelsSection(Section):
-    # vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. clip, itm: similarity of picture and
-    # text. cache: a label store alone.
-    source: Source = "vlm"
+    # The served model, HTTP, the true reward (scripted), similarity of picture and text, or a label store alone.
+    source: Literal["vlm", "endpoint", "generate", "scripted", "clip", "itm", "cache"] = "vlm"
     task: str | None = None  # Whose prompts are used; by default the environment's.
     goal: str | None = None  # The goal in words, such as `to open the drawer`; replaces the task's.
     description: str | None = None  # What the achieved goal looks like, for clip and itm.

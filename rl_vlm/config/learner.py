@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Beta, Count, Natural, NonNegative, OnlyWith, Positive, Section, Share
-
-StrategyName: TypeAlias = Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 class ComputeSection(Section):
@@ -70,7 +68,7 @@ class LearnerSection(LearnerActors, OptimizerSection):
 
     # single: one learner; all_reduce: gradients are added; fsdp2: frozen layers are sharded; zero1, zero2, zero3:
     # DeepSpeed shards optimiser, gradients, frozen layers. null: single or all_reduce, by num_learners.
-    strategy: StrategyName | None = None
+    strategy: Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"] | None = None
     offload_optimizer: bool = False  # Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3.
     offload_params: bool = False  # Keep the shards of the frozen layers in host memory; fsdp2 and zero3.
     # Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights uses it.

@@ -12,14 +12,11 @@ from rl_vlm.config.labels import LabelsSection, names_no_cache
 from rl_vlm.config.rollout import EvaluationDeadline
 from rl_vlm.config.section import Beta, Count, Natural, NonNegative, Positive, Section, Share
 
-Architecture = Literal["cnn", "resnet18", "mlp"]
-Squash = Literal["tanh", "sigmoid", "relu"]
-
 
 class RewardModelSection(Section):
     """The reward ensemble. Defaults are RL-VLM-F's, with its option in brackets."""
 
-    architecture: Architecture = "cnn"  # [image_reward, resnet]
+    architecture: Literal["cnn", "resnet18", "mlp"] = "cnn"  # [image_reward, resnet]
     size: Count = 3  # [ensemble_size]
     lr: Positive = 3e-4  # [reward_lr]
     batch: Count | None = None  # Pairs per gradient step; by default 64, ResNet 32, MLP 128.
@@ -34,7 +31,7 @@ class RewardModelSection(Section):
     strides: tuple[int, ...] = (3, 2, 2, 2)  # [conv_strides]
     hidden: Count = 256  # Width of the MLP.
     layers: Count = 3  # Hidden layers of the MLP.
-    squash: Squash = "tanh"  # [activation]
+    squash: Literal["tanh", "sigmoid", "relu"] = "tanh"  # [activation]
     load: str | None = None  # A saved reward model to begin with. [reward_model_load_dir]
 
     @property

@@ -1,5 +1,4 @@
-"""`env`, `curriculum`, `rollout`, `evaluation` and `sight`: what is played, how it is sampled, and how it is
-measured."""
+"""`env`, `curriculum`, `rollout`, `evaluation` and `sight`: what is played, how it is sampled and measured."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ _SOLD_AS = 0.97  # of the GiB that a card is sold with, it reports at least this
 class LoraSection(Section):
     rank: int = Field(16, ge=1, le=512)
     alpha: Count = 32
-    # Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, and the vision
-    # tower's. none: nothing, for evaluation and serving.
+    # mlp_attn and all mean the same; vision: also those of the vision tower; none: for evaluation and serving.
     target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = "all"
 
 
@@ -61,8 +60,7 @@ class TrainedModelSection(PlainModelSection):
     # lora: adapters beside frozen weights. full: all weights, the vision tower's too; `lora` is then not read.
     train: Literal["lora", "full"] = "lora"
     lora: LoraSection = LoraSection()
-    # A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; `lora` must describe
-    # it. The reference of the KL penalty stays the model without any adapter.
+    # Where training starts: a run folder or peft adapter folder that fits `lora`. The KL's reference stays the model.
     adapter: FilePath | None = None
 
 

@@ -29,33 +29,26 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithm
 
 
-# Signals while a command starts or ends something: it reports the signal and exits.
-
-_caught: list[int] = []
-
-
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
     """Inside, a signal is reported on stderr and raises SystemExit with its exit code, 130 or 143."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    _caught.clear()
-    for number in previous:
-        signal.signal(number, _leave)
+    caught: list[int] = []
+
+    def leave(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        print(f"Interrupted by {signal.Signals(number).name}: ending what was started.", file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except BaseException:
-        if _caught:  # Ray turns any exit code that it meets in a call of its own into 1, and what is half started fails
-            raise SystemExit(128 + _caught[0]) from None
+        if caught:  # Ray turns any exit code that it meets in a call of its own into 1, and what is half started fails
+            raise SystemExit(128 + caught[0]) from None
         raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _leave(number: int, _: FrameType | None) -> None:
-    _caught.append(number)
-    print(f"Interrupted by {signal.Signals(number).name}: ending what was started.", file=sys.stderr, flush=True)
-    sys.exit(128 + number)
 
 
 # `rl-vlm cluster drain`: runs save their checkpoints before the containers of driver and actors are stopped.

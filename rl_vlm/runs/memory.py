@@ -113,7 +113,5 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
 
 
 def weights_size(shape: ModelShape, dtype: DType) -> dict[str, Any]:
-    return {
-        "parameters": amount(shape.parameters),
-        "weights_gib": round(shape.parameters * _BYTES[dtype] / 2**30, 2),
-    }
+    weights_gib = round(shape.parameters * _BYTES[dtype] / 2**30, 2)
+    return {"parameters": amount(shape.parameters), "weights_gib": weights_gib}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -127,13 +127,8 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
         sizes[name] = train_size(part, inspected["train_items"])
         summary |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
         for variant in config.evaluation.variants:
-            _open_changed(
-                config,
-                name,
-                f"evaluation.variants.{variant}",
-                config.evaluation.split,
-                config.variant_arguments(variant, name),
-            )
+            changes = config.variant_arguments(variant, name)
+            _open_changed(config, name, f"evaluation.variants.{variant}", config.evaluation.split, changes)
     if config.curriculum.stages:
         for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
             _open_changed(config, name, where, "train", arguments, sizes[name])
@@ -185,16 +180,13 @@ def _open_changed(
 ) -> None:
     """Open an environment with the arguments that the key `where` changes; a run draws from `items` of it."""
     try:
-        env = _make_part(config, name, changes)
-        try:
+        with closing(_make_part(config, name, changes)) as env:
             size = env.num_items(split)
             if items is not None and size is not None and size < items:
                 raise UserInputError(
                     f"the {split} split has {size} items and the run draws from {items}: set env.num_items."
                 )
             env.reset(seed=0, options={"index": 0, "split": split})
-        finally:
-            env.close()
     except RLVLMError as error:
         raise UserInputError(f"{where}: {error}") from error
 

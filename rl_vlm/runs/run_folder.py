@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePath
 
 from rl_vlm.files import cache_folder, open_own
@@ -72,7 +72,7 @@ class RemoteFolder:
         """Fetch the run at the URL (`resume`), delete it (`overwrite`), or refuse it. Raises UserInputError,
         RemoteStorageError."""
         with self._errors("written"):  # a bucket that is not there is found now, not when the run is over
-            self._put(_PROBE, b"rl-vlm wrote this to see whether it may.\n")
+            self._files.pipe_file(f"{self._root}/{_PROBE}", b"rl-vlm wrote this to see whether it may.\n")
             self._delete([_PROBE])
         with self._errors("read"):
             self._files.invalidate_cache()
@@ -90,10 +90,14 @@ class RemoteFolder:
                 f"The run folder {self.url} exists: choose another --run-dir, or add --resume or --overwrite."
             )
         with self._errors("read" if resume else "emptied"):
-            if resume:
-                self._fetch(index)
-            else:
-                self._delete([_INDEX, *index])
+            if not resume:
+                return self._delete([_INDEX, *index])
+            for name in sorted(index):
+                path = self.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{self._root}/{name}", str(path))
+                self._copied[name] = _state(path)
+            self._index = index
 
     def push(self) -> None:
         """Upload what has changed, then the index; then delete what is gone here. Raises RemoteStorageError."""
@@ -113,7 +117,7 @@ class RemoteFolder:
                 raise RemoteStorageError(f"{self.url} was not written: files changed while they were copied.")
             gone = self._index - names
             if names != self._index:
-                self._put(_INDEX, json.dumps({"files": sorted(names)}, indent=1).encode())
+                self._files.pipe_file(f"{self._root}/{_INDEX}", json.dumps({"files": sorted(names)}, indent=1).encode())
                 self._index = names
             self._copied = {name: state for name, state in self._copied.items() if name in names}
             self._delete(sorted(gone))
@@ -126,12 +130,10 @@ class RemoteFolder:
                 logger.warning("%s", error)
 
     def push_the_rest(self) -> None:
-        for left in reversed(range(_ATTEMPTS)):
-            try:
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(RemoteStorageError):
                 return self.push()
-            except RemoteStorageError:
-                if not left:
-                    raise
+        self.push()
 
     def _names(self) -> frozenset[str]:
         names = (name for name in run_files(self.folder) if not name.startswith(_UNFINISHED))
@@ -148,17 +150,6 @@ class RemoteFolder:
             self._copied.pop(name, None)
             if path.exists():
                 raise
-
-    def _put(self, name: str, content: bytes) -> None:
-        self._files.pipe_file(f"{self._root}/{name}", content)
-
-    def _fetch(self, index: frozenset[str]) -> None:
-        for name in sorted(index):
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.get_file(f"{self._root}/{name}", str(path))
-            self._copied[name] = _state(path)
-        self._index = index
 
     def _read_index(self) -> frozenset[str] | None:
         try:

@@ -73,8 +73,11 @@ def plan(
     elif path.suffix in (".yaml", ".yml"):
         config = of_policy(load_config(path, settings))
     else:
-        model_key = f"model.path={json.dumps(target)}"
-        config = of_policy(load_config(None, [model_key, *_machine_defaults(), *settings]))
+        import torch
+
+        on_gpu = ["serving.gpus_per_replica=1", "model.dtype=bfloat16"] if torch.cuda.is_available() else []
+        defaults = [f"model.path={json.dumps(target)}", "serving.num_replicas=1", *on_gpu]
+        config = of_policy(load_config(None, [*defaults, *settings]))
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(config.http.host, token)
     check_quantization(config.serving.quantization)
@@ -106,13 +109,6 @@ def _with_usual_context(config: PolicyConfig, model: Path) -> PolicyConfig:
     return config.model_copy(update={"serving": serving})
 
 
-def _machine_defaults() -> list[str]:
-    import torch
-
-    on_gpu = ["serving.gpus_per_replica=1", "model.dtype=bfloat16"] if torch.cuda.is_available() else []
-    return ["serving.num_replicas=1", *on_gpu]
-
-
 def _for_serving(config: PolicyConfig) -> PolicyConfig:
     """Without what only training needs, and with the engine by name."""
     engine: str = config.serving.engine
@@ -140,10 +136,8 @@ def http_app(
     config: PolicyConfig, name: str, run_id: str, handle: Any, registry: Any, text: TextSide, token: str | None
 ) -> Gate:
     """The HTTP application in front of a Serve application's replicas and registry."""
-    keeps_base = keeps_base_model(config)
-    backend = ServeBackend(
-        handle, registry, name, run_id=run_id, deadline_s=config.http.deadline_s, keeps_base=keeps_base
-    )
+    deadline_s, keeps_base = config.http.deadline_s, keeps_base_model(config)
+    backend = ServeBackend(handle, registry, name, run_id=run_id, deadline_s=deadline_s, keeps_base=keeps_base)
     return ModelApp(backend, text, config.http, max_context=config.serving.max_context, token=token).gate
 
 

@@ -32,10 +32,12 @@ def is_loopback(address: str) -> bool:
 
 def cluster_address() -> str:
     """The address that RAY_ADDRESS names; for `auto` that of `ray start` here. Raises ClusterError within seconds."""
-    named = os.environ.get("RAY_ADDRESS", "")
-    address = named if named not in ("", "auto") else _started_here()
-    if not address:
-        raise cannot_join(named or "auto", "`ray start` has started none on this machine")
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "auto"):
+        try:  # what `ray start` wrote; Ray itself would take any cluster here, another user's private one too
+            address = (_temporary() / "ray/ray_current_cluster").read_text().strip()
+        except OSError:
+            raise cannot_join("auto", "`ray start` has started none on this machine") from None
     if "://" in address:  # of Ray Client
         return address
     host, _, port = address.rpartition(":")
@@ -51,14 +53,6 @@ def cannot_join(address: str, reason: object) -> ClusterError:
         f"The Ray cluster at {address} cannot be joined ({reason}): start it with `ray start --head`, name another one "
         "in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
     )
-
-
-def _started_here() -> str:
-    """What `ray start` wrote. (Ray itself would take any cluster of this machine, another user's private one too.)"""
-    try:
-        return (_temporary() / "ray/ray_current_cluster").read_text().strip()
-    except OSError:  # none is running
-        return ""
 
 
 def _temporary() -> Path:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import PolicyConfig, TrainConfig
+from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.loading import check_quantization, check_weights
-from rl_vlm.plugins import load_plugins
 from rl_vlm.runs.policy import PolicyRun, inspect_policy_run
 from rl_vlm.runs.preference import PreferenceRun, evaluate_preference_run, inspect_preference_run
 from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder

@@ -14,16 +14,7 @@ from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.envs.data import IMAGE_MARKER, BadRowError, Row, Schema
 from rl_vlm.learning.batching import count_images
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import (
-    EncodedImage,
-    Message,
-    Role,
-    StopReason,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-    UserInputError,
-)
+from rl_vlm.types import EncodedImage, Message, Role, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError
 
 ROLES: tuple[str, ...] = get_args(Role)
 _NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep them as JSON
@@ -159,9 +150,7 @@ class ConversationEncoder:
     learned."""
 
     def __init__(self, text: TextSide, max_length: int, too_long: TooLong = "leave_out") -> None:
-        self._text = text
-        self._max_length = max_length
-        self._too_long = too_long
+        self._text, self._max_length, self._too_long = text, max_length, too_long
 
     def length(self, conversation: Conversation) -> int | None:
         """Tokens, for which sizes of images are enough; None: it is left out. Raises BadRowError."""
@@ -209,7 +198,11 @@ class ConversationEncoder:
         shown: list[EncodedImage] = []
         length = 0
         for span, is_reply in self._spans(conversation):
-            expanded = self._expanded(span, conversation)
+            try:
+                counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
+            except UserInputError as error:  # an image of a shape that the model cannot be shown
+                raise BadRowError(f"{conversation.where}: {error}") from error
+            expanded = expand_image_tokens(span.token_ids, self._text.codec.image_token_id, counts)
             ids.append(expanded)
             said.append(np.full(len(expanded), is_reply))
             if length < self._max_length:
@@ -233,10 +226,3 @@ class ConversationEncoder:
             status=TrajectoryStatus.COMPLETED,
             images=tuple(shown),
         )
-
-    def _expanded(self, span: EncodedSpan, conversation: Conversation) -> np.ndarray:
-        try:
-            counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
-            return expand_image_tokens(span.token_ids, self._text.codec.image_token_id, counts)
-        except UserInputError as error:  # an image of a shape that the model cannot be shown
-            raise BadRowError(f"{conversation.where}: {error}") from error

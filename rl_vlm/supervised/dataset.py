@@ -1,5 +1,4 @@
-"""The conversations of a job: checked and measured before anything starts, then drawn in an order that the seed
-gives."""
+"""The conversations of a job: checked and measured before anything starts, then drawn in the order of the seed."""
 
 from __future__ import annotations
 

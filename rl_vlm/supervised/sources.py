@@ -1,5 +1,4 @@
-"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and what packages provide, such
-as the built-in `shapes`."""
+"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and installed packages."""
 
 from __future__ import annotations
 

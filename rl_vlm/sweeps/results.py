@@ -1,5 +1,4 @@
-"""What came out of a sweep: a table of trials and of settings, a figure, and the best trial's configuration and
-adapter."""
+"""What came out of a sweep: tables of trials and settings, a figure, the best configuration and adapter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One trial: an algorithm that evaluates itself, so that Tune can compare held-out metrics, and that ends when its run
-does."""
+"""One trial: an algorithm that evaluates itself, so that Tune can compare held-out metrics, and ends with its run."""
 
 from __future__ import annotations
 

@@ -86,10 +86,6 @@ def save(folder: Path, step: int, keep: int = 3, history: Path | None = None) ->
     return save_checkpoint(folder, f"step-{step:08d}", write, keep, history)
 
 
-def latest(folder: Path) -> Path | None:
-    return latest_checkpoint(folder, read_state)
-
-
 def store_of(folder: Path, *values: int) -> LabelStore:
     """A label store with a session for each value, one label of it each."""
     store = LabelStore(folder)
@@ -173,7 +169,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    newest = latest(tmp_path)
+    newest = latest_checkpoint(tmp_path, read_state)
     assert newest is not None and newest.name == "step-00000010"
 
 
