@@ -74,21 +74,16 @@ def safe(text: str) -> str:
     return printable(redact(text))
 
 
-def is_secret(name: str) -> bool:
-    """Whether an environment variable holds a secret, by its name."""
-    return _SECRET_NAME.search(name) is not None
-
-
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
     """The secret values, the longest first, without the white space around them."""
-    values = {value.strip() for name, value in environment.items() if is_secret(name)}
+    values = {value.strip() for name, value in environment.items() if _SECRET_NAME.search(name)}
     return sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
 
 
 def child_environment(keep: Iterable[str] = (), **more: str) -> dict[str, str]:
     """The environment for a process that needs no secrets: without tokens and keys, except the variables in `keep`."""
     kept = set(keep)
-    return {name: value for name, value in os.environ.items() if name in kept or not is_secret(name)} | more
+    return {name: value for name, value in os.environ.items() if name in kept or not _SECRET_NAME.search(name)} | more
 
 
 def csv_cell(text: str) -> str:

@@ -27,8 +27,7 @@ async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Calls that may hang, and the end of a process in which one does: Python would wait for it, and a job would not end
-# after its results are written.
+# Calls that may hang, and the end of a process in which one does: Python would wait for it.
 
 hung_calls: list[tuple[str, threading.Event]] = []  # what does not end within its deadline; set if it ends after all
 

@@ -124,12 +124,10 @@ class PreferenceSection(Section):
 
     @property
     def learns_reward(self) -> bool:
-        """Whether labels are asked for."""
         return self.reward in ("learn_from_preference", "learn_from_score")
 
     @property
     def rewards_images(self) -> bool:
-        """Whether the agent's reward is computed from pictures."""
         if self.learns_reward:
             return self.reward_model.architecture != "mlp"
         return self.reward in ("clip_image_text_matching", "blip2_image_text_matching")
@@ -142,7 +140,6 @@ class PreferenceSection(Section):
 
     @property
     def asks_served_model(self) -> bool:
-        """Whether labels come from the model that the run serves itself."""
         return self.learns_reward and self.labels.source == "vlm"
 
 

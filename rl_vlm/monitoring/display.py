@@ -24,11 +24,10 @@ class Trend:
     """A metric's `start` (mean of its first five values), moving average and best average, each None at first. nan and
     infinity are ignored."""
 
-    def __init__(self) -> None:
-        self.start: float | None = None
-        self.smoothed: float | None = None
-        self.best: float | None = None
-        self._count = 0
+    start: float | None = None
+    smoothed: float | None = None
+    best: float | None = None
+    _count = 0
 
     def add(self, value: float) -> None:
         if not math.isfinite(value):
@@ -240,9 +239,7 @@ def _number(name: str, value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as 45s, 3m 20s, 2h 05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"

@@ -95,8 +95,7 @@ class RayMetrics:
         self._warned_of_too_many = False
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._reward, self._mismatch, self._seconds = Trend(), Trend(), Trend()
-        self._running = False
-        self._row_at = time.monotonic()  # the wall clock may be set meanwhile
+        self._row_at: float | None = None  # by the clock that is never set; None: the run is starting
         about = {"algorithm": config.algorithm.name, "env": config.env.title, "model": config.model.path}
         self._set(Series(f"{PREFIX}run_info", "", "train"), 1.0, "what is trained", about)
         self._set_state(
@@ -117,9 +116,9 @@ class RayMetrics:
 
     def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
         now = time.monotonic()
-        if self._running:  # before the first row the run was starting
+        if self._row_at is not None:
             self._seconds.add(now - self._row_at)
-        self._row_at, self._running = now, True
+        self._row_at = now
         self._set_metrics(metrics)
         reward, disk = self._reward, shutil.disk_usage(self._folder)
         reward.add(metrics.get("reward/mean", math.nan))
@@ -139,7 +138,7 @@ class RayMetrics:
     def add_evaluation(self, numbers: Mapping[str, float]) -> None:
         self._set_metrics(numbers, EVAL)
         # An evaluation is progress, too, and counts for no iteration.
-        self._row_at = time.monotonic()
+        self._row_at = self._row_at and time.monotonic()
         self._set_state(last_progress_timestamp_seconds=time.time())
 
     def close(self) -> None:

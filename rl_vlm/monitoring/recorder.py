@@ -47,21 +47,19 @@ class ProgressCsv:
         self._path = path
         self._pending: list[tuple[int, Metrics]] = []
         cut_lines(path, lambda line: int(line.split(b",", 1)[0]), keep_until, head=1)
-        head = whole_lines(path)[:1] or [b"iteration"]
-        self._columns: list[str] = next(csv.reader([head[0].decode()]))
+        self._columns: list[str] = next(csv.reader([(whole_lines(path) or [b"iteration"])[0].decode()]))
 
     def add(self, iteration: int, metrics: Metrics) -> None:
         self._pending.append((iteration, {name: float(value) for name, value in metrics.items()}))
         self.flush()
 
     def flush(self) -> None:
-        new = list(dict.fromkeys(name for _, metrics in self._pending for name in metrics))
-        new = [name for name in new if name not in self._columns]
-        wider = self._columns + new
+        wider = list(dict.fromkeys([*self._columns, *(name for _, metrics in self._pending for name in metrics)]))
+        new = len(wider) - len(self._columns)
         rows = [[iteration, *(metrics.get(name, "") for name in wider[1:])] for iteration, metrics in self._pending]
         if new:
             # Cells hold no line ends, so a row is widened by adding empty cells to its line.
-            old = [line + b"," * len(new) + b"\n" for line in whole_lines(self._path)[1:]]
+            old = [line + b"," * new + b"\n" for line in whole_lines(self._path)[1:]]
             write_atomic(self._path, b"".join([csv_lines([wider]), *old, csv_lines(rows)]))
         elif rows:
             append_whole(self._path, csv_lines(rows))
@@ -246,11 +244,11 @@ class RunRecorder:
 
     def close(self) -> None:
         """End the run on Weights & Biases and send the last spans. A second call does nothing."""
-        wandb, self._wandb = self._wandb, None
+        wandb, collector = self._wandb, self._collector
+        self._wandb = self._collector = None
         if wandb is not None:
             with self._guard("Weights & Biases", Exception):
                 wandb.finish()
-        collector, self._collector = self._collector, None
         if collector is not None:
             sending = threading.Thread(target=collector.shutdown, daemon=True)  # waits for 30 s where nothing answers
             sending.start()

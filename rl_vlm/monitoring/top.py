@@ -35,7 +35,7 @@ Columns = Mapping[str, str | Callable[[Row], str]]
 
 
 def show(dashboard: str | None, console: Console, *, every_s: float, once: bool, as_json: bool) -> None:
-    """Show a cluster every `every_s` seconds until Ctrl-C, or once, as tables or JSON. Raises MetricsUnavailableError
+    """Show a cluster every `every_s` seconds until Ctrl-C, or once, as tables or JSON. Raises UserInputError
     at the first reading."""
 
     def read() -> dict[str, list[Any]]:
@@ -61,55 +61,45 @@ def show(dashboard: str | None, console: Console, *, every_s: float, once: bool,
 # Reading: the dashboard names the metrics endpoints of all nodes.
 
 
-class MetricsUnavailableError(UserInputError):
-    """There are no metrics where the user said, or the user may not read them."""
-
-
 def default_dashboard() -> str:
     named = (os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
     return next((url for url in named if url.startswith("http")), "http://127.0.0.1:8265")
 
 
 def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
-    """The samples of all nodes, and the endpoints that did not answer. Raises MetricsUnavailableError."""
+    """The samples of all nodes, and the endpoints that did not answer. Raises UserInputError."""
     import httpx
 
     url = f"{dashboard.rstrip('/')}/api/prometheus/sd"
     try:
         answer = httpx.get(url, headers=_token(), timeout=_TIMEOUT_S, trust_env=not is_loopback(url))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise MetricsUnavailableError(
+        raise UserInputError(
             f"Nothing answers at {dashboard} ({error}): give the head's dashboard with --address. A private cluster "
             "has metrics with resources.dashboard=true and logging.ray_metrics=true."
         ) from error
     if answer.status_code in (401, 403):
-        raise MetricsUnavailableError(
-            f"{dashboard} asks for the cluster's token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that "
-            "holds it."
-        )
+        raise UserInputError(f"{dashboard} asks for the cluster's token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.")
     if answer.status_code != 200 or "json" not in answer.headers.get("content-type", ""):
-        raise MetricsUnavailableError(
-            f"{dashboard} answers {answer.status_code} and no metrics: is this the right address?"
-        )
+        raise UserInputError(f"{dashboard} answers {answer.status_code} and no metrics: is this the right address?")
     targets = [target for group in answer.json() for target in group["targets"]]
     with ThreadPoolExecutor(_READERS) as threads:
         pages = dict(zip(targets, threads.map(_page, targets), strict=True))
     missing = [target for target, page in pages.items() if page is None]
     if targets and len(missing) == len(targets):
-        raise MetricsUnavailableError(
+        raise UserInputError(
             f"The dashboard {dashboard} names {len(targets)} metrics endpoints ({targets[0]}, ...) and none answers "
             "here: run `rl-vlm top` on a machine of the cluster."
         )
-    return [sample for page in pages.values() if page is not None for sample in parse(page)], missing
+    return [sample for page in pages.values() for sample in page or ()], missing
 
 
-def _page(target: str) -> str | None:
+def _page(target: str) -> list[Sample] | None:
     import httpx
 
     # These ports know no token, so none is sent to them. A proxy does not reach the cluster's own network.
     with contextlib.suppress(httpx.HTTPError):
-        page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
-        return page.raise_for_status().text
+        return parse(httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False).raise_for_status().text)
     return None
 
 
@@ -130,11 +120,10 @@ def token_file() -> Path:
 def _token() -> dict[str, str]:
     """The header of Ray's token authentication."""
     token, path = os.environ.get("RAY_AUTH_TOKEN", "").strip(), token_file()
-    if not token and path.is_file():
-        try:
-            token = path.read_text().strip()
-        except OSError as error:
-            raise RLVLMError(f"Cannot read the token in {path}: {error.strerror}.") from error
+    try:
+        token = token or (path.read_text().strip() if path.is_file() else "")
+    except OSError as error:
+        raise RLVLMError(f"Cannot read the token in {path}: {error.strerror}.") from error
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

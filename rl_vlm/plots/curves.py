@@ -77,14 +77,10 @@ def save_figure(figure: Figure, paths: Sequence[Path]) -> None:
 def draw_curve(folder: Path) -> Path:
     """Draw `curve.png` in a run folder from its config.yaml, progress.csv and eval.jsonl."""
     config = load_yaml((folder / "config.yaml").read_text())
-    figure = curve_figure(
-        pd.read_csv(
-            io.BytesIO(b"\n".join(whole_lines(folder / "progress.csv")) or b"iteration"), index_col="iteration"
-        ),
-        pd.DataFrame([json.loads(line) for line in whole_lines(folder / "eval.jsonl")]),
-        config["name"],
-        of_steps=(config.get("algorithm") or {}).get("name") == "preference_sac",
-    )
+    rows = io.BytesIO(b"\n".join(whole_lines(folder / "progress.csv")) or b"iteration")
+    evaluations = pd.DataFrame([json.loads(line) for line in whole_lines(folder / "eval.jsonl")])
+    of_steps = (config.get("algorithm") or {}).get("name") == "preference_sac"
+    figure = curve_figure(pd.read_csv(rows, index_col="iteration"), evaluations, config["name"], of_steps=of_steps)
     save_figure(figure, [path := folder / "curve.png"])
     return path
 
@@ -254,9 +250,8 @@ def trailing_mean(values: pd.Series, window: int) -> pd.Series:
 def draw_band(panel: Axes, band: Band, color: str, label: str) -> None:
     """The mean, labelled with the number of runs, over its interval; without a label a thin line alone."""
     if label and band.half is not None:
-        panel.fill_between(
-            band.steps, band.mean - band.half, band.mean + band.half, color=color, alpha=0.18, linewidth=0
-        )
+        low, high = band.mean - band.half, band.mean + band.half
+        panel.fill_between(band.steps, low, high, color=color, alpha=0.18, linewidth=0)
     runs = f" ({band.runs} runs)" if band.runs > 1 else ""
     marker = "o" if len(band.steps) == 1 else None  # a line of one point is not seen
     style: dict[str, Any] = {"linewidth": 2.2, "label": label + runs} if label else {"linewidth": 0.9, "alpha": 0.5}

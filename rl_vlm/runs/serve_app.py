@@ -62,19 +62,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     ingress = serve.deployment(serve.ingress()(HTTPIngress)).options(
         name="http",
         num_replicas=given.ingress_replicas,
-        max_ongoing_requests=config.http.max_queue
-        + 64,  # the gate counts and refuses; /health and /metrics still get in
+        # The gate counts and refuses; /health and /metrics still get in.
+        max_ongoing_requests=config.http.max_queue + 64,
         graceful_shutdown_timeout_s=config.http.drain_s + 5,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(  # type: ignore[no-any-return]
-        policy,
-        registry.bind(run_id, planned.adapter_folder),
-        config,
-        planned.model,
-        planned.name,
-        run_id,
-    )
+    owner = registry.bind(run_id, planned.adapter_folder)
+    return ingress.bind(policy, owner, config, planned.model, planned.name, run_id)  # type: ignore[no-any-return]
 
 
 class RegistryOwner:

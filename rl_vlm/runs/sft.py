@@ -31,18 +31,13 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
     if job.model.gpu_memory_gib:
         summary["gpu_memory_gib"] = f"{job.model.gpu_memory_gib:g} needed"
     data = open_job_data(job, load_text_side(folder, job.model.pixels), progress)
-    summary |= _counts("train", data.train)
-    if data.held_out is not None:
-        summary |= _counts("held_out", data.held_out)
+    for name, measured in {"train": data.train, "held_out": data.held_out}.items():
+        if measured is not None:
+            summary |= {f"{name}_conversations": len(measured), f"{name}_too_long": measured.left_out}
+        if measured:
+            summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
     summary["steps"] = total_steps(job, data)
     return summary | weights_size(ModelShape.read(folder), job.model.dtype), data
-
-
-def _counts(name: str, measured: Measured) -> dict[str, Any]:
-    summary = {f"{name}_conversations": len(measured), f"{name}_too_long": measured.left_out}
-    if len(measured):
-        summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
-    return summary
 
 
 def total_steps(job: SFTConfig, data: JobData) -> int:
@@ -178,12 +173,8 @@ class SFTRun(BaseRun):
         asked = [self.data.encoder.encode(one) for one in held_out.conversations(range(count))]
         right = sum(self.trainer.writes(asked))
         low, high = wilson_interval(right, count)
-        return {
-            "accuracy/default": right / count,
-            "accuracy_low/default": low,
-            "accuracy_high/default": high,
-            "items/default": count,
-        }
+        bounds = {"accuracy_low/default": low, "accuracy_high/default": high}
+        return {"accuracy/default": right / count, **bounds, "items/default": count}
 
     def _write_checkpoint(self, folder: Path) -> None:
         state = {"updates": self.done, "skipped": self.skipped, **self._data_state()}
