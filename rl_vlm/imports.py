@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
-logger = logging.getLogger(__name__)
 _threads: list[threading.Thread] = []  # of import_meanwhile, in the order of their starts
 
 
@@ -23,10 +21,8 @@ def import_meanwhile(*modules: str) -> None:
         for thread in earlier:
             thread.join()
         for module in modules:
-            try:
+            with suppress(Exception):  # a broken library may raise anything; the `import` that needs it will too
                 importlib.import_module(module)
-            except Exception as error:  # a broken library may raise anything; the `import` that needs it will too
-                logger.debug("importing %s ahead failed: %s", module, error)
 
     thread = threading.Thread(target=load, name="imports", daemon=True)
     _threads.append(thread)

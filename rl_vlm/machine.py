@@ -38,11 +38,7 @@ def available_memory() -> tuple[int, int]:
 
 def _groups(controller: str) -> Iterator[Path]:
     """The folders of this process's control group and of those above it, of version 2 and of version 1."""
-    try:
-        lines = OWN_GROUPS.read_text().splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():  # Linux alone has them
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = CGROUPS / controller if controllers else CGROUPS

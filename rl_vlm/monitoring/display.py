@@ -61,6 +61,7 @@ _JUDGE = (
 )  # fmt: skip
 POLICY_ROWS: Rows = (
     ("reward", ("{reward/mean:.3f}", "smoothed {reward smoothed:.3f}")),
+    ("stage", ("{stage:.0f}/{curriculum/stages:.0f}", "{solved:.0f} % solved")),
     ("judge", _JUDGE),
     ("speed", ("{rollout/tokens_per_s:,.0f} tokens/s", "{seconds per iteration:.2f} s/iteration")),
     ("policy", ("version {weights/version:.0f}", "{rollout/turns:.1f} turns", "mismatch KL {mismatch/kl:.1e}")),
@@ -194,19 +195,15 @@ class ProgressDisplay:
         return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
 
     def _facts(self) -> list[tuple[str, str]]:
-        computed = {"reward smoothed": self._reward.smoothed, "seconds per iteration": self._seconds.smoothed}
-        first, *rest = [(name, filled(parts, {**self._metrics, **computed})) for name, parts in self._rows]
+        values = {"reward smoothed": self._reward.smoothed, "seconds per iteration": self._seconds.smoothed}
+        values |= self._metrics
+        if "curriculum/stage" in values:  # counted from 1
+            solved = self._metrics.get("curriculum/solve_rate")
+            values |= {"stage": self._metrics["curriculum/stage"] + 1, "solved": solved and 100 * solved}
+        first, *rest = [(name, filled(parts, values)) for name, parts in self._rows]
         lost = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
         dropped = ", ".join(f"{count:.0f} {reason}" for reason, count in lost)
-        rows = [first, *self._held_out(), ("stage", self._stage()), *rest, ("dropped", dropped)]
-        return [(name, value) for name, value in rows if value]
-
-    def _stage(self) -> str:
-        stage, solved = self._metrics.get("curriculum/stage"), self._metrics.get("curriculum/solve_rate")
-        if stage is None:
-            return ""
-        rate = "" if solved is None else f", {100 * solved:.0f} % solved"
-        return f"{stage + 1:.0f}/{self._metrics['curriculum/stages']:.0f}{rate}"
+        return [(name, value) for name, value in (first, *self._held_out(), *rest, ("dropped", dropped)) if value]
 
     def _held_out(self) -> Iterable[tuple[str, str]]:
         for name, latest in self._latest.items():

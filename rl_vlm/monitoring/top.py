@@ -243,54 +243,50 @@ def _gib(used: float | None, whole: float | None) -> str:
     return "" if used is None or whole is None else f"{used / _GIB:.1f}/{whole / _GIB:.0f} GiB"
 
 
-# Each table: its columns, and what a row shows there. Columns of text stand left, numbers right.
+# Title, rows, and columns with what a row shows there. Columns of text stand left, numbers right.
 _TEXT = ("run", "last row", "algorithm", "environment", "replica", "node")
-_RUNS: Columns = {
-    "run": "{run}",
-    "last row": lambda row: "ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago",
-    "done": "{iteration:.0f}/{iterations:.0f}",
-    "s/row": "{iteration_seconds:.3g}",
-    "speed": lambda row: filled(("{tokens_per_s:,.0f} tok/s", "{steps_per_s:,.0f} steps/s"), row, " "),
-    "lag": "{lag_max:.0f}/{max_policy_lag:.0f}",
-    "queue": lambda row: filled(("{under_way:,.0f}", "{waiting:,.0f}"), row, "+"),
-    "version": "{version:,.0f}",
-    "lost": lambda row: f"{sum(row['dropped'].values()):,.0f}",
-    "restarts": lambda row: f"{sum(row['restarts'].values()):,.0f}",
-}
-_LEARNING: Columns = {
-    "run": "{run}",
-    "algorithm": "{algorithm}",
-    "environment": "{env}",
-    "reward": "{reward:,.4g}",
-    "smoothed": "{reward_smoothed:,.4g}",
-    "best": "{reward_best:,.4g}",
-    "accuracy": lambda row: "".join(f"{value:.3g}" for value in list(row["accuracy"].values())[:1]),
-    "mismatch": lambda row: filled(("{mismatch_kl:.1e}", "×{mismatch_growth:.1f}"), row, " "),
-}
-_REPLICAS: Columns = {
-    "run": lambda row: ", ".join(row["runs"]),
-    "replica": "{replica}",
-    "node": "{node}",
-    "version": "{version:,.0f}",
-    "running": "{running:,.0f}",
-    "waiting": "{waiting:,.0f}",
-    "batch": "{mean_batch:.3g}",
-    "requests": "{requests:,.0f}",
-    "errors": lambda row: f"{row['errors'] or 0:,.0f}",
-}
-_NODES: Columns = {
-    "node": "{node}",
-    "CPU": "{cpu_percent:.0f} %",
-    "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
-    "disk": "{disk_percent:.0f} %",
-    "GPU": lambda row: " ".join(filled(("{percent:.0f} %",), gpu) for gpu in row["gpus"]),
-    "GPU memory": lambda row: " ".join(
-        _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0)) for gpu in row["gpus"]
-    ),
-}
-_TABLES = (
-    ("runs", "runs", _RUNS),
-    ("learning", "runs", _LEARNING),
-    ("replicas", "replicas", _REPLICAS),
-    ("nodes", "nodes", _NODES),
-)
+_TABLES: tuple[tuple[str, str, Columns], ...] = (
+    ("runs", "runs", {
+        "run": "{run}",
+        "last row": lambda row: "ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago",
+        "done": "{iteration:.0f}/{iterations:.0f}",
+        "s/row": "{iteration_seconds:.3g}",
+        "speed": lambda row: filled(("{tokens_per_s:,.0f} tok/s", "{steps_per_s:,.0f} steps/s"), row, " "),
+        "lag": "{lag_max:.0f}/{max_policy_lag:.0f}",
+        "queue": lambda row: filled(("{under_way:,.0f}", "{waiting:,.0f}"), row, "+"),
+        "version": "{version:,.0f}",
+        "lost": lambda row: f"{sum(row['dropped'].values()):,.0f}",
+        "restarts": lambda row: f"{sum(row['restarts'].values()):,.0f}",
+    }),
+    ("learning", "runs", {
+        "run": "{run}",
+        "algorithm": "{algorithm}",
+        "environment": "{env}",
+        "reward": "{reward:,.4g}",
+        "smoothed": "{reward_smoothed:,.4g}",
+        "best": "{reward_best:,.4g}",
+        "accuracy": lambda row: "".join(f"{value:.3g}" for value in list(row["accuracy"].values())[:1]),
+        "mismatch": lambda row: filled(("{mismatch_kl:.1e}", "×{mismatch_growth:.1f}"), row, " "),
+    }),
+    ("replicas", "replicas", {
+        "run": lambda row: ", ".join(row["runs"]),
+        "replica": "{replica}",
+        "node": "{node}",
+        "version": "{version:,.0f}",
+        "running": "{running:,.0f}",
+        "waiting": "{waiting:,.0f}",
+        "batch": "{mean_batch:.3g}",
+        "requests": "{requests:,.0f}",
+        "errors": lambda row: f"{row['errors'] or 0:,.0f}",
+    }),
+    ("nodes", "nodes", {
+        "node": "{node}",
+        "CPU": "{cpu_percent:.0f} %",
+        "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
+        "disk": "{disk_percent:.0f} %",
+        "GPU": lambda row: " ".join(filled(("{percent:.0f} %",), gpu) for gpu in row["gpus"]),
+        "GPU memory": lambda row: " ".join(
+            _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0)) for gpu in row["gpus"]
+        ),
+    }),
+)  # fmt: skip

@@ -56,14 +56,9 @@ SCHEMA = pa.schema(
 
 def choose_groups(groups: Sequence[TrajectoryGroup], rows: int, seed: int) -> list[int]:
     """Positions of random whole groups with at least `rows` trajectories. The first of a round had short episodes."""
-    chosen: list[int] = []
-    total = 0
-    for position in np.random.default_rng(seed).permutation(len(groups)):
-        if total >= rows:
-            break
-        chosen.append(int(position))
-        total += len(groups[position])
-    return sorted(chosen)
+    order = np.random.default_rng(seed).permutation(len(groups))
+    before = np.cumsum([0, *(len(groups[position]) for position in order)])[:-1]
+    return sorted(order[before < rows].tolist())
 
 
 def write_trajectories(

@@ -36,7 +36,6 @@ _NAMESPACE = "rl_vlm"  # of the registry
 _EVERY_ADDRESS = "0.0.0.0"  # where Serve's proxies listen on a cluster: a token is needed, whatever http.host says
 _ANSWER_S = 15.0  # how long the registry may take for a call
 _START_S = 60.0  # for the registry to start
-_HEALTH_CHECK_S = 5.0
 
 
 class ServeArguments(Section):
@@ -57,7 +56,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     model = ModelReference.of(str(planned.model))
     policy = build_app(model, config, run_id, _NAMESPACE)
     registry = serve.deployment(RegistryOwner).options(
-        name="registry", num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=_HEALTH_CHECK_S
+        name="registry", num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=5.0
     )
     ingress = serve.deployment(serve.ingress()(HTTPIngress)).options(
         name="http",

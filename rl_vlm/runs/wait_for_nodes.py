@@ -11,8 +11,6 @@ import ray
 from rl_vlm.runs.surroundings import ClusterError
 from rl_vlm.safe_text import one_line
 
-_PAUSE_S = 1.0
-
 
 def wait_for_nodes(count: int, timeout_s: float) -> None:
     """Return once the cluster of RAY_ADDRESS has `count` nodes. Raises ClusterError."""
@@ -23,12 +21,12 @@ def wait_for_nodes(count: int, timeout_s: float) -> None:
         except (ConnectionError, RuntimeError) as error:  # the head is still starting
             if time.monotonic() > deadline:
                 raise ClusterError(f"The head did not answer within {timeout_s:g} s: {one_line(error)}") from error
-            time.sleep(_PAUSE_S)
+            time.sleep(1.0)
     try:
         while (alive := sum(bool(node["Alive"]) for node in ray.nodes())) < count:
             if time.monotonic() > deadline:
                 raise ClusterError(f"{alive} of {count} nodes joined within {timeout_s:g} s.")
-            time.sleep(_PAUSE_S)
+            time.sleep(1.0)
     finally:
         ray.shutdown()
 
