@@ -227,13 +227,11 @@ def test_a_wrong_override_is_explained(override: str, words: str) -> None:
 
 
 def test_resources_are_the_sum_over_all_actors() -> None:
-    config = parse_config(
-        {
-            "serving": {"num_replicas": 3, "cpus_per_replica": 0.5, "gpus_per_replica": 1},
-            "rollout": {"num_env_runners": 4, "cpus_per_env_runner": 0.25},
-            "learner": {"num_learners": 2, "cpus_per_learner": 1, "gpus_per_learner": 1},
-        }
-    )
+    config = parse_config({
+        "serving": {"num_replicas": 3, "cpus_per_replica": 0.5, "gpus_per_replica": 1},
+        "rollout": {"num_env_runners": 4, "cpus_per_env_runner": 0.25},
+        "learner": {"num_learners": 2, "cpus_per_learner": 1, "gpus_per_learner": 1},
+    })  # fmt: skip
     assert (config.needed_cpus, config.needed_gpus) == (1.5 + 1 + 2, 5)
     assert parse_config({"learner": {"gpus_per_learner": 1}}).needed_gpus == 1  # a learner inside the driver
 
@@ -278,9 +276,7 @@ def test_a_key_that_the_preference_loop_ignores_is_refused(dotted: dict[str, Any
 
 
 def test_a_key_that_grpo_ignores_is_refused() -> None:
-    with pytest.raises(UserInputError, match="Config key preference has no effect"):
-        parse_config({"preference": {"total_steps": 5}})
-    assert parse_config({"http": {"port": 9000}}).http.port == 9000  # serving is for every run
+    assert complaint({"preference": {"total_steps": 5}}).startswith("Config key preference has no effect")
 
 
 @pytest.mark.parametrize(("serving", "message"), TABLES["a_key_of_the_other_engine_is_refused"])

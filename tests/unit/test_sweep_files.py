@@ -118,10 +118,8 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
     ]  # fmt: skip
     assert (trials[3].finished, trials[3].error) == (False, "ValueError: no memory")
     settings = group_by_setting(trials, found)
-    assert [(name, sorted(one.last for one in members)) for name, members in settings.items()] == [
-        ("lr 0.001", [0.6, 0.8]),
-        ("lr 0.002", [0.5]),
-    ]
+    last = [(name, sorted(one.last for one in members)) for name, members in settings.items()]
+    assert last == [("lr 0.001", [0.6, 0.8]), ("lr 0.002", [0.5])]
     assert settings["lr 0.001"][0].points[0] == (0, 0.25)  # before training
 
     write_results(tmp_path, trials, RUN, found)
@@ -213,9 +211,7 @@ def test_no_more_trials_start_than_fit_with_their_replicas() -> None:
 
 
 def test_a_population_takes_turns_only_where_nobody_starves() -> None:
-    pbt = SweepConfig.model_validate(
-        {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 4}
-    )
+    pbt = sweep(space={"learner.lr": {"loguniform": [1e-4, 1e-2]}}, stopping={"name": "pbt"}, num_samples=4)
     assert trials_at_once(pbt, NEEDS, {"CPU": 8}, slots=True) == trials_at_once(pbt, NEEDS, {"CPU": 10}) == 0
     with pytest.raises(UserInputError, match="holds 3"):
         trials_at_once(pbt, NEEDS, {"CPU": 8})
