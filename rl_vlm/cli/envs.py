@@ -55,14 +55,18 @@ def check(
     env_arg: EnvArguments = None,
     episodes: Annotated[int, typer.Option(min=1, help="How many are played.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the answers.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a reset or step hangs.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a reset or step may take before it is said to hang.")
+    ] = 60.0,
     answers: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Answers to try, one a line.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try an environment and say what is wrong: splits, ends, cost, determinism, hostile answers. Code 1:
-    something is."""
+    """Try an environment and say what is wrong: splits, ends, cost, determinism, hostile answers.
+
+    Exit code 1 if anything is.
+    """
     from rl_vlm.envs.checking import check_environment
     from rl_vlm.files import write_atomic
 

@@ -34,7 +34,9 @@ def label(
     endpoint_model: Annotated[str, typer.Option(help="The model's name at the endpoint.")] = "default",
     generate: Annotated[str | None, typer.Option(help="The URL of a plain /generate server to ask instead.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=2, help="1: the label at once. 2: describe, then summarise.")] = 2,
-    no_logprobs: Annotated[bool, typer.Option("--no-logprobs", help="For endpoints that give none.")] = False,
+    no_logprobs: Annotated[
+        bool, typer.Option("--no-logprobs", help="Do not ask the endpoint for log-probabilities, which some refuse.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; FOLDER/vlm_query_log.csv by default.")] = None,
     overwrite: Overwrite = False,
 ) -> None:

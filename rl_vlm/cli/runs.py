@@ -40,7 +40,9 @@ def train(
 def plan(
     config: Config,
     overrides: Overrides = None,
-    gpu_gib: Annotated[float | None, typer.Option(min=1.0, help="Memory of a GPU, in place of this machine's.")] = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(min=1.0, help="Memory of a GPU; else this machine's, else model.gpu_memory_gib.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
     """Print how much memory a run needs on each GPU, part by part, from the model's shapes alone.
