@@ -1,5 +1,4 @@
-"""Atomic writing of files and folders, the cache folder, locks between processes, and conversion of values to plain
-JSON types."""
+"""Atomic writing of files and folders, the cache folder, locks between processes, and values as plain JSON types."""
 
 from __future__ import annotations
 
@@ -26,10 +25,8 @@ _DRAFT, _ASIDE = ".writing-", ".replaced-"  # prefixes of folders that `replace_
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:
-    """Replace the file by `data` (text as UTF-8), so that a reader or a crash sees the old or the new content.
-
-    The data is on the disk when this returns. On failure the old file stays and nothing else is left behind.
-    """
+    """Replace the file by `data`, which is on the disk when this returns; a reader or a crash sees the old or the new
+    content."""
     path = Path(path)
     content = data.encode("utf-8", "replace") if isinstance(data, str) else data
     # Not mkstemp, which makes files readable for their owner only.
@@ -48,13 +45,8 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def replace_folder(target: Path, kept: Callable[[Path], Iterable[str]] = lambda old: ()) -> Iterator[Path]:
-    """A draft folder, which takes the place of `target` at the end of the context: a reader sees the old folder or the
-    new one.
-
-    On an error the old folder stays. `kept` names the entries of the old folder that the new one has too; it raises an
-    error to prevent the replacement. A process that is killed between the two renames leaves the old folder as
-    `.replaced-*`: see `clean_leftovers`.
-    """
+    """A draft folder, which takes the place of `target` at the end: a reader sees the old folder or the new one. `kept`
+    names entries of the old folder that the new one keeps; it may raise an error to stop that."""
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f"{_ASIDE}{target.name}")
     draft = Path(tempfile.mkdtemp(prefix=f"{_DRAFT}{target.name}-", dir=target.parent))
@@ -81,8 +73,7 @@ def clean_leftovers(parent: Path) -> None:
 
 
 def _put_back(aside: Path) -> None:
-    """End the replacement of a folder that was moved aside: it goes back where nothing has taken its place, and else
-    for good."""
+    """A folder that was moved aside goes back where nothing has taken its place, and is deleted otherwise."""
     target = aside.with_name(aside.name.removeprefix(_ASIDE))
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -91,8 +82,7 @@ def _put_back(aside: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """The file or folder `source` as `target`, as hard links where that is possible; files that are there already
-    stay."""
+    """The file or folder `source` as `target`, as hard links where possible; files that are there stay."""
     if source.is_dir():
         shutil.copytree(source, target, copy_function=_link, dirs_exist_ok=True)
     elif os.path.lexists(source):
@@ -113,9 +103,8 @@ def _link(source: str, target: str) -> None:
 
 
 def open_own(path: str | Path) -> BinaryIO:
-    """Open a file for appending, unbuffered, unless it is a symbolic link: who may write into a folder could otherwise
-    make us write to any file of ours. Raises UserInputError for a link.
-    """
+    """Open a file for appending, unbuffered. Raises UserInputError for a symbolic link, which could lead to any
+    file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return cast(BinaryIO, open(os.open(path, flags, 0o666), "ab", buffering=0))
@@ -179,8 +168,7 @@ class AppendedFile:
 
 
 def cut_lines(path: Path, place: Callable[[bytes], int], last: int, head: int = 0) -> None:
-    """Keep the first `head` lines of a file, and those whose `place` is `last` at most; a file without any of these is
-    removed. Lines of which it raises an error were damaged by a crash of the machine, and go."""
+    """Keep the first `head` lines, and those whose `place` is `last` at most; damaged lines, of which it raises, go."""
     lines, kept = whole_lines(path), []
     for line in lines[head:]:
         with contextlib.suppress(ValueError, TypeError, LookupError):
@@ -200,13 +188,11 @@ def csv_lines(rows: Iterable[Sequence[Any]]) -> bytes:
 
 
 def cache_place() -> Path:
-    """What `cache_folder` makes."""
     return Path(os.environ.get("RL_VLM_CACHE") or Path.home() / ".cache" / "rl_vlm").expanduser()
 
 
 def cache_folder() -> Path:
-    """The folder of what is built once and used by every run: `~/.cache/rl_vlm`, or what RL_VLM_CACHE names. It is
-    made."""
+    """The folder of what is built once and used by every run, which is made."""
     folder = cache_place()
     try:
         folder.mkdir(parents=True, exist_ok=True)

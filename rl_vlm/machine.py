@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,11 +38,7 @@ def available_memory() -> tuple[int, int]:
 
 def _groups(controller: str) -> Iterator[Path]:
     """The folders of this process's control group and of those above it, of version 2 and of version 1."""
-    try:
-        lines = OWN_GROUPS.read_text().splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():  # Linux alone has them
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = CGROUPS / controller if controllers else CGROUPS
@@ -58,8 +56,6 @@ def _numbers(*files: Path) -> list[int]:
 
 def _cached(folder: Path) -> int:
     """Bytes of files in memory, which the kernel gives up when it needs them."""
-    try:
-        lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
-    except OSError:  # it is not told here
-        return 0
-    return sum(int(value) for name, value in lines if name in ("active_file", "inactive_file"))
+    with suppress(OSError):  # it is not told here
+        return sum(map(int, re.findall(r"(?m)^(?:in)?active_file (\d+)", (folder / "memory.stat").read_text())))
+    return 0

@@ -1,15 +1,11 @@
-"""Which files of a folder are ours: what `--overwrite` may delete in the folder of a run or of an exported model.
-
-Both carry a marker file. In the folder of a run, ours are the names that a run writes; a model's marker lists its
-files.
-"""
+"""Which files of a folder are ours, so that `--overwrite` may delete them: the names that a run writes in a folder with
+its marker, and the files that the marker of an exported model lists."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from rl_vlm.types import UserInputError
@@ -43,15 +39,14 @@ _RUN_FOLDERS = (
 
 
 def mark_run(folder: Path) -> None:
-    """Mark the folder as a run's. Raises OSError."""
     if (folder / RUN_MARKER).is_symlink():
         (folder / RUN_MARKER).unlink()  # not to write to what it leads to
     (folder / RUN_MARKER).write_text(_NOTE)
 
 
 def clear_run(folder: Path) -> None:
-    """Delete the files that a run wrote but its marker; all else stays. Raises UserInputError, with nothing deleted,
-    if it is no run."""
+    """Delete the files that a run wrote, its marker excepted. Raises UserInputError, with nothing deleted, if it is no
+    run."""
     if not (folder / RUN_MARKER).is_file():
         raise UserInputError(
             f"{folder} has no {RUN_MARKER}, so it is not known to be a run, and --overwrite deletes nothing in it: "
@@ -61,7 +56,13 @@ def clear_run(folder: Path) -> None:
         if (folder / name).is_symlink():
             raise UserInputError(f"{folder / name} is a link: delete it and what it names yourself.")
     # Without the marker, which may be locked: after a failure the rest is still known as a run.
-    _delete(folder, [name for name in run_files(folder) if name != RUN_MARKER])
+    for name in set(run_files(folder)) - {RUN_MARKER}:
+        path = folder / name
+        path.unlink(missing_ok=True)
+        for parent in path.relative_to(folder).parents[:-1]:  # folders that are empty now
+            if any((folder / parent).iterdir()):
+                break
+            (folder / parent).rmdir()
 
 
 def run_files(folder: Path) -> list[str]:
@@ -70,7 +71,6 @@ def run_files(folder: Path) -> list[str]:
 
 
 def mark_model(folder: Path) -> None:
-    """Mark the folder as an exported model's, and list its files. Raises OSError."""
     names = [name for name in files_in(folder) if name != MODEL_MARKER]
     (folder / MODEL_MARKER).write_text(json.dumps([*names, MODEL_MARKER], indent=1))
 
@@ -81,9 +81,7 @@ def model_files(folder: Path) -> frozenset[str]:
         listed = json.loads((folder / MODEL_MARKER).read_text())
     except (OSError, ValueError):
         return frozenset()
-    return (
-        frozenset(listed) if isinstance(listed, list) and all(isinstance(one, str) for one in listed) else frozenset()
-    )
+    return frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else frozenset()
 
 
 def files_in(folder: Path) -> list[str]:
@@ -93,14 +91,3 @@ def files_in(folder: Path) -> list[str]:
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         found += [Path(parent, name).relative_to(folder).as_posix() for name in (*files, *links)]
     return sorted(found)
-
-
-def _delete(folder: Path, names: Iterable[str]) -> None:
-    """Delete these files, and the folders that it leaves empty."""
-    for name in names:
-        path = folder / name
-        path.unlink(missing_ok=True)
-        for parent in path.relative_to(folder).parents[:-1]:
-            if any((folder / parent).iterdir()):
-                break
-            (folder / parent).rmdir()

@@ -18,19 +18,14 @@ def provided(group: str) -> dict[str, EntryPoint]:
 
 
 class Registry(Generic[T]):
-    """Maps the names that one configuration key accepts to objects.
-
-    Args:
-        key: the dotted configuration key, for error messages.
-    """
+    """Maps the names that one configuration key accepts to objects; `key` is for error messages."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Make an entry known under a name. A second entry of that name replaces the first, as when a plugin is
-        reloaded."""
+        """Make an entry known under a name; a second one replaces the first, as when a plugin is reloaded."""
 
         def remember(entry: T) -> T:
             self._entries[name] = entry
@@ -50,5 +45,4 @@ class Registry(Generic[T]):
         )
 
     def names(self) -> tuple[str, ...]:
-        """All known names, sorted."""
         return tuple(sorted(self._entries))

@@ -1,7 +1,6 @@
 """Text from elsewhere, made fit for terminals, logs, tables and child processes: no control characters, no secrets.
 
-Every exception of this package passes its message through `safe`, so that neither a file, a model nor an endpoint can
-send commands to a terminal or have a token written down.
+Every exception of this package passes its message through `safe`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def keep_secret(value: str) -> None:
 
 
 def redact(text: str) -> str:
-    """Without the values of variables whose names say that they are secret, those of `keep_secret`, and credentials in
-    addresses and HTTP headers."""
+    """Without secret values, those of `keep_secret`, and credentials in addresses and HTTP headers."""
     for value in (*_kept_secrets, *secrets_of(os.environ)):
         if value in text:
             text = text.replace(value, _HIDDEN)
@@ -66,26 +64,26 @@ def excerpt(text: str, characters: int) -> str:
     return redact(text[: 16 * characters])[:characters]
 
 
+def one_line(error: BaseException, characters: int = 160) -> str:
+    """The first line of an exception's text, shortened; the name of its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:characters]
+
+
 def safe(text: str) -> str:
     """Redacted and printable."""
     return printable(redact(text))
 
 
-def is_secret(name: str) -> bool:
-    """Whether an environment variable holds a secret, by its name."""
-    return _SECRET_NAME.search(name) is not None
-
-
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
     """The secret values, the longest first, without the white space around them."""
-    values = {value.strip() for name, value in environment.items() if is_secret(name)}
+    values = {value.strip() for name, value in environment.items() if _SECRET_NAME.search(name)}
     return sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
 
 
 def child_environment(keep: Iterable[str] = (), **more: str) -> dict[str, str]:
     """The environment for a process that needs no secrets: without tokens and keys, except the variables in `keep`."""
     kept = set(keep)
-    return {name: value for name, value in os.environ.items() if name in kept or not is_secret(name)} | more
+    return {name: value for name, value in os.environ.items() if name in kept or not _SECRET_NAME.search(name)} | more
 
 
 def csv_cell(text: str) -> str:
@@ -99,10 +97,7 @@ _THOUGHT_ENDS = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 
 
 def without_thoughts(text: str) -> str:
-    """What a model says beside its thoughts: nothing in `<think>...</think>` or behind a `<think>` that never ends.
-
-    A template may open the thought in the prompt, so everything before a lone `</think>` is a thought, too.
-    """
+    """What a model says beside its thoughts. Everything before a lone `</think>` is one: the prompt may open it."""
     *thoughts, rest = _THOUGHT_ENDS.split(text)
     said = ""
     for thought in thoughts:

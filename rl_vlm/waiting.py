@@ -27,24 +27,13 @@ async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Calls that may hang, and the end of a process in which one does: Python would wait for it, and a job would not end
-# after its results are written.
+# Calls that may hang, and the end of a process in which one does: Python would wait for it.
 
-_calls: list[tuple[str, threading.Event]] = []
-
-
-def note_hung_thread(what: str, ended: threading.Event) -> None:
-    """A thread of this process is in a call that did not end within its deadline; `ended` is set if it ends after
-    all."""
-    _calls.append((what, ended))
+hung_calls: list[tuple[str, threading.Event]] = []  # what does not end within its deadline; set if it ends after all
 
 
 def within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """What a call gives that knows no deadline of its own, made in a thread.
-
-    Raises what it raises, and TimeoutError when it takes longer than `seconds`: its thread, `what` it does, is left
-    behind.
-    """
+    """The result of a call that knows no deadline. TimeoutError leaves its thread, `what` it does, behind."""
     answer: Future[T] = Future()
     ended = threading.Event()
 
@@ -58,14 +47,14 @@ def within(seconds: float, what: str, call: Callable[[], T]) -> T:
 
     threading.Thread(target=work, name=what, daemon=True).start()
     if not ended.wait(seconds):
-        note_hung_thread(what, ended)
+        hung_calls.append((what, ended))
         raise TimeoutError(f"{what} did not end within {seconds:g} s")
     return answer.result()
 
 
 def leave(code: int) -> NoReturn:
     """End the process with this code; at once where a thread hangs, else as Python ends."""
-    hung = [what for what, ended in _calls if not ended.is_set()]
+    hung = [what for what, ended in hung_calls if not ended.is_set()]
     if not hung:
         sys.exit(code)
     print(f"rl-vlm: {hung[0]} still hangs; it is left behind.", file=sys.stderr)

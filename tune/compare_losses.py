@@ -7,7 +7,8 @@ ray job submit --working-dir . -- python tune/compare_losses.py --out /shared/lo
 from pathlib import Path
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.script import SweepArguments, run_script, tell_best
+from rl_vlm.sweeps.results import tell_best
+from rl_vlm.sweeps.script import SweepArguments, run_script
 from rl_vlm.sweeps.sweep import run_sweep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"

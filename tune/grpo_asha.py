@@ -9,7 +9,8 @@ The space is wide on purpose: most of its learning rates are too low or too high
 from pathlib import Path
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.script import SweepArguments, run_script, tell_best
+from rl_vlm.sweeps.results import tell_best
+from rl_vlm.sweeps.script import SweepArguments, run_script
 from rl_vlm.sweeps.sweep import run_sweep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"

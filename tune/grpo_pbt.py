@@ -9,7 +9,8 @@ Synchronous: nobody is replaced before everybody has come to the end of the inte
 from pathlib import Path
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.script import SweepArguments, run_script, tell_best
+from rl_vlm.sweeps.results import tell_best
+from rl_vlm.sweeps.script import SweepArguments, run_script
 from rl_vlm.sweeps.sweep import run_sweep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"

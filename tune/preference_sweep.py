@@ -10,7 +10,8 @@ Every setting gets the same number of labels in all. The agent's return on held-
 from pathlib import Path
 
 from rl_vlm.config.sweep import SweepConfig
-from rl_vlm.sweeps.script import SweepArguments, run_script, tell_best
+from rl_vlm.sweeps.results import tell_best
+from rl_vlm.sweeps.script import SweepArguments, run_script
 from rl_vlm.sweeps.sweep import run_sweep
 
 CONFIG = Path(__file__).parents[1] / "configs" / "rl_vlm_f" / "cartpole_tiny.yaml"

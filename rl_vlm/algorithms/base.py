@@ -18,8 +18,8 @@ from rl_vlm.algorithms.learners import Learners, light_env_runners
 from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
 from rl_vlm.config.loading import validated
 from rl_vlm.config.section import claim
+from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.memory.needs import driver_gpu
-from rl_vlm.plugins import load_plugins
 from rl_vlm.tracing import Span
 
 if TYPE_CHECKING:

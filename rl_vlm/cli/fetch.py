@@ -6,31 +6,26 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+import datasets
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
+from huggingface_hub import HfApi, HfFileSystem, snapshot_download
 
 from rl_vlm.files import cache_folder
 from rl_vlm.models.hub import FetchError, fetch_model, hub_errors
 from rl_vlm.models.loading import builtin_models
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
 
 
 def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
-    """Download a model, or a data set with `data`, into the hub's cache; return its folder there.
-
-    What is there already is not downloaded again. `tiny` builds the built-in model. With `data` a short name of `KNOWN`
-    gives a folder for `env.data`, with at most `max_rows` of each split. Raises UserInputError for a name that is wrong
-    or locked, FetchError when the hub cannot be reached.
-    """
+    """Download a model, or with `data` a data set, and return its folder; what is there is not fetched again. Raises
+    UserInputError, FetchError."""
     if name in builtin_models() and not data:
         return builtin_models()[name].folder()
     if data and name in KNOWN:
@@ -47,24 +42,17 @@ def fetch(name: str, data: bool = False, max_rows: int | None = None) -> Path:
         raise UserInputError(f"{name!r} is not a name of the hub: give owner/name, such as Qwen/Qwen3-VL-2B-Instruct.")
     if not data:
         return fetch_model(name)
-    import datasets
-    from huggingface_hub import snapshot_download
-
     with hub_errors(name, data=True):
         folder = snapshot_download(name, repo_type="dataset")
     try:
         datasets.load_dataset(name)  # offline, a data set is found by its name only if it was converted before
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FetchError(f"The data set {name} was fetched and cannot be opened ({reason}).") from error
+        raise FetchError(f"The data set {name} was fetched and cannot be opened ({one_line(error)}).") from error
     return Path(folder)
 
 
-# The data sets of the environments by short name: `rl-vlm fetch --data geo3k` writes train.parquet and test.parquet
-# for `env.data`.
-#
-# Rows are streamed from the hub, so only those that are asked for are read. A file appears complete or not at all, and
-# what is there is not fetched again.
+# The data sets of the environments by short name, each a folder of train.parquet and test.parquet for `env.data`. Rows
+# are streamed from the hub, so only those that are asked for are read.
 
 MAX_ROWS = 2000  # of each split, unless told otherwise
 _PATIENCE_S = 20.0  # for the hub's first answer
@@ -74,13 +62,9 @@ _MAX_IMAGE_BYTES = 20 * 2**20
 _LOCATION = {"latitude": "float64", "longitude": "float64", "country": "string", "region": "string", "city": "string"}
 
 
-@dataclass(frozen=True, slots=True)
-class KnownData:
-    """A data set of the hub that an environment reads.
-
-    columns: the environment's column -> its names on the hub, the first that is there counts. shards: split -> how the
-    names of its files begin. last_is_test: there is one split, whose last file is the test split.
-    """
+class KnownData(NamedTuple):
+    """A data set of the hub that an environment reads. columns: ours -> possible names there. shards: split -> how its
+    files begin."""
 
     repo: str
     columns: Mapping[str, tuple[str, ...]]
@@ -122,8 +106,6 @@ def fetch_known(name: str, max_rows: int | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     missing = [split for split in ("train", "test") if not (folder / f"{split}.parquet").is_file()]
     if missing:
-        from huggingface_hub import HfApi
-
         HfApi().dataset_info(known.repo, timeout=_PATIENCE_S)  # one question, without the client's many attempts
     for split in missing:
         stream = _street_views(known, split, rows) if name == "osv5m" else _stream(known, split)
@@ -135,9 +117,6 @@ def fetch_known(name: str, max_rows: int | None = None) -> Path:
 
 
 def _files(known: KnownData, split: str, ending: str) -> list[str]:
-    """The addresses of a split's files on the hub, in order. Raises UserInputError without any."""
-    from huggingface_hub import HfApi
-
     prefix = known.shards[split]
     entries = HfApi().list_repo_tree(known.repo, prefix.rpartition("/")[0], repo_type="dataset")
     files = sorted(entry.path for entry in entries if entry.path.startswith(prefix) and entry.path.endswith(ending))
@@ -150,10 +129,8 @@ def _files(known: KnownData, split: str, ending: str) -> list[str]:
     return [f"hf://datasets/{known.repo}/{file}" for file in files]
 
 
-def _stream(known: KnownData, split: str) -> IterableDataset:
-    """The rows of a split under the environment's names of columns, images still encoded. Raises UserInputError."""
-    import datasets
-
+def _stream(known: KnownData, split: str) -> datasets.IterableDataset:
+    """The rows of a split with our names of columns, images still encoded. Raises UserInputError."""
     # Parquet files named by address: the repository's own configuration, which may hold code, is not read.
     files = _files(known, split, ".parquet")
     stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
@@ -168,10 +145,7 @@ def _stream(known: KnownData, split: str) -> IterableDataset:
     return stream.rename_columns({theirs: ours for ours, theirs in chosen.items() if theirs != ours})
 
 
-def _street_views(known: KnownData, split: str, rows: int) -> IterableDataset:
-    """OpenStreetView-5M: pictures out of its archives with their rows of its table, both read in place."""
-    import datasets
-
+def _street_views(known: KnownData, split: str, rows: int) -> datasets.IterableDataset:
     columns = {name: datasets.Value(kind) for name, kind in _LOCATION.items()}
     features = datasets.Features({"image": datasets.Image(decode=False), **columns})
     table = f"hf://datasets/{known.repo}/{split}.csv"
@@ -180,9 +154,6 @@ def _street_views(known: KnownData, split: str, rows: int) -> IterableDataset:
 
 
 def _read_street_views(archives: Sequence[str], table: str, rows: int) -> Iterator[dict[str, Any]]:
-    """At least so many rows, if there are. The table names more pictures than the archives hold."""
-    from huggingface_hub import HfFileSystem
-
     hub = HfFileSystem()
     for address in archives:
         with hub.open(address, "rb") as remote, zipfile.ZipFile(remote) as archive:
@@ -200,11 +171,8 @@ def _read_street_views(archives: Sequence[str], table: str, rows: int) -> Iterat
 
 
 def _locations(table: Any, wanted: set[str]) -> dict[str, dict[str, Any]]:
-    """The rows of these ids, from a table that is read from its start until all are found."""
-    kinds = {"id": "string", **_LOCATION}
-    convert = pa.csv.ConvertOptions(
-        column_types={name: pa.type_for_alias(kind) for name, kind in kinds.items()}, include_columns=list(kinds)
-    )
+    kinds = {name: pa.type_for_alias(kind) for name, kind in {"id": "string", **_LOCATION}.items()}
+    convert = pa.csv.ConvertOptions(column_types=kinds, include_columns=list(kinds))
     rows: dict[str, dict[str, Any]] = {}
     for batch in pa.csv.open_csv(table, convert_options=convert):
         for row in batch.filter(pa.compute.is_in(batch.column("id"), pa.array(wanted))).to_pylist():

@@ -12,9 +12,7 @@ from rl_vlm.cli.options import Overwrite
 from rl_vlm.cli.output import say
 
 commands = typer.Typer()
-plot_commands = typer.Typer(
-    help="Draw figures from the files that runs write, RL-VLM-F's included.", no_args_is_help=True
-)
+plot_commands = typer.Typer(help="Draw figures from files of runs, RL-VLM-F's included.", no_args_is_help=True)
 commands.add_typer(plot_commands, name="plot")
 
 Outputs = Annotated[
@@ -26,23 +24,13 @@ Title = Annotated[str, typer.Option(help="Above the figure.")]
 @commands.command(epilog="Example: rl-vlm label pairs/ --goal 'to open the drawer' --model Qwen/Qwen3-VL-8B-Instruct")
 def label(
     folder: Annotated[
-        Path,
-        typer.Argument(
-            help="Pictures first_X and second_X, or X_1 and X_2, or a pairs.csv that lists them, or a label store."
-        ),
+        Path, typer.Argument(help="Pictures first_X, second_X (X_1, X_2), a pairs.csv, or a label store.")
     ],
     task: Annotated[str | None, typer.Option(help="A task whose prompts are known, such as drawer-open.")] = None,
     goal: Annotated[str | None, typer.Option(help="The goal in words, such as 'to open the drawer'.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A YAML file of own prompts.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A Hugging Face folder, a hub name that was fetched, or tiny-labeller (it knows poles only)."
-        ),
-    ] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible base URL to ask instead of a model here.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model folder, a fetched hub name, or tiny-labeller.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="An OpenAI-compatible base URL to ask instead.")] = None,
     endpoint_model: Annotated[str, typer.Option(help="The model's name at the endpoint.")] = "default",
     generate: Annotated[str | None, typer.Option(help="The URL of a plain /generate server to ask instead.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=2, help="1: the label at once. 2: describe, then summarise.")] = 2,

@@ -12,21 +12,14 @@ if TYPE_CHECKING:
     from rl_vlm.config import TrainConfig
 
 Config = Annotated[Path, typer.Argument(help="A YAML configuration, or a run folder, whose config.yaml is used.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3 env.kwargs.turns=2.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3.")]
 Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Without it the base model is used.")]
-NewRunDir = Annotated[
-    str | None,
-    typer.Option(help="Where the results go: a folder, or a URL such as s3://BUCKET/RUN; runs/NAME by default."),
-]
+NewRunDir = Annotated[str | None, typer.Option(help="The run folder, or a URL s3://BUCKET/RUN; else runs/NAME.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the run folder.")]
-DeleteFirst = Annotated[
-    bool,
-    typer.Option("--overwrite", help="First delete the files of the run that is in the run folder, and nothing else."),
-]
+DeleteFirst = Annotated[bool, typer.Option("--overwrite", help="First delete what the run in the folder wrote.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check configuration, model and data; train nothing.")]
 
 
 def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfig:
@@ -35,14 +28,6 @@ def load_run(config: Path | None, overrides: Sequence[str] | None) -> TrainConfi
 
     path = config / "config.yaml" if config is not None and config.is_dir() else config
     return load_config(path, overrides or ())
-
-
-def refuse_both(resume: bool, overwrite: bool) -> None:
-    """Raise UserInputError for --resume together with --overwrite."""
-    from rl_vlm.types import UserInputError
-
-    if resume and overwrite:
-        raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
 
 
 def parse_arguments(given: Sequence[str] | None) -> dict[str, Any]:

@@ -32,10 +32,7 @@ def say_check(name: str, status: str, detail: str, width: int = 12) -> None:
 
 
 class ErrorReport:
-    """Turns an exception into a sentence and an exit code.
-
-    `folder` is where the traceback of an unexpected error is written.
-    """
+    """Turns an exception into a sentence and an exit code; tracebacks go to `folder`."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None

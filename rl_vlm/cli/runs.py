@@ -9,17 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_vlm.cli.options import (
-    Adapter,
-    Config,
-    DeleteFirst,
-    NewRunDir,
-    Overrides,
-    Overwrite,
-    Resume,
-    load_run,
-    refuse_both,
-)
+from rl_vlm.cli.options import Adapter, Config, DeleteFirst, DryRun, NewRunDir, Overrides, Overwrite, Resume, load_run
 from rl_vlm.cli.output import error_report, say
 
 commands = typer.Typer()
@@ -32,16 +22,13 @@ def train(
     run_dir: NewRunDir = None,
     resume: Resume = False,
     overwrite: DeleteFirst = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check configuration, model and data; train nothing.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a policy. Ctrl-C saves a checkpoint; --resume goes on from it."""
-    refuse_both(resume, overwrite)
     run = load_run(config, overrides)
+    folder = _run_folder(run.name, run_dir, config, resume, overwrite)
     from rl_vlm.runs import train as training
 
-    folder = _run_folder(run_dir, config if resume else None, training.default_run_dir(run))
     if dry_run:
         obstacles = training.obstacles(run, folder, resume=resume, overwrite=overwrite)
         _print_findings(run.name, training.inspect_run(run), obstacles)
@@ -54,10 +41,7 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     gpu_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0, help="Memory of a GPU; else this machine's, else the card that model.gpu_memory_gib names."
-        ),
+        float | None, typer.Option(min=1.0, help="Memory of a GPU; else this machine's, else model.gpu_memory_gib.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
 ) -> None:
@@ -76,9 +60,7 @@ def plan(
 
 @commands.command(epilog="Example: rl-vlm export runs/quickstart my-model")
 def export(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run folder, or a folder of what was trained.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", help="A run folder, or one of trained weights.")],
     out: Annotated[Path, typer.Argument(help="The Hugging Face model folder to write.")],
     model: Annotated[str | None, typer.Option(help="The base model; by default the one that the run names.")] = None,
     overwrite: Overwrite = False,
@@ -100,15 +82,18 @@ def _print_findings(name: str, findings: Mapping[str, Any], obstacles: Sequence[
     say(f"{name}: nothing is wrong with the configuration, the model and the data{here}.")
 
 
-def _run_folder(run_dir: str | None, resumed: Path | None, default: Path) -> str:
-    """Where results go: what is named, the run folder that is resumed, or the default. Tracebacks go there, too."""
-    folder = run_dir or (str(resumed) if resumed is not None and resumed.is_dir() else str(default))
+def _run_folder(name: str, run_dir: str | None, config: Path, resume: bool, overwrite: bool) -> str:
+    """Where results and tracebacks go: what is named, the run folder that is resumed, or runs/NAME."""
+    from rl_vlm.types import UserInputError
+
+    if resume and overwrite:
+        raise UserInputError("--resume and --overwrite contradict each other: give one of them.")
+    folder = run_dir or str(config if resume and config.is_dir() else Path("runs") / name)
     error_report.folder = Path(folder)
     return folder
 
 
 def _print_result(result: dict[str, Any], folder: str) -> None:
-    """Print what a run came to in a line. Exit code 1 unless it is done."""
     parts = [f"{result.get('status')} after {result.get('iterations')} {result.get('unit', 'iterations')}"]
     # A preference run's own reward is learned and changes its scale: only its evaluation is comparable over a run.
     reward = "evaluation_reward" if "evaluation_reward_after" in result else "reward"
@@ -128,18 +113,15 @@ def sft(
     run_dir: NewRunDir = None,
     resume: Resume = False,
     overwrite: DeleteFirst = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check configuration, model and every conversation; train nothing.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Fine-tune on conversations with images (LoRA). Ctrl-C saves a checkpoint; --resume goes on from it."""
     from rl_vlm.config import load_sft_config
 
-    refuse_both(resume, overwrite)
     job = load_sft_config(config / "config.yaml" if config.is_dir() else config, overrides or ())
+    folder = _run_folder(job.name, run_dir, config, resume, overwrite)
     from rl_vlm.runs import sft as tuning
 
-    folder = _run_folder(run_dir, config if resume else None, tuning.default_run_dir(job))
     if dry_run:
         _print_findings(job.name, tuning.inspect_sft(job)[0])
         return
@@ -165,25 +147,18 @@ def sweep(
     overrides: Overrides = None,
     space: Annotated[Path, typer.Option(help="The YAML file of what varies, see tune/spaces/.")] = ...,  # type: ignore
     run_dir: Annotated[str | None, typer.Option(help="Where the results go; runs/NAME-sweep by default.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted sweep; nothing is repeated.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a sweep; nothing is repeated.")] = False,
 ) -> None:
     """Train with many settings and compare them: a table, a figure, and the best configuration and adapter."""
     from rl_vlm.config.sweep import load_sweep
 
     run, found = load_run(config, overrides), load_sweep(space)
+    from rl_vlm.sweeps.results import tell_best
     from rl_vlm.sweeps.sweep import run_sweep, sweep_folder
 
     folder = sweep_folder(run_dir or Path("runs") / f"{run.name}-sweep")
     trials = run_sweep(run, found, folder, resume=resume)
-    best = trials[0]
-    settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
-    say(
-        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {found.metric} "
-        f"{best.best:.3f} with {settings}"
-    )
-    say(f"See {folder / 'results.md'}, {folder / 'results.png'} and {folder / 'best'}.")
+    tell_best(trials, found.metric, folder)
     if not all(trial.finished for trial in trials):
         raise typer.Exit(1)
 
@@ -192,9 +167,7 @@ def sweep(
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="tiny, a model folder, a hub name, a YAML configuration or a run folder. LOCAL_MODEL_PATH."
-        ),
+        typer.Argument(help="tiny, a folder, a hub name, a configuration or a run folder; or LOCAL_MODEL_PATH."),
     ] = None,
     overrides: Overrides = None,
     adapter: Adapter = None,
@@ -211,10 +184,6 @@ def serve(
     from rl_vlm.runs.lifecycle import leaving_on_signals
 
     with leaving_on_signals():  # importing takes seconds
-        from rl_vlm.models.weights import find_trained
         from rl_vlm.runs import serve as launch
 
-        find_trained(adapter)
-
-        planned = launch.plan(model, overrides or (), adapter=adapter, host=host, port=port)
-        launch.run_server(planned, say)
+        launch.run_server(launch.plan(model, overrides or (), adapter=adapter, host=host, port=port), say)

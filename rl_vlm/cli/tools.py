@@ -24,10 +24,7 @@ def fetch(
             "(Caption-v0). A short name prints a folder for env.data.",
         ),
     ] = False,
-    max_rows: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a data set with a short name: so many rows of each split; 2000 by default."),
-    ] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Of each split of such a data set; else 2000.")] = None,
 ) -> None:
     """Download a model or a data set once; afterwards everything works offline."""
     from rl_vlm.cli.fetch import fetch as fetch_from_hub
@@ -65,9 +62,7 @@ def _group() -> None:
 @cluster.command(epilog="Example: rl-vlm cluster drain --timeout 110")
 def drain(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 110.0,
-    actors: Annotated[
-        bool, typer.Option("--actors", help="Only wait, until no actor of a run works on this machine.")
-    ] = False,
+    actors: Annotated[bool, typer.Option("--actors", help="Only wait until no actor works here.")] = False,
 ) -> None:
     """Send SIGTERM to the runs of this user on this machine and wait until they have saved their checkpoints.
 
@@ -89,12 +84,7 @@ WIDE = 180  # columns
     epilog="Examples: rl-vlm top; rl-vlm top --once; rl-vlm top --json; rl-vlm top --address http://HEAD:8265"
 )
 def top(
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="The Ray dashboard, http://HEAD:8265. Without it RAY_API_SERVER_ADDRESS, else this machine's."
-        ),
-    ] = None,
+    address: Annotated[str | None, typer.Option(help="The Ray dashboard; else RAY_API_SERVER_ADDRESS or here.")] = None,
     every: Annotated[float, typer.Option(min=0.5, help="Seconds between two readings.")] = 5.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
     as_json: AsJson = False,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rl_vlm.config.learner import LearnerActors
-from rl_vlm.config.section import Name, ResourcesSection, Section, TrainLogging
+from rl_vlm.config.section import Name, Plugin, ResourcesSection, Section, TrainLogging
 from rl_vlm.config.serving import HTTPSection, ServedModelSection, ServingSection
-from rl_vlm.files import resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class CommonConfig(Section, ABC):
 
     name: Name = "run"
     # Modules, or files by path, that register your environments, losses, estimators and rewards.
-    plugins: tuple[str, ...] = ()
+    plugins: tuple[Plugin, ...] = ()
     seed: int = Field(0, ge=0, lt=2**31)
     deterministic: bool = False  # Lock-step sampling: k + k iterations equal 2k byte for byte.
     model: ServedModelSection = ServedModelSection()
@@ -39,14 +39,7 @@ class CommonConfig(Section, ABC):
     resources: ResourcesSection = ResourcesSection()
     http: HTTPSection = HTTPSection()
 
-    @field_validator("plugins")
-    @classmethod
-    def _absolute_paths(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        # Other processes have other working directories.
-        return tuple(str(resolved(name)) if name.endswith(".py") else name for name in names)
-
     def problems(self) -> Iterator[str]:
-        """Settings of serving that do not fit the run."""
         uses_vllm, quantization = self.serving.expected_engine == "vllm", self.serving.quantization
         if (quantization == "nf4" and uses_vllm) or (quantization == "fp8" and not uses_vllm):
             yield "serving.quantization: nf4 needs serving.engine transformers, and fp8 needs vllm on a GPU"
@@ -57,29 +50,27 @@ class CommonConfig(Section, ABC):
 
     @property
     @abstractmethod
-    def serves(self) -> bool:
-        """Whether the run has replicas of the model."""
+    def collection(self) -> Any:
+        """The section of the env runners, which has `num_env_runners` and `cpus_per_env_runner`."""
 
     @property
-    @abstractmethod
-    def samplers(self) -> Actors:
-        """The actors beside replicas and learners."""
-
-    # What replicas are made for. Without a policy that learns, they serve the model as it came.
+    def serves(self) -> bool:
+        """Whether the run has replicas of the model."""
+        return True
 
     @property
     def trains_full(self) -> bool:
-        """Whether all weights are trained, so that each version brings all of them."""
+        """Whether all weights are trained."""
         return False
 
     @property
     def lora_rank(self) -> int:
-        """The rank of the adapters that the run publishes."""
+        """Of the adapters that the run publishes."""
         return 1
 
     @property
     def max_lora_rank(self) -> int:
-        """The highest rank of an adapter that the replicas serve."""
+        """Of the adapters that the replicas serve."""
         return (self.serving.sharing.max_lora_rank if self.serving.shared else None) or self.lora_rank
 
     @property
@@ -96,21 +87,19 @@ class CommonConfig(Section, ABC):
     @property
     def actors(self) -> list[Actors]:
         """All actors of a run; a learner inside the driver counts where it needs a GPU."""
-        serving, learner = self.serving, self.learner
+        serving, learner, runners = self.serving, self.learner, self.collection
         replicas = serving.num_replicas if self.serves else 0
         return [
             Actors("replicas", replicas, serving.cpus_per_replica, serving.gpus_per_replica),
-            self.samplers,
+            Actors("env runners", runners.num_env_runners, runners.cpus_per_env_runner, 0.0),
             Actors("learners", learner.num_learners, learner.cpus_per_learner, learner.gpus_per_learner),
             Actors("learner in the driver", int(learner.num_learners == 0), 0.0, learner.gpus_per_learner),
         ]
 
     @property
     def needed_cpus(self) -> float:
-        """Logical CPUs that all actors of the run hold together."""
         return sum(actors.count * actors.cpus for actors in self.actors)
 
     @property
     def needed_gpus(self) -> float:
-        """GPUs that all actors of the run hold together; a learner inside the driver counts as one actor."""
         return sum(actors.count * actors.gpus for actors in self.actors)

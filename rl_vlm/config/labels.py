@@ -1,7 +1,4 @@
-"""`preference.labels`: who labels, how, and which pairs.
-
-Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the description says so.
-"""
+"""`preference.labels`: who labels, how, and which pairs. Defaults are RL-VLM-F's, with its option in brackets."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from pydantic import Field
 
 from rl_vlm.config.section import Count, NonNegative, Positive, Section, Share
 
-Source = Literal["vlm", "endpoint", "generate", "scripted", "clip", "itm", "cache"]
 # Which pairs are asked about: RL-VLM-F's `feed_type` 0 to 5.
 Rule = Literal["uniform", "disagreement", "entropy", "kcenter", "kcenter_disagreement", "kcenter_entropy"]
 
@@ -24,11 +20,7 @@ def names_no_cache(value: str | Path | None) -> bool:
 
 
 class TeacherSection(Section):
-    """B-Pref's simulated teacher, which labels by the true reward (Lee et al. 2021, arXiv 2111.03026, section 4).
-
-    RL-VLM-F's teacher_beta, teacher_gamma and teacher_eps_*. The thresholds are shares of a segment's average return,
-    see `ScriptedTeacher.set_margin`.
-    """
+    """B-Pref's simulated teacher, which labels by the true reward (arXiv 2111.03026, section 4)."""
 
     beta: float = -1.0  # 0 or less: the higher return wins; above: Bradley-Terry with this scale.
     gamma: float = Field(1.0, gt=0, le=1)  # Discount over a segment; its last step counts in full.
@@ -50,11 +42,8 @@ class EndpointSection(Section):
 
 
 class LabelsSection(Section):
-    """Who labels pairs, how they are asked, and which pairs."""
-
-    # vlm: the served model. endpoint, generate: HTTP. scripted: the true reward. clip, itm: similarity of picture and
-    # text. cache: a label store alone.
-    source: Source = "vlm"
+    # The served model, HTTP, the true reward (scripted), similarity of picture and text, or a label store alone.
+    source: Literal["vlm", "endpoint", "generate", "scripted", "clip", "itm", "cache"] = "vlm"
     task: str | None = None  # Whose prompts are used; by default the environment's.
     goal: str | None = None  # The goal in words, such as `to open the drawer`; replaces the task's.
     description: str | None = None  # What the achieved goal looks like, for clip and itm.
@@ -82,7 +71,6 @@ class LabelsSection(Section):
     similarity_model: str = "openai/clip-vit-large-patch14-336"
 
     def problems(self) -> Iterator[str]:
-        """A source without what it needs."""
         if self.source == "endpoint" and not self.endpoint.url:
             yield "preference.labels.endpoint.url is needed for source endpoint, such as http://host:8000/v1"
         if not names_no_cache(self.cache) and (self.flip or self.coin_flips):

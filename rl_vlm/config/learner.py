@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rl_vlm.config.section import Beta, Count, Natural, NonNegative, OnlyWith, Positive, Section, Share
 
-StrategyName: TypeAlias = Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"]
-
 
 class ComputeSection(Section):
-    """How a learner computes on a CPU."""
-
     place: ClassVar[str] = "learner."
 
     num_threads: Count = 1
 
 
 class LearnerActors(ComputeSection):
-    """The learner group: where learners run, and when one counts as lost."""
-
     num_learners: Natural = 0  # 0: inside the driver; more: actors that share each optimiser step.
     cpus_per_learner: NonNegative = 0.5
     gpus_per_learner: Share = 0.0  # A learner computes on one GPU, or on a share of it.
     max_restarts: Natural = 3  # How often a dead learner is replaced from the last checkpoint.
-    # A learner that has not answered its first update within this counts as dead. Later updates get ten times the
-    # longest one so far, at least two minutes and at most this.
+    # After which a learner counts as dead. Later updates get ten times the longest so far, between 120 s and this.
     update_timeout_s: Positive = 1800.0
 
     def problems(self) -> Iterator[str]:
-        """Several learners on one GPU."""
         yield from super().problems()
         if self.num_learners >= 2 and 0 < self.gpus_per_learner <= 0.5:
             yield (
@@ -42,14 +34,11 @@ class LearnerActors(ComputeSection):
 
     @property
     def in_step(self) -> bool:
-        """Whether passes wait for those of the other learners, so that all make as many, and all read and restore state
-        together."""
+        """Whether learners make every pass, and read and restore state, together."""
         return False
 
 
 class OptimizerSection(ComputeSection):
-    """How the model is optimised: of reinforcement learning and of supervised fine-tuning."""
-
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
         OnlyWith(("lr_final_fraction",), "lr_schedule", ("linear",)),
         OnlyWith(("betas",), "optimizer", ("adamw",)),
@@ -65,25 +54,21 @@ class OptimizerSection(ComputeSection):
     max_grad_norm: Positive = 1.0
     micro_batch_tokens: Count = 8192
     share_prompts: bool = True
-    # Of packed rows. dense: one mask over whole rows, the reference; segments: each continuation by itself, which pays
-    # for what is seen; auto: segments where that is cheaper.
+    # Of packed rows. dense: one mask over whole rows; segments: each continuation by itself; auto: what is cheaper.
     attention: Literal["auto", "segments", "dense"] = "auto"
     gradient_checkpointing: bool = False
 
 
 class LearnerSection(LearnerActors, OptimizerSection):
-    """The learner group that trains the policy."""
-
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
         *OptimizerSection.conditional,
         OnlyWith(("offload_optimizer",), "strategy", ("zero1", "zero2", "zero3")),
         OnlyWith(("offload_params",), "strategy", ("fsdp2", "zero3")),
     )
 
-    # How learners share a step. single: one learner; all_reduce: each holds all and gradients are added; fsdp2: the
-    # frozen layers are sharded; zero1, zero2, zero3: DeepSpeed shards optimiser, gradients, frozen layers. null: single
-    # or all_reduce, by num_learners.
-    strategy: StrategyName | None = None
+    # single: one learner; all_reduce: gradients are added; fsdp2: frozen layers are sharded; zero1, zero2, zero3:
+    # DeepSpeed shards optimiser, gradients, frozen layers. null: single or all_reduce, by num_learners.
+    strategy: Literal["single", "all_reduce", "fsdp2", "zero1", "zero2", "zero3"] | None = None
     offload_optimizer: bool = False  # Keep the optimiser's state in host memory and step there; zero1, zero2 and zero3.
     offload_params: bool = False  # Keep the shards of the frozen layers in host memory; fsdp2 and zero3.
     # Per optimiser step, of an average of the weights that is kept beside them; evaluation.weights uses it.
@@ -92,7 +77,6 @@ class LearnerSection(LearnerActors, OptimizerSection):
     log_entropy: bool = True
 
     def problems(self) -> Iterator[str]:
-        """What the strategy cannot do."""
         yield from super().problems()
         name = self.strategy
         if name == "single" and self.num_learners > 1:
@@ -143,18 +127,15 @@ _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300; without its KL penalty of 0.04, which is kl_coef's.
     "grpo": _GRPO | _CLIP,
-    # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens, dynamic sampling. Its penalty for long answers is
-    # overlong_buffer's, whose size depends on the token budget (there a fifth of it).
+    # DAPO, arXiv 2503.14476; its penalty for long answers is overlong_buffer's (there a fifth of the budget).
     "dapo": _GRPO | {"aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28, "max_refill": 2.0},
-    # GSPO, arXiv 2507.18071, section 5.1: one ratio per trajectory, whose mean over the tokens moves far less than a
-    # token's.
+    # GSPO, arXiv 2507.18071, section 5.1: a trajectory's ratio moves far less than a token's.
     "gspo": _GRPO | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     # CISPO, MiniMax-M1, arXiv 2506.13585, which does not publish its bound; 5 is that of ScaleRL, arXiv 2510.13786.
     "cispo": _GRPO | {"loss": "cispo", "aggregation": "token_mean", "cispo_cap": 5.0},
     # SAPO, arXiv 2511.20347.
     "sapo": _GRPO | {"loss": "sapo", "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05},
-    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories, so token losses are added up. With one minibatch nothing
-    # is clipped.
+    # RLOO, arXiv 2402.14740: REINFORCE on whole trajectories. With one minibatch nothing is clipped.
     "rloo": _GRPO | _CLIP | {"aggregation": "constant", "estimator": "rloo", "advantage_normalization": "none"},
     # REINFORCE++, arXiv 2501.03262: no baseline of the group, advantages normalised over the whole batch.
     "reinforce_pp": _GRPO | _CLIP | {"estimator": "reinforce_pp"},
@@ -163,18 +144,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     # PPO, arXiv 1707.06347, with a critic and GAE (arXiv 1506.02438).
     "ppo": _GRPO | _CLIP | {"name": "ppo", "aggregation": "token_mean", "estimator": "gae"},
 }
-# exp(old - behaviour) within which a token, or the geometric mean of a trajectory, is kept where the configuration says
-# nothing.
-# Per token: IcePop (Ring-1T, arXiv 2510.18855). Per trajectory: with noise of s nats per token the logarithm of the
-# mean over T tokens has the deviation s / sqrt(T); thousands of tokens want a narrower band, a dozen a wider one.
+# exp(old - behaviour) within which a token (IcePop, arXiv 2510.18855) or the geometric mean of a trajectory is kept.
 _MISMATCH_BOUNDS = {"mask": (0.5, 5.0), "sequence_mask": (0.99, 1.01)}
 
 
 class AlgorithmSection(Section):
-    """GRPO and PPO.
-
-    Defaults are the published multi-turn geo3k recipe: clip 0.2 / 0.28, no KL, no entropy bonus, std-normalised.
-    """
+    """GRPO and PPO. Defaults are the published multi-turn geo3k recipe."""
 
     place: ClassVar[str] = "algorithm."
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
@@ -192,9 +167,7 @@ class AlgorithmSection(Section):
 
     name: Literal["grpo", "ppo"] = "grpo"  # grpo or ppo; preference_sac is set by `preference`.
     iterations: Count = 100
-    # Sets loss, aggregation, estimator and their published constants together: grpo (arXiv 2402.03300), dapo
-    # (2503.14476), gspo (2507.18071), cispo (2506.13585), sapo (2511.20347), rloo (2402.14740), reinforce_pp
-    # (2501.03262), dr_grpo (2503.20783), ppo (1707.06347).
+    # Sets loss, aggregation, estimator and their published constants together; see PRESETS.
     preset: str | None = None
     loss: str = "clipped"  # Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.
     # Of token losses: mean of each sequence's mean, mean over all tokens, sum over a constant.
@@ -214,9 +187,8 @@ class AlgorithmSection(Section):
     cispo_cap: float = Field(5.0, ge=1)  # Upper bound of the ratio, which cispo uses as a weight.
     sapo_tau_pos: Positive = 1.0  # Temperature of sapo's gate for positive advantages.
     sapo_tau_neg: Positive = 1.05  # Temperature of sapo's gate for negative advantages.
-    # What corrects the mismatch between engine and learner: token weights truncated at tis_cap; tokens outside
-    # [mismatch_low, mismatch_high] masked; whole trajectories masked by their geometric mean, and the rest truncated;
-    # none.
+    # Between engine and learner. truncate: token weights at tis_cap; mask: tokens outside [mismatch_low,
+    # mismatch_high]; sequence_mask: whole trajectories by their geometric mean, and the rest truncated.
     mismatch: Literal["truncate", "mask", "sequence_mask", "none"] = "truncate"
     tis_cap: Positive | None = 2.0  # Cap of the engine-to-learner importance weight; null: off.
     mismatch_low: float | None = Field(None, gt=0, lt=1)  # null: 0.5 with mask, 0.99 with sequence_mask.
@@ -235,9 +207,8 @@ class AlgorithmSection(Section):
     entropy_coef: NonNegative = 0.0
     epochs: Count = 1
     minibatches: Count = 1  # Optimiser steps per epoch of a rollout.
-    # Groups whose rewards are all equal have no gradient: up to this times prompts_per_iteration of them are replaced
-    # by further groups in each iteration (dynamic sampling). Rewards are the environment's: what overlong_buffer takes
-    # off does not count, as in DAPO. 0: off.
+    # Groups whose rewards are all equal (before overlong_buffer, as in DAPO) have no gradient: up to this times
+    # prompts_per_iteration of them are replaced by further groups in each iteration. 0: off.
     max_refill: NonNegative = 0.0
     shuffle_rewards: bool = False  # A control that must fail: rewards are permuted over the batch.
 
@@ -248,7 +219,6 @@ class AlgorithmSection(Section):
 
     @property
     def kl_loss_coef(self) -> float:
-        """Weight of the KL penalty in the loss."""
         return self.kl_coef if self.kl_in == "loss" else 0.0
 
     @property
@@ -294,7 +264,6 @@ class AlgorithmSection(Section):
         return name
 
     def problems(self) -> Iterator[str]:
-        """Keys that nothing reads, and bounds that contradict each other."""
         yield from super().problems()
         if self.kl_target and self.kl_in != "reward":
             yield "algorithm.kl_target adapts a penalty in the reward: set algorithm.kl_in to reward"
@@ -304,12 +273,12 @@ class AlgorithmSection(Section):
             yield f"algorithm.estimator {self.estimator} needs no critic: use gae, or algorithm.name grpo"
 
     def reads(self, rule: OnlyWith) -> bool:
-        """As in the base class. What a plugin's loss or estimator reads is unknown."""
+        """What a plugin's loss or estimator reads is unknown."""
         builtin = {"loss": BUILTIN_LOSSES, "estimator": BUILTIN_ESTIMATORS}.get(rule.chooser)
         return super().reads(rule) or (builtin is not None and getattr(self, rule.chooser) not in builtin)
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """As in the base class. What the preset sets is no change either."""
+        """What the preset sets is no change either."""
         preset = PRESETS.get(_preset_of(self.preset, self.name) or "", {})
         for key in super().changed(*keys):
             if getattr(self, key) != preset.get(key):
@@ -322,9 +291,6 @@ def _preset_of(preset: str | None, name: str | None) -> str | None:
 
 
 def without_preset_keys(algorithm: Mapping[str, Any], preset: Any, replaced: Any = None) -> dict[str, Any]:
-    """The section's data less the keys that `preset` sets: a preset that comes later replaces what came before.
-
-    A resolved configuration also holds what the `replaced` preset set, which goes with it where it was not changed.
-    """
+    """The section without the keys that `preset` sets, and without what the `replaced` preset had set."""
     new, old = (PRESETS.get(name, {}) if isinstance(name, str) else {} for name in (preset, replaced))
     return {key: value for key, value in algorithm.items() if key not in new and not (key in old and value == old[key])}

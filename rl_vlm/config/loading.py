@@ -24,8 +24,7 @@ MAX_VALUES = 200_000  # of a document, those behind aliases counted each time
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose keys differ: others take the last one of two, and a section that was pasted a second time would lose
-    the first."""
+    """YAML in which a key that stands twice is an error: the first one would be lost without a word."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -133,9 +132,8 @@ def _unknown(location: Sequence[str], root: type[Section]) -> str:
     key, parent = ".".join(location), "".join(f"{part}." for part in location[:-1])
     meant = _nearest(location[-1], keys_of(section, parent)) or _nearest(location[-1], keys_of(root))
     if root in _KINDS and any(key in keys_of(kind) for kind in _KINDS):
-        return f"Config key {key} has no effect {_KINDS[root]}: " + (
-            f"did you mean {meant}?" if meant else "remove it."
-        )
+        advice = f"did you mean {meant}?" if meant else "remove it."
+        return f"Config key {key} has no effect {_KINDS[root]}: {advice}"
     hint = f"Did you mean {meant}?" if meant else f"Known keys here: {', '.join(section.model_fields)}."
     return f"Unknown config key {key}. {hint}"
 
@@ -162,26 +160,17 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Train
     return parse_config(read_yaml(path, overrides))
 
 
-def load_policy_config(path: str | Path | None, overrides: Iterable[str] = ()) -> PolicyConfig:
-    """As `load_config`, for what needs a policy. Raises UserInputError for another kind of run."""
-    return of_policy(load_config(path, overrides))
-
-
 def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> SFTConfig:
     """As `load_config`, for `rl-vlm sft`."""
     return validated(SFTConfig, read_yaml(path, overrides))
 
 
 def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> PolicyConfig:
-    """The configuration of a run folder whose model is to be served; of a run that trains no policy its model alone
-    counts."""
+    """The configuration of a run folder whose model is to be served; of other runs only their model counts."""
     data = read_yaml(path, ())
     if "sft" in data or "preference" in data:
-        data = {
-            key: data[key]
-            for key in ("name", "seed", "plugins", "model", "serving", "resources", "http")
-            if key in data
-        }
+        kept = ("name", "seed", "plugins", "model", "serving", "resources", "http")
+        data = {key: value for key, value in data.items() if key in kept}
     for override in overrides:
         apply_override(data, *parse_override(override))
     return of_policy(parse_config(data))
@@ -203,15 +192,12 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
         try:
             loaded = load_yaml(text)
         except yaml.YAMLError as error:
-            where = getattr(error, "problem_mark", None)
+            where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
             line = f" in line {where.line + 1}" if where else ""
-            raise UserInputError(
-                f"The config {file} is not valid YAML{line}: {getattr(error, 'problem', None) or error}."
-            ) from error
+            raise UserInputError(f"The config {file} is not valid YAML{line}: {problem}.") from error
         if loaded is not None and not isinstance(loaded, dict):
-            raise UserInputError(
-                f"The config {file} must hold sections such as `model:`, not a {type(loaded).__name__}."
-            )
+            kind = type(loaded).__name__
+            raise UserInputError(f"The config {file} must hold sections such as `model:`, not a {kind}.")
         data = loaded or {}
     for override in overrides:
         apply_override(data, *parse_override(override))
@@ -219,7 +205,7 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
 
 
 def parse_config(data: Mapping[str, Any]) -> TrainConfig:
-    """Check a nested dictionary; algorithm.name chooses the class. Raises UserInputError, a line for each error."""
+    """Check a nested dictionary. Raises UserInputError, a line for each error."""
     algorithm = data.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     if name is not None and name not in _CLASSES:
@@ -243,7 +229,7 @@ def of_policy(config: TrainConfig) -> PolicyConfig:
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`, a preset before the others."""
+    """A copy of nested `data` with dotted keys set, such as `{"learner.lr": 1e-3}`; a preset comes first."""
     result = copy.deepcopy(dict(data))
     for key in sorted(overrides, key=lambda key: key != "algorithm.preset"):
         apply_override(result, key, overrides[key])
@@ -260,7 +246,6 @@ def apply_override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def save_config(config: TrainConfig | SFTConfig, path: Path) -> None:
-    """Write the resolved configuration, atomically."""
     write_atomic(path, _dumped(config))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from rl_vlm.config.common import Actors, CommonConfig
+from rl_vlm.config.common import CommonConfig
 from rl_vlm.config.learner import AlgorithmSection, CriticSection, LearnerSection
 from rl_vlm.config.rollout import (
     CurriculumSection,
@@ -51,16 +51,14 @@ class PolicyConfig(CommonConfig):
         return critic
 
     def problems(self) -> Iterator[str]:
-        """Settings of different sections that contradict each other."""
         yield from super().problems()
         yield from self._sampling_problems()
-        yield from self._learning_problems()
-        if self.model.train == "full":
+        if self.trains_full:
             yield from self._full_problems()
         yield from self._task_problems()
 
     def _sampling_problems(self) -> Iterator[str]:
-        serving, rollout, settings = self.serving, self.rollout, self.algorithm
+        serving, rollout, settings, learner = self.serving, self.rollout, self.algorithm, self.learner
         uses_vllm, (coldest, hottest) = serving.expected_engine == "vllm", VLLM_TEMPERATURES
         if self.deterministic and rollout.max_policy_lag:
             yield "deterministic: true needs rollout.max_policy_lag 0"
@@ -104,6 +102,13 @@ class PolicyConfig(CommonConfig):
                 "1, serving.gpus_per_replica and learner.gpus_per_learner to 0.5, rollout.max_policy_lag to 0, and "
                 "leave out serving.shared"
             )
+        if learner.zero_stage and (self.critic is not None or self._adapts_vision):
+            yield (
+                f"learner.strategy {learner.strategy} trains neither a critic, whose gradients have their own norm, "
+                "nor the vision tower, which has none without images: use fsdp2 or all_reduce"
+            )
+        if self.evaluation.weights == "ema" and (learner.ema_decay is None or rollout.max_policy_lag):
+            yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
 
     @property
     def _judges(self) -> list[JudgeSection]:
@@ -111,25 +116,14 @@ class PolicyConfig(CommonConfig):
 
     @property
     def _takes_turns(self) -> bool:
-        """Whether one replica and one learner share a GPU. Without one they may, to try it out."""
+        """Whether one replica and one learner share a GPU, or try it without one."""
         serving, learner = self.serving, self.learner
         shares = (serving.gpus_per_replica, learner.gpus_per_learner)
         one_pair = serving.num_replicas == 1 and serving.autoscaling is None and learner.num_learners <= 1
         fit = not shares[0] or (one_pair and all(0 < share < 1 for share in shares) and sum(shares) <= 1)
         return fit and not serving.shared and not self.rollout.max_policy_lag
 
-    def _learning_problems(self) -> Iterator[str]:
-        learner = self.learner
-        if learner.zero_stage and (self.critic is not None or self._adapts_vision):
-            yield (
-                f"learner.strategy {learner.strategy} trains neither a critic, whose gradients have their own norm, "
-                "nor the vision tower, which has none without images: use fsdp2 or all_reduce"
-            )
-        if self.evaluation.weights == "ema" and (learner.ema_decay is None or self.rollout.max_policy_lag):
-            yield "evaluation.weights: ema needs learner.ema_decay (0.99, say) and rollout.max_policy_lag 0"
-
     def _full_problems(self) -> Iterator[str]:
-        """What `model.train: full` cannot be combined with."""
         model, serving, full = self.model, self.serving, "model.train: full"
         if model.adapter is not None:
             yield "model.adapter belongs to model.train: lora: `rl-vlm export` it, and give the result as model.path"
@@ -158,7 +152,6 @@ class PolicyConfig(CommonConfig):
         return self.model.train != "full" and self.model.lora.target_modules == "vision"
 
     def _task_problems(self) -> Iterator[str]:
-        """Mixture, curriculum and variants that do not fit together."""
         names, stages = [part.name for part in self.env.mixture], self.curriculum.stages
         for name in names:
             if name in _TAKEN_NAMES or name in self.evaluation.variants:
@@ -185,23 +178,15 @@ class PolicyConfig(CommonConfig):
         return dict(arguments.get(env, {})) if self.env.mixture else arguments
 
     @property
-    def serves(self) -> bool:
-        """The policy is always served."""
-        return True
-
-    @property
-    def samplers(self) -> Actors:
-        """The env runners."""
-        return Actors("env runners", self.rollout.num_env_runners, self.rollout.cpus_per_env_runner, 0.0)
+    def collection(self) -> RolloutSection:
+        return self.rollout
 
     @property
     def trains_full(self) -> bool:
-        """`model.train: full`."""
         return self.model.train == "full"
 
     @property
     def lora_slots(self) -> int:
-        """Adapter versions that a replica may sample with at the same time (engine vllm)."""
         if self.serving.shared:
             return super().lora_slots
         # Samples of older versions may still run when a new one comes, unless they take it.
@@ -209,22 +194,18 @@ class PolicyConfig(CommonConfig):
 
     @property
     def lora_rank(self) -> int:
-        """`model.lora.rank`."""
         return self.model.lora.rank
 
     @property
     def samples_per_round(self) -> int:
-        """Samples of a round, of all replicas: what they can be asked for at once."""
         return self.rollout.prompts_per_iteration * self.rollout.group_size * max(self.rollout.max_policy_lag, 1)
 
     @property
     def held_out_at_once(self) -> int | None:
-        """Held-out items that an evaluation in training plays at a time; None: all, where no environment is a process
-        of its own."""
+        """Held-out items that an evaluation in training plays at a time; None: all."""
         return self.evaluation.at_once if self.env.isolation == "process" else None
 
     @property
     def published_dtype(self) -> str:
-        """The precision of what is published: vLLM rounds adapters to that of the model, and the learner itself
-        computes with full weights in it; checkpoints keep float32."""
+        """The precision of published weights; checkpoints keep float32."""
         return self.model.dtype if self.serving.expected_engine == "vllm" or self.model.train == "full" else "float32"

@@ -7,23 +7,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rl_vlm.config.common import Actors, CommonConfig
+from rl_vlm.config.common import CommonConfig
 from rl_vlm.config.labels import LabelsSection, names_no_cache
 from rl_vlm.config.rollout import EvaluationDeadline
 from rl_vlm.config.section import Beta, Count, Natural, NonNegative, Positive, Section, Share
 
-# `preference.reward_model`: the reward ensemble.
-#
-# Defaults are RL-VLM-F's, with its option in brackets; where ours differ, the description says so.
-
-Architecture = Literal["cnn", "resnet18", "mlp"]
-Squash = Literal["tanh", "sigmoid", "relu"]
-
 
 class RewardModelSection(Section):
-    """The reward ensemble."""
+    """The reward ensemble. Defaults are RL-VLM-F's, with its option in brackets."""
 
-    architecture: Architecture = "cnn"  # [image_reward, resnet]
+    architecture: Literal["cnn", "resnet18", "mlp"] = "cnn"  # [image_reward, resnet]
     size: Count = 3  # [ensemble_size]
     lr: Positive = 3e-4  # [reward_lr]
     batch: Count | None = None  # Pairs per gradient step; by default 64, ResNet 32, MLP 128.
@@ -38,18 +31,15 @@ class RewardModelSection(Section):
     strides: tuple[int, ...] = (3, 2, 2, 2)  # [conv_strides]
     hidden: Count = 256  # Width of the MLP.
     layers: Count = 3  # Hidden layers of the MLP.
-    squash: Squash = "tanh"  # [activation]
+    squash: Literal["tanh", "sigmoid", "relu"] = "tanh"  # [activation]
     load: str | None = None  # A saved reward model to begin with. [reward_model_load_dir]
 
     @property
     def batch_size(self) -> int:
-        """Pairs per gradient step and member."""
         return self.batch or {"cnn": 64, "resnet18": 32, "mlp": 128}[self.architecture]
 
 
 class SACSection(Section):
-    """The agent of the preference loop. Defaults are RL-VLM-F's for MetaWorld."""
-
     lr: Positive = 3e-4  # Of actor and critics.
     alpha_lr: Positive = 1e-4
     init_alpha: Positive = 0.1
@@ -68,8 +58,6 @@ class SACSection(Section):
 
 
 class CollectionSection(Section):
-    """Who steps the control environments."""
-
     num_env_runners: Natural = 0  # 0: the driver itself.
     cpus_per_env_runner: NonNegative = 0.5
     steps: Count = 1  # Steps per environment between updates, which then are as many.
@@ -125,7 +113,6 @@ class PreferenceSection(Section):
     reward_model: RewardModelSection = RewardModelSection()
 
     def problems(self) -> Iterator[str]:
-        """Settings of the loop that contradict each other."""
         if self.learns_reward and not self.max_feedback:
             yield "preference.max_feedback must be above 0 where the reward is learned from labels"
         if self.reward == "learn_from_score" and not names_no_cache(self.labels.cache):
@@ -137,43 +124,35 @@ class PreferenceSection(Section):
 
     @property
     def learns_reward(self) -> bool:
-        """Whether labels are asked for."""
         return self.reward in ("learn_from_preference", "learn_from_score")
 
     @property
     def rewards_images(self) -> bool:
-        """Whether the agent's reward is computed from pictures."""
         if self.learns_reward:
             return self.reward_model.architecture != "mlp"
         return self.reward in ("clip_image_text_matching", "blip2_image_text_matching")
 
     @property
     def draws_frames(self) -> bool:
-        """Whether a picture is drawn after every step: for the reward, or for who labels."""
+        """Whether a picture is drawn after every step: for the reward, or for the labeller."""
         looked_at = self.learns_reward and self.labels.source != "scripted"
         return self.rewards_images or looked_at
 
     @property
     def asks_served_model(self) -> bool:
-        """Whether labels come from the model that the run serves itself."""
         return self.learns_reward and self.labels.source == "vlm"
 
 
 class ControlEnvSection(Section):
-    """The control environment."""
-
     id: str = "ContinuousCartPole-v0"  # A registry id of a control environment.
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def title(self) -> str:
-        """What people call it."""
         return self.id
 
 
 class PreferenceAlgorithm(Section):
-    """The algorithm; `preference` sets all else."""
-
     name: Literal["preference_sac"] = "preference_sac"
 
 
@@ -186,7 +165,6 @@ class PreferenceConfig(CommonConfig):
     preference: PreferenceSection = PreferenceSection()
 
     def problems(self) -> Iterator[str]:
-        """Settings of different sections that contradict each other."""
         yield from super().problems()
         if self.learner.num_learners > 1:
             yield "learner.num_learners must be 0 or 1 for preference_sac: its networks are small"
@@ -195,16 +173,12 @@ class PreferenceConfig(CommonConfig):
 
     @property
     def serves(self) -> bool:
-        """Only where the served model labels."""
         return self.preference.asks_served_model
 
     @property
-    def samplers(self) -> Actors:
-        """The env runners."""
-        collection = self.preference.collection
-        return Actors("env runners", collection.num_env_runners, collection.cpus_per_env_runner, 0.0)
+    def collection(self) -> CollectionSection:
+        return self.preference.collection
 
     @property
     def samples_per_round(self) -> int:
-        """Questions of a labelling session, which are asked at once."""
         return self.preference.session_pairs * (2 if self.preference.labels.both_orders else 1)

@@ -1,5 +1,4 @@
-"""`env`, `curriculum`, `rollout`, `evaluation` and `sight`: what is played, how it is sampled, and how it is
-measured."""
+"""`env`, `curriculum`, `rollout`, `evaluation` and `sight`: what is played, how it is sampled and measured."""
 
 from __future__ import annotations
 
@@ -7,12 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.config.section import Count, Natural, NonNegative, OnlyWith, Positive, Section
@@ -27,11 +21,9 @@ class JudgeEndpoint(EndpointSection):
 
 
 class JudgeSection(Section):
-    """The part `judge`: a model is shown the episode's images and two texts, in both orders, and says which describes
-    them better."""
+    """The part `judge`: a model says which of two texts describes the images better, asked in both orders."""
 
-    # reference: the text that the environment gives in `info[key]`. start: what the base model itself answers,
-    # greedily, to the same prompt.
+    # reference: the environment's `info[key]`. start: what the base model answers greedily to the same prompt.
     against: Literal["reference", "start"] = "reference"
     key: str = Field("reference", min_length=1)  # Where in the environment's `info` the reference is.
     # What is asked after the images; the quoted texts take the places of {first} and {second}.
@@ -47,8 +39,7 @@ class JudgeSection(Section):
     deadline_s: Positive = 60.0  # How long one question may take, retries included.
     attempts: Count = 3  # At one question; those at which the endpoint is busy (429, 503, gone since) do not count.
     max_in_flight: Count = 256  # Questions of an env runner at once.
-    # A judge elsewhere that speaks OpenAI's chat completions, its token in RL_VLM_JUDGE_TOKEN; null: the base weights
-    # of the replicas that serve the policy.
+    # A judge with OpenAI's interface, its token in RL_VLM_JUDGE_TOKEN; null: the base weights of the run's replicas.
     endpoint: JudgeEndpoint | None = None
 
     @field_validator("question")
@@ -60,8 +51,7 @@ class JudgeSection(Section):
 
 
 class RewardSection(Section):
-    """The reward as a weighted sum of named parts: the environment's own, built-in ones, and those that plugins
-    register."""
+    """The reward as a weighted sum of parts: the environment's own, built-in ones, and those of plugins."""
 
     # Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it is.
     weights: dict[str, float] = Field(default_factory=dict)
@@ -70,10 +60,7 @@ class RewardSection(Section):
 
 
 class EnvPart(Section):
-    """What one environment is made from."""
-
-    # A registry id, `package.module:Class`, `path/to/env.py[:Class]`, `verifiers:NAME`, `openenv:URL` or
-    # `http://host:port`.
+    # A registry id, `package.module:Class`, `path/to/env.py[:Class]`, verifiers:NAME, openenv:URL or http://host:port.
     id: str = "Shapes-v0"
     # Folder, file or hub name of the data, or one for each of `train` and `test`; passed on as `data`.
     data: str | dict[Split, str] | None = None
@@ -88,8 +75,6 @@ class EnvPart(Section):
 
 
 class MixtureSection(EnvPart):
-    """One environment of a mixture."""
-
     id: str  # A registry id, `package.module:Class`, or `path/to/env.py[:Class]`.
     # Names its metrics, `reward/<name>` and `accuracy/<name>`.
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")
@@ -97,15 +82,12 @@ class MixtureSection(EnvPart):
 
 
 class EnvSection(EnvPart):
-    """The environment, or a mixture of several in one run."""
-
     isolation: Literal["thread", "process"] = "thread"  # process: a child that can be killed.
     step_timeout_s: Positive = 60.0
     # Several environments, each with name, id, kwargs, data, weight, num_items and reward.
     mixture: tuple[MixtureSection, ...] = ()
 
     def problems(self) -> Iterator[str]:
-        """A mixture beside a single environment, and one that cannot be drawn from."""
         if not self.mixture:
             return
         for key in EnvPart.model_fields:
@@ -119,7 +101,6 @@ class EnvSection(EnvPart):
 
     @model_serializer(mode="wrap")
     def _without_unread(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """With a mixture, leave out the keys of a single environment, because reading them again would be an error."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if not (self.mixture and key in EnvPart.model_fields)}
 
@@ -135,8 +116,6 @@ class EnvSection(EnvPart):
 
 
 class StageSection(Section):
-    """One stage."""
-
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,40}$")  # Default: its number.
     start: Natural  # Episodes or iterations after which it begins; the first at 0.
     # Environment arguments, laid over env.kwargs; with env.mixture a name -> arguments.
@@ -163,7 +142,6 @@ class CurriculumSection(Section):
     sampling: Literal["uniform", "solve_rate"] = "uniform"
 
     def problems(self) -> Iterator[str]:
-        """Stages that do not follow each other."""
         yield from super().problems()
         if len(set(self.names)) < len(self.stages):
             yield f"curriculum.stages: the names {', '.join(self.names)} must differ"
@@ -176,7 +154,6 @@ class CurriculumSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stages' names."""
         return tuple(stage.name or str(place) for place, stage in enumerate(self.stages))
 
 
@@ -197,21 +174,17 @@ class RolloutSection(Section):
     max_new_tokens_per_turn: Count = 64
     max_new_tokens: Count = 3072  # Sampled tokens of a whole trajectory.
     require_end_of_turn: bool = True  # A turn without its end-of-turn token ends the episode without a reward.
-    # 0: sample, then learn. 1 or more: both at the same time, and a group is used when it is complete; none is learned
-    # from that is more versions old than this.
+    # 0: sample, then learn. 1 or more: both at the same time, from groups that are at most so many versions old.
     max_policy_lag: Natural = 0
-    # With a lag, where a slow group would become too old: the learner waits for it, or it is dropped. Dropping is
-    # faster and loses long episodes more often than short ones.
+    # With a lag, a slow group that would become too old; dropping is faster and loses more of the long episodes.
     late_groups: Literal["wait", "drop"] = "wait"
-    # With a lag, groups that an env runner samples at once. Default: prompts_per_iteration × max_policy_lag over all
-    # runners.
+    # With a lag, groups that a runner samples at once. Default: its share of prompts_per_iteration × max_policy_lag.
     groups_per_runner: Count | None = None
-    # With a lag, partial rollouts: a turn is sampled in pieces of this many tokens, and each goes on with the newest
-    # weights. The age of a group is then that of its newest token.
+    # With a lag, a turn is sampled in pieces of so many tokens, each with the newest weights; a group is as old as the
+    # newest piece.
     partial_tokens: Count | None = None
-    # With a lag, samples that are running take each new version between two tokens. keep: with the keys and values that
-    # they have, of older versions; recompute: these are computed anew, so each token's log-probability is exactly its
-    # version's. The age of a group is then that of its newest token.
+    # With a lag, running samples take each new version between two tokens. keep: with their keys and values, of older
+    # versions; recompute: these are computed anew, so each token's log-probability is exactly its version's.
     in_flight_updates: InFlightUpdates | None = None
     # Open the next round's episodes and encode their images while the learner works (max_policy_lag 0).
     open_ahead: bool = True
@@ -225,24 +198,19 @@ class RolloutSection(Section):
         return self.partial_tokens is not None or self.in_flight_updates is not None
 
     def with_turns_of(self, tokens: int) -> RolloutSection:
-        """With up to so many sampled tokens per turn.
-
-        A trajectory's budget that is smaller grows to that of all its turns.
-        """
+        """With up to `tokens` sampled per turn; a smaller budget of the trajectory grows to that of all turns."""
         budget = self.max_new_tokens if tokens <= self.max_new_tokens else tokens * self.max_turns
         return self.model_copy(update={"max_new_tokens_per_turn": tokens, "max_new_tokens": budget})
 
     @property
     def groups_at_once(self) -> int:
-        """Groups that an env runner samples at once: its share of a round, or with a lag `groups_per_runner`."""
+        """Groups that an env runner samples at once."""
         if self.groups_per_runner is not None:
             return self.groups_per_runner
         return math.ceil(self.prompts_per_iteration * max(self.max_policy_lag, 1) / self.num_env_runners)
 
 
 class EvaluationDeadline(Section):
-    """How long an evaluation may take."""
-
     timeout_s: Positive = 1800.0
 
 
@@ -258,8 +226,7 @@ class EvaluationSection(EvaluationDeadline):
     # Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.
     variants: dict[str, dict[str, Any]] = Field({"default": {}}, min_length=1)
     category: str = "category"  # Key of the environment's info by which `rl-vlm eval` makes a table of its own.
-    # Items that `rl-vlm eval` asks at once, as many may have to be asked again after a kill; and that an evaluation in
-    # training plays at once, all env runners together, with env.isolation process.
+    # Items that `rl-vlm eval` asks at once, and, with env.isolation process, an evaluation in training plays at once.
     at_once: Count = 64
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rl_vlm.files import resolved
 
 # Values within bounds.
 Count = Annotated[int, Field(ge=1)]
@@ -14,12 +16,14 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
+# Absolute, because other processes have other working directories.
+FilePath = Annotated[str, AfterValidator(lambda path: str(resolved(path)))]
+Plugin = Annotated[str, AfterValidator(lambda name: str(resolved(name)) if name.endswith(".py") else name)]
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam, which rejects other values when a learner starts
 
 
 class OnlyWith(NamedTuple):
-    """Keys that are read only where the key `chooser` of the same section has one of `values`; without values, where it
-    is set."""
+    """Keys that are read only where the key `chooser` beside them has one of `values` (or is set, without values)."""
 
     keys: tuple[str, ...]
     chooser: str
@@ -54,10 +58,7 @@ class Section(BaseModel):
     conditional: ClassVar[tuple[OnlyWith, ...]] = ()
 
     def problems(self) -> Iterator[str]:
-        """A sentence, without a line break, on each contradiction between values that are valid by themselves.
-
-        Keys have their full dotted names.
-        """
+        """A sentence, without a line break, on each contradiction between valid values. Keys have their full names."""
         for rule in self.conditional:
             for key in self.changed(*rule.keys) if not self.reads(rule) else ():
                 name, values = f"{self.place}{rule.chooser}", " or ".join(map(str, rule.values))
@@ -67,7 +68,6 @@ class Section(BaseModel):
                 yield f"{self.place}{key} has no effect {now}: remove it, or set {instead}"
 
     def reads(self, rule: OnlyWith) -> bool:
-        """Whether the keys of a rule are read."""
         chosen = getattr(self, rule.chooser)
         return chosen in rule.values if rule.values else bool(chosen)
 
@@ -83,10 +83,7 @@ class Section(BaseModel):
         return self
 
     def changed(self, *keys: str) -> Iterator[str]:
-        """Those of the keys that are set to something else than the default.
-
-        A saved configuration holds the defaults of all keys.
-        """
+        """The keys that differ from their default: a saved configuration holds the defaults of all keys."""
         for key in keys:
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if getattr(self, key) not in (None, default):
@@ -111,8 +108,6 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 class PlainLogging(Section):
-    """What every run keeps."""
-
     checkpoint_every: Count = 25
     keep_checkpoints: Count = 3
     tensorboard: bool = True
@@ -120,16 +115,12 @@ class PlainLogging(Section):
 
 
 class TrainLogging(PlainLogging):
-    """What a run on Ray keeps."""
-
     # Every figure as a Ray metric `ray_rl_vlm_*` too; null: where the run joins a cluster.
     ray_metrics: bool | None = None
     traces: Natural = 0  # Iterations between traces (`traces/*.jsonl`, OpenTelemetry); 0: none.
 
 
 class LoggingSection(TrainLogging):
-    """What a run that trains the policy keeps."""
-
     trajectories_every: Natural = 10  # Iterations between dumps of sampled trajectories; 0: none.
     trajectories_per_dump: Count = 64
 
@@ -146,8 +137,7 @@ def claim(resource: str | None) -> dict[str, float]:
 class ResourcesSection(Section):
     """The Ray cluster: a private one unless RAY_ADDRESS (or a Ray job) names another.
 
-    `*_on` name a kind of nodes by the custom Ray resource that they offer (`ray start --resources='{"gpu_learner":
-    1}'`). An autoscaler starts a node of the kind that offers what an actor waits for.
+    `*_on` name kinds of nodes by the custom Ray resource that they offer.
     """
 
     num_cpus: Count | None = None  # Logical CPUs of the private cluster; null: what the run needs.
@@ -160,5 +150,4 @@ class ResourcesSection(Section):
 
     @property
     def node_kinds(self) -> set[str]:
-        """The kinds of nodes that are named."""
         return {name for name in (self.replicas_on, self.learners_on, self.env_runners_on) if name is not None}

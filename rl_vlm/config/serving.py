@@ -8,12 +8,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rl_vlm.config.section import Count, Name, Natural, NonNegative, OnlyWith, Positive, Section
-from rl_vlm.files import resolved
+from rl_vlm.config.section import Count, FilePath, Name, Natural, NonNegative, OnlyWith, Positive, Section
 from rl_vlm.types import PixelLimits
 
-# A token's share of a loss is 1e-5 and less, and float16 has nothing below 6e-8: products with it vanish without a
-# word.
+# A token's share of a loss is 1e-5 and less, and float16 has nothing below 6e-8.
 FLOAT16_UNTRAINABLE = (
     "model.dtype float16 cannot be trained in, because gradients of single tokens underflow to 0: set it to bfloat16 "
     "or float32; `rl-vlm eval` and `rl-vlm serve` take float16"
@@ -22,33 +20,25 @@ _SOLD_AS = 0.97  # of the GiB that a card is sold with, it reports at least this
 
 
 class LoraSection(Section):
-    """LoRA on linear layers."""
-
     rank: int = Field(16, ge=1, le=512)
     alpha: Count = 32
-    # Of the language model: attn, mlp, or both (mlp_attn, or all, which means the same). vision: both, and the vision
-    # tower's. none: nothing, for evaluation and serving.
+    # mlp_attn and all mean the same; vision: also those of the vision tower; none: for evaluation and serving.
     target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = "all"
 
 
 class PlainModelSection(Section):
-    """The vision-language model: where it is, and how it computes."""
-
     path: str = "tiny"  # `tiny`, a Hugging Face folder, or a hub name that was fetched before.
     # float16 is for evaluation and serving alone: gradients underflow in it.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    # Of the products that make logits, in every engine and learner alike. model: rounded to `dtype`, which in bfloat16
-    # is most of what engine and learner differ by. float32: not rounded.
+    # Of the products that make logits. model: rounded to `dtype`, in bfloat16 what engine and learner differ by.
     head_dtype: Literal["model", "float32"] = "model"
     min_pixels: Count | None = None  # Smaller images are enlarged; null: the processor's limit.
     max_pixels: Count | None = None  # Larger images are reduced; null: the processor's limit.
-    # The card that this recipe is made for, as it is sold: 24, 48, 80. `plan` and the start of a run compare it with
-    # the machine; cards report up to 3 % less.
+    # The card that this recipe is made for, as it is sold: 24, 48, 80. The start of a run compares it with the machine.
     gpu_memory_gib: Positive | None = None
 
     @property
     def pixels(self) -> PixelLimits:
-        """The limits of an image's size, for everything that counts or shows images."""
         return PixelLimits(self.min_pixels, self.max_pixels)
 
     @property
@@ -58,34 +48,20 @@ class PlainModelSection(Section):
 
 
 class ServedModelSection(PlainModelSection):
-    """A model that replicas serve."""
-
-    # Memory for features of images, in each learner and each replica of the transformers engine; what was used longest
-    # ago is dropped; 0: none are kept. Pays where images come again, as rows of a data set do.
+    # Memory for features of images that come again, in each learner and each replica of the transformers engine.
     image_cache_mib: Natural = 256
 
     @property
     def image_cache_bytes(self) -> int:
-        """`image_cache_mib` in bytes."""
         return self.image_cache_mib << 20
 
 
 class TrainedModelSection(PlainModelSection):
-    """A model of which something is trained."""
-
-    # lora: adapters beside frozen weights, which `lora` describes. full: all weights, the vision tower's too, with
-    # float32 masters; `lora` is then not read.
+    # lora: adapters beside frozen weights. full: all weights, the vision tower's too; `lora` is then not read.
     train: Literal["lora", "full"] = "lora"
     lora: LoraSection = LoraSection()
-    # A run folder or peft adapter folder that training starts from, such as one of `rl-vlm sft`; `lora` must describe
-    # it. The reference of the KL penalty stays the model without any adapter.
-    adapter: str | None = None
-
-    @field_validator("adapter")
-    @classmethod
-    def _absolute_path(cls, adapter: str | None) -> str | None:
-        # Other processes have other working directories.
-        return None if adapter is None else str(resolved(adapter))
+    # Where training starts: a run folder or peft adapter folder that fits `lora`. The KL's reference stays the model.
+    adapter: FilePath | None = None
 
 
 class ModelSection(ServedModelSection, TrainedModelSection):
@@ -123,8 +99,6 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 
 
 class VLLMSection(Section):
-    """Settings that only the vLLM engine has."""
-
     # Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what gpus_per_replica gives it.
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     tensor_parallel_size: Count = 1
@@ -133,11 +107,9 @@ class VLLMSection(Section):
     # Tokens of one step on a GPU, prompts and samples together; vLLM's own default here is 2048.
     max_num_batched_tokens: int = Field(8192, ge=16)
     kv_cache_gib: Count = 1  # Memory for keys and values on a machine without a GPU, whole GiB.
-    # Memory for keys and values on a GPU. Null: what `rl-vlm plan` computes where the GPU is shared, else what vLLM
-    # measures.
+    # For keys and values on a GPU. Null: what `rl-vlm plan` computes if the GPU is shared, else what vLLM measures.
     gpu_kv_cache_gib: Positive | None = None
-    # Give the memory of keys and values to the learner while it works, and take it back for sampling. For one replica
-    # and one learner on one GPU, with rollout.max_policy_lag 0.
+    # Give the memory of keys and values to the learner while it works: for one replica and one learner on one GPU.
     rest_while_learning: bool = False
 
 
@@ -152,7 +124,6 @@ class AutoscalingSection(Section):
     downscale_delay_s: NonNegative = 120.0  # How long it must be gone before one is stopped.
 
     def problems(self) -> Iterator[str]:
-        """Bounds that contradict each other."""
         if self.max_replicas < self.min_replicas:
             yield f"serving.autoscaling.max_replicas ({self.max_replicas}) is below min_replicas ({self.min_replicas})"
 
@@ -163,15 +134,12 @@ class SharingSection(Section):
     # The highest model.lora.rank of a run that joins (engine vllm). Null: that of the first.
     max_lora_rank: Count | None = None
     lora_slots: Count = 8  # Adapters that sample at the same time (engine vllm).
-    # Memory of a replica for weights with adapters added (engine transformers); beyond it adapters are computed beside
-    # the weights.
+    # Of a replica, for weights with adapters added (engine transformers); others are computed beside the weights.
     merged_gib: NonNegative = 4.0
     lease_s: Positive = 60.0  # A run that has not been heard of for this long has crashed: its policy is dropped.
 
 
 class ServingSection(Section):
-    """The Serve deployment of the policy."""
-
     place: ClassVar[str] = "serving."
     conditional: ClassVar[tuple[OnlyWith, ...]] = (
         OnlyWith(("vllm",), "engine", ("vllm",)),
@@ -179,8 +147,7 @@ class ServingSection(Section):
     )
 
     engine: Literal["auto", "transformers", "vllm"] = "auto"  # auto: vllm on a GPU, else transformers.
-    # A name: all runs on the cluster that give it share one set of replicas, each with a policy of its own. Null: the
-    # run has its own replicas.
+    # All runs on the cluster that give this name share one set of replicas, each with a policy of its own.
     shared: Name | None = None
     sharing: SharingSection = SharingSection()
     num_replicas: Count = 2  # With autoscaling: how many there are at the start.
@@ -189,15 +156,13 @@ class ServingSection(Section):
     gpus_per_replica: NonNegative = 0.0
     max_context: int = Field(4096, ge=16)  # Prompt and new tokens of one sample.
     max_rows: Count = 512  # Samples that the transformers engine runs at once.
-    # Keys and values of a replica with the transformers engine; requests beyond it wait. Null: what its share of the
-    # GPU leaves, or 80 % of the free memory of a machine without one, over all replicas.
+    # Keys and values of a transformers replica. Null: what its share of the GPU leaves, or 80 % of free main memory.
     max_kv_gib: Positive | None = None
     num_threads: Count = 1  # torch threads of a replica on a CPU.
     # Of the linear weights: nf4 (engine transformers, needs bitsandbytes) or fp8 (vllm on a GPU).
     quantization: Literal["none", "nf4", "fp8"] = "none"
     request_timeout_s: Positive = 300.0
-    # How long one attempt to load new weights may take, attempts may keep failing before the replica is replaced, and a
-    # request waits for its version.
+    # How long loading new weights may take, or fail until the replica is replaced, and a request waits for its version.
     publish_timeout_s: Positive = 60.0
     startup_timeout_s: Positive = 600.0
     # An engine that has produced nothing for this long must generate a token, to prove that it can.
@@ -214,7 +179,6 @@ class ServingSection(Section):
         return gpus
 
     def problems(self) -> Iterator[str]:
-        """Shares of GPUs that an engine cannot have."""
         yield from super().problems()
         gpus, vllm = self.gpus_per_replica, self.vllm
         parallel, share = vllm.tensor_parallel_size, vllm.gpu_memory_utilization
@@ -239,13 +203,11 @@ class ServingSection(Section):
             )
 
     def reads(self, rule: OnlyWith) -> bool:
-        """As in the base class; `auto` is vllm where serving.gpus_per_replica is above 0."""
         return self.expected_engine in rule.values
 
     @property
     def memory_utilization(self) -> float:
-        """The share of a GPU's memory that a replica may hold: as set, or 0.85 of the GPU or of the replica's share of
-        it."""
+        """The share of a GPU's memory that a replica may hold."""
         if self.vllm.gpu_memory_utilization is not None:
             return self.vllm.gpu_memory_utilization
         return 0.85 * (min(self.gpus_per_replica, 1.0) or 1.0)

@@ -13,10 +13,7 @@ from rl_vlm.config.serving import FLOAT16_UNTRAINABLE, TrainedModelSection
 
 
 class SFTSection(Section):
-    """Supervised fine-tuning: which conversations, for how long, and how progress is measured."""
-
-    # A .jsonl or .parquet file, a folder of them or of images with metadata.jsonl, a hub data set that was fetched
-    # before, or `shapes`; `@[a:b]` takes some of its rows.
+    # A .jsonl or .parquet file, a folder of them or of images, a fetched hub data set, or `shapes`; `@[a:b]` slices it.
     data: str = "shapes"
     eval_data: str | None = None  # Held-out conversations; null: the test split of `data`, if there is one.
     # Share of `data` that is held out, for data without held-out conversations.
@@ -35,14 +32,11 @@ class SFTSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU where there is one.
 
     def problems(self) -> Iterator[str]:
-        """Two held-out sets."""
         if self.eval_data is not None and self.eval_fraction:
             yield "sft.eval_data and sft.eval_fraction both name held-out conversations: give one of them"
 
 
 class SFTConfig(Section):
-    """The configuration of `rl-vlm sft`."""
-
     name: Name = "sft"
     seed: int = Field(0, ge=0, lt=2**31)
     model: TrainedModelSection = TrainedModelSection()
@@ -51,7 +45,6 @@ class SFTConfig(Section):
     logging: PlainLogging = PlainLogging()
 
     def problems(self) -> Iterator[str]:
-        """Settings of the model that leave nothing to train."""
         if self.model.train == "full":
             yield "model.train: full is for reinforcement learning; `rl-vlm sft` trains adapters: use model.train: lora"
         if self.model.lora.target_modules == "none":

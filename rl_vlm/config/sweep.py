@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,6 @@ class Values(Section):
     randint: tuple[int, int] | None = None  # An integer from the first up to, without, the second.
 
     def problems(self) -> Iterator[str]:
-        """More or less than one kind of values, and empty ranges."""
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             yield "give one of choice, grid, uniform, loguniform and randint"
@@ -47,7 +46,6 @@ class Values(Section):
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The ends of a range."""
         return self.uniform or self.loguniform or self.randint
 
     @property
@@ -66,39 +64,29 @@ class Values(Section):
 
 
 class Stopping(Section):
-    """What happens to trials that are behind.
-
-    ASHA (arXiv 1810.05934) stops them: the best 1 / `reduction_factor` go on at each rung. Population-based training
-    (arXiv 1711.09846, synchronous) lets the worst quarter copy a trial of the best quarter and vary its settings.
-    """
+    """Trials that are behind: ASHA stops them (arXiv 1810.05934), PBT lets them copy better ones (1711.09846)."""
 
     name: Literal["none", "asha", "pbt"] = "none"  # `none` trains each trial to its end.
-    # Iterations before a trial may be stopped, or between two copies; of held-out figures a multiple of
-    # evaluation.every.
+    # Iterations before a trial may be stopped, or between two copies; of held-out metrics, of evaluation.every.
     grace_period: Count = 50
     reduction_factor: int = Field(3, ge=2)  # ASHA: of so many trials one goes on at each rung.
 
 
 class SweepConfig(Section):
-    """A sweep over a run's configuration.
-
-    metric: `held_out/accuracy`, `held_out/reward`, or any figure of a run such as `reward/mean`.
-    """
+    """A sweep over a run's configuration."""
 
     space: dict[str, Values] = Field(min_length=1)  # Dotted keys of the configuration, and their values.
     metric: str = "held_out/accuracy"  # What is compared: held_out/accuracy, held_out/reward, or a figure of a run.
     mode: Literal["max", "min"] = "max"  # Whether more of it is better.
     num_samples: Count = 1  # Trials, or with grids the trials of each point of the grid.
     max_concurrent: Count | None = None  # Trials at the same time; as many as fit by default.
-    # True, or a name: all trials share one set of replicas of the base model (serving.shared) instead of starting their
-    # own.
+    # True, or a name: all trials share one set of replicas of the base model (serving.shared).
     shared: bool | str = False
     search: Literal["random", "optuna"] = "random"  # How settings are chosen; optuna needs that package, and no grids.
     stopping: Stopping = Stopping()
     seed: int = 0  # Of the choice of settings.
 
     def problems(self) -> Iterator[str]:
-        """A metric that is not there, and searches that cannot choose what they are to choose."""
         if self.metric.startswith("held_out/") and self.metric not in HELD_OUT:
             yield f"metric {self.metric}: held-out figures are {' and '.join(HELD_OUT)}"
         if self.search == "optuna" and any(values.grid for values in self.space.values()):
@@ -123,7 +111,6 @@ class SweepConfig(Section):
 
     @property
     def num_trials(self) -> int:
-        """How many trials there are: `num_samples` of each point of the grid."""
         return self.num_samples * math.prod(len(values.grid) for values in self.space.values() if values.grid)
 
     def prepared(self, run: TrainConfig) -> TrainConfig:
@@ -137,7 +124,7 @@ class SweepConfig(Section):
         return changed(run, settings) if settings else run
 
     def check_evaluations(self, run: TrainConfig) -> None:
-        """Raise UserInputError where trials would be stopped, or copied, by a held-out figure that is not there yet."""
+        """Raise UserInputError where a held-out metric is not yet there when trials are compared."""
         if self.stopping.name == "none" or self.metric not in HELD_OUT or not isinstance(run, PolicyConfig):
             return
         every, grace = run.evaluation.every, self.stopping.grace_period
@@ -148,30 +135,24 @@ class SweepConfig(Section):
             )
 
     def check_space(self, run: TrainConfig) -> None:
-        """Raise UserInputError when a value of the space does not fit the configuration.
-
-        Each value is tried with those of the other keys, at random where these are many, until a combination is taken:
-        what only some contradict fails its trial.
-        """
+        """Raise UserInputError for a value that is valid with no combination of the others."""
         chosen = random.Random(self.seed)
         for key, values in self.space.items():
             others = {name: other.examples for name, other in self.space.items() if name != key}
-            many = math.prod(map(len, others.values())) > _COMBINATIONS
+            combinations: Iterable[tuple[Any, ...]] = itertools.product(*others.values())
+            if math.prod(map(len, others.values())) > _COMBINATIONS:
+                combinations = (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
+            tried = [dict(zip(others, combination, strict=True)) for combination in combinations]
             for value in values.examples:
-                error: UserInputError | None = None
-                for combination in (
-                    (tuple(map(chosen.choice, others.values())) for _ in range(_COMBINATIONS))
-                    if many
-                    else itertools.product(*others.values())
-                ):
+                errors = []
+                for settings in tried:
                     try:
-                        changed(run, {**dict(zip(others, combination, strict=True)), key: value})
+                        changed(run, {**settings, key: value})
                         break
-                    except UserInputError as refused:
-                        error = refused
+                    except UserInputError as error:
+                        errors.append(error)
                 else:
-                    assert error is not None
-                    raise error
+                    raise errors[-1]
 
 
 def changed(run: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
@@ -179,9 +160,8 @@ def changed(run: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
     try:
         return parse_config(apply_overrides(run.model_dump(exclude_unset=True), settings))
     except UserInputError as error:
-        raise UserInputError(
-            f"With {', '.join(f'{key}={value}' for key, value in settings.items())}: {error}"
-        ) from error
+        named = ", ".join(f"{key}={value}" for key, value in settings.items())
+        raise UserInputError(f"With {named}: {error}") from error
 
 
 def load_sweep(path: Path) -> SweepConfig:

@@ -11,8 +11,8 @@ from gymnasium.spaces import Box
 from PIL import Image
 
 from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, from_unit_box, unit_box
-from rl_vlm.envs.images import one_line
 from rl_vlm.envs.loading import load_object
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
 
 Render = Callable[[gymnasium.Env[Any, Any]], np.ndarray]

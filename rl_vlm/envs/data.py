@@ -30,9 +30,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes, one_line
+from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
 from rl_vlm.rewards.math import bare_truth
 from rl_vlm.rewards.normalize import is_oversized
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

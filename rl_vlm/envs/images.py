@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from rl_vlm.envs.errors import EnvError
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import EncodedImage, UserInputError, as_rgb
 
 # Formats that PIL decodes itself; PostScript, for example, it passes to an interpreter.
@@ -221,11 +222,6 @@ def _from_path(path: str, folder: Path | None) -> bytes:
         return file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle
         raise ImageError(f"is the path {path[:80]!r}, which cannot be read ({one_line(error)})") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an exception's text, shortened."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def check_parts(data: bytes) -> list[int]:

@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -121,3 +122,10 @@ def _extend_path(folder: Path) -> None:
     """Let user code import its neighbours; at the end of the path, so that nothing installed is shadowed."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """Import a user's modules (`package.module`) and files (`path/to/file.py`), each once per process, which register
+    environments, losses, estimators and rewards. Raises UserInputError."""
+    for name in names:
+        load_object(name)

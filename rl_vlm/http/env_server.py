@@ -29,7 +29,7 @@ from rl_vlm.envs.remote import FRAME
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.http.gate import BODY, Gate, RequestError
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
-from rl_vlm.waiting import note_hung_thread
+from rl_vlm.waiting import hung_calls
 
 _MAX_REQUEST_MIB = 4.0  # a request is one answer of the policy
 _CLOSE_S = 3.0
@@ -213,4 +213,4 @@ def serve_environment(
             http.serve_until_signal()
         finally:
             if not server.close():
-                note_hung_thread("an environment", threading.Event())
+                hung_calls.append(("an environment", threading.Event()))

@@ -11,6 +11,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.core.rl_module.torch import TorchRLModule
 
 from rl_vlm.config import PolicyConfig
+from rl_vlm.envs.loading import load_plugins
 from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import make_strategy
@@ -18,7 +19,6 @@ from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average, 
 from rl_vlm.models.devices import give_back, learner_device, limit_memory
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.plugins import load_plugins
 from rl_vlm.tracing import continued, span
 
 Tensors = dict[str, torch.Tensor]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
 
 # Weights in other formats than safetensors are never read.
@@ -78,7 +79,6 @@ def hub_errors(name: str, data: bool = False) -> Iterator[None]:
     except broken as error:
         if type(error).__name__ in _NOT_CONNECTED:
             raise FetchError(unreachable) from error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FetchError(
-            f"Fetching {name} broke off ({reason}): run the command again, it goes on where it stopped."
+            f"Fetching {name} broke off ({one_line(error)}): run the command again, it goes on where it stopped."
         ) from error

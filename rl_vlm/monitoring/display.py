@@ -21,17 +21,15 @@ _ALARM_GROWTH = 10.0
 
 
 class Trend:
-    """A metric's `start` (the mean of its first five values), `smoothed` (a moving average) and `best` (the best moving
-    average after the start), each None before there is one. nan and infinity are ignored."""
+    """A metric's `start` (mean of its first five values), moving average and best average, each None at first. nan and
+    infinity are ignored."""
 
-    def __init__(self) -> None:
-        self.start: float | None = None
-        self.smoothed: float | None = None
-        self.best: float | None = None
-        self._count = 0
+    start: float | None = None
+    smoothed: float | None = None
+    best: float | None = None
+    _count = 0
 
     def add(self, value: float) -> None:
-        """Take in a value. The moving average is the mean of up to ten values, and exponential from there on."""
         if not math.isfinite(value):
             return
         self._count += 1
@@ -43,8 +41,8 @@ class Trend:
             self.best = self.smoothed if self.best is None else max(self.best, self.smoothed)
 
     def growth(self, kl: float) -> float | None:
-        """Take in mismatch/kl: how many times larger it is than at the start, or than 1e-4 where the start is less;
-        None while the start is measured, and for nan."""
+        """Take in mismatch/kl: how many times larger it is than at the start (or 1e-4); None while that is measured,
+        and for nan."""
         self.add(kl)
         known = self.start is not None and self._count > 5 and math.isfinite(kl)
         return kl / max(self.start or 0.0, _NEGLIGIBLE_KL) if known else None
@@ -63,6 +61,7 @@ _JUDGE = (
 )  # fmt: skip
 POLICY_ROWS: Rows = (
     ("reward", ("{reward/mean:.3f}", "smoothed {reward smoothed:.3f}")),
+    ("stage", ("{stage:.0f}/{curriculum/stages:.0f}", "{solved:.0f} % solved")),
     ("judge", _JUDGE),
     ("speed", ("{rollout/tokens_per_s:,.0f} tokens/s", "{seconds per iteration:.2f} s/iteration")),
     ("policy", ("version {weights/version:.0f}", "{rollout/turns:.1f} turns", "mismatch KL {mismatch/kl:.1e}")),
@@ -94,10 +93,7 @@ def filled(forms: Sequence[str], values: Mapping[str, Any], between: str = ", ")
 
 
 class ProgressDisplay:
-    """Shows a run of `total` iterations (or what `unit` names) of which `start` are done already.
-
-    Use it as a context manager; other output of the process (warnings, prints) appears above the live panel.
-    """
+    """Shows a run of `total` iterations (or what `unit` names) of which `start` are done. A context manager."""
 
     def __init__(
         self,
@@ -133,7 +129,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def begins(self) -> None:
-        """Training begins here: the time before, such as the start of Ray, counts for no iteration."""
+        """Training begins: the time before counts for no iteration."""
         self._updated = self._clock()
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -149,9 +145,8 @@ class ProgressDisplay:
         elif iteration % PLAIN_EVERY == 0 or iteration >= self.total or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             facts = [value if name in _NAMELESS else f"{name} {value}" for name, value in self._facts()]
-            self._plain(
-                " | ".join([f"{self._unit} {iteration}/{self.total}", *facts, *filter(None, [self._remaining()])])
-            )
+            parts = [f"{self._unit} {iteration}/{self.total}", *facts, self._remaining()]
+            self.message(" | ".join(filter(None, parts)))
 
     def _check_mismatch(self, kl: float) -> None:
         growth = self._mismatch.growth(kl)
@@ -165,7 +160,7 @@ class ProgressDisplay:
         )
 
     def recall(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
-        """Take over the evaluations of a run before it was resumed, entries of eval.jsonl, without showing each."""
+        """Take over the evaluations (entries of eval.jsonl) of a run that is resumed."""
         for entry in evaluations:
             self._remember(int(entry["iteration"]), entry)
 
@@ -189,39 +184,26 @@ class ProgressDisplay:
             self._live.refresh()
         elif shown:
             values = ", ".join(f"{_label(name)} {_number(name, value)}" for name, value in shown.items())
-            self._plain(f"evaluation at {self._unit} {iteration}: {values}")
+            self.message(f"evaluation at {self._unit} {iteration}: {values}")
 
     def message(self, text: str) -> None:
-        """Print a line above the panel."""
-        if self._live is not None:
-            self._console.print(Text(safe(text)))
-        else:
-            self._plain(text)
-
-    def _plain(self, line: str) -> None:
         # Text is printed without markup and emoji; soft_wrap keeps lines whole for log files.
-        self._console.print(Text(safe(line)), soft_wrap=True)
+        self._console.print(Text(safe(text)), soft_wrap=self._live is None)
 
     def _remaining(self) -> str:
         seconds, rest = self._seconds.smoothed, self.total - self._done
         return f"{duration(seconds * rest)} left" if seconds is not None and rest > 0 else ""
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Name and value of each row that has one, the most important first."""
-        computed = {"reward smoothed": self._reward.smoothed, "seconds per iteration": self._seconds.smoothed}
-        first, *rest = [(name, filled(parts, {**self._metrics, **computed})) for name, parts in self._rows]
+        values = {"reward smoothed": self._reward.smoothed, "seconds per iteration": self._seconds.smoothed}
+        values |= self._metrics
+        if "curriculum/stage" in values:  # counted from 1
+            solved = self._metrics.get("curriculum/solve_rate")
+            values |= {"stage": self._metrics["curriculum/stage"] + 1, "solved": solved and 100 * solved}
+        first, *rest = [(name, filled(parts, values)) for name, parts in self._rows]
         lost = [(name[8:], count) for name, count in self._metrics.items() if name.startswith("dropped/") and count]
         dropped = ", ".join(f"{count:.0f} {reason}" for reason, count in lost)
-        rows = [first, *self._held_out(), ("stage", self._stage()), *rest, ("dropped", dropped)]
-        return [(name, value) for name, value in rows if value]
-
-    def _stage(self) -> str:
-        """The stage of a curriculum, counted from 1."""
-        stage, solved = self._metrics.get("curriculum/stage"), self._metrics.get("curriculum/solve_rate")
-        if stage is None:
-            return ""
-        rate = "" if solved is None else f", {100 * solved:.0f} % solved"
-        return f"{stage + 1:.0f}/{self._metrics['curriculum/stages']:.0f}{rate}"
+        return [(name, value) for name, value in (first, *self._held_out(), *rest, ("dropped", dropped)) if value]
 
     def _held_out(self) -> Iterable[tuple[str, str]]:
         for name, latest in self._latest.items():
@@ -244,7 +226,6 @@ class ProgressDisplay:
 
 
 def _label(name: str) -> str:
-    """How a row names an evaluation's metric."""
     variant = name.removeprefix("accuracy/")
     return _HELD_OUT.get(name) or ("accuracy" if variant == "default" else variant)
 
@@ -255,9 +236,7 @@ def _number(name: str, value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as 45s, 3m 20s, 2h 05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"

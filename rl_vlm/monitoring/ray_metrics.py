@@ -1,8 +1,7 @@
 """The metrics of a run as Ray metrics, for Prometheus, Grafana, alerts and `rl-vlm top`.
 
-Ray's own thread sends what was set to the metrics agent of the node every few seconds, so that no iteration waits for
-it. It sends a gauge once after it was set, and the agent forgets what is not sent again: a thread here sets all of them
-anew.
+Ray's own thread sends a gauge to the node's metrics agent once after it was set, and the agent forgets what is not sent
+again: a thread here sets all of them anew.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.monitoring.display import Trend
 from rl_vlm.types import POLICY
 
-# Which Ray metric a metric of a run becomes: a bounded list of names, so that no run can flood a metrics agent.
-#
-# A metric with a fixed name has a Ray metric of its own (`reward/mean` → `rl_vlm_reward_mean`). Others, whose last part
-# an environment, a reason or a variant names, share the Ray metric of their first part and differ in the tag `name`
-# (`dropped/too_old` → `rl_vlm_dropped{name="too_old"}`). Prometheus sees all of them with `ray_` in front.
+# Which Ray metric a metric of a run becomes; bounded, so that no run floods a metrics agent. One with a fixed name has
+# its own (`reward/mean` → `rl_vlm_reward_mean`); others share that of their first part and differ in the tag `name`
+# (`dropped/too_old` → `rl_vlm_dropped{name="too_old"}`). Prometheus puts `ray_` in front.
 
 PREFIX = "rl_vlm_"
 
@@ -89,10 +86,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayMetrics:
-    """Sets a gauge for every metric, tagged with run, policy and part, until `close`. Ray is initialised.
-
-    `total`: iterations of the whole run, or steps of a preference run.
-    """
+    """Sets a gauge for every metric, tagged with run, policy and part, until `close`. Ray is initialised."""
 
     def __init__(self, config: TrainConfig, folder: Path, total: int) -> None:
         self._name, self._folder = config.name, folder
@@ -101,8 +95,7 @@ class RayMetrics:
         self._warned_of_too_many = False
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._reward, self._mismatch, self._seconds = Trend(), Trend(), Trend()
-        self._running = False
-        self._row_at = time.monotonic()  # the wall clock may be set meanwhile
+        self._row_at: float | None = None  # by the clock that is never set; None: the run is starting
         about = {"algorithm": config.algorithm.name, "env": config.env.title, "model": config.model.path}
         self._set(Series(f"{PREFIX}run_info", "", "train"), 1.0, "what is trained", about)
         self._set_state(
@@ -116,18 +109,16 @@ class RayMetrics:
         self._thread.start()
 
     def recall(self, rewards: Iterable[float], mismatches: Iterable[float]) -> None:
-        """Take over the metrics of a run before it was resumed: its start stays its start."""
-        for reward in rewards:
-            self._reward.add(reward)
-        for mismatch in mismatches:
-            self._mismatch.add(mismatch)
+        """Take over the metrics of a run before it was resumed."""
+        for trend, values in ((self._reward, rewards), (self._mismatch, mismatches)):
+            for value in values:
+                trend.add(value)
 
     def add(self, iteration: int, metrics: Mapping[str, float], write_errors: int = 0) -> None:
-        """Set the metrics of an iteration, and what is computed from them."""
         now = time.monotonic()
-        if self._running:  # before the first row the run was starting
+        if self._row_at is not None:
             self._seconds.add(now - self._row_at)
-        self._row_at, self._running = now, True
+        self._row_at = now
         self._set_metrics(metrics)
         reward, disk = self._reward, shutil.disk_usage(self._folder)
         reward.add(metrics.get("reward/mean", math.nan))
@@ -145,10 +136,9 @@ class RayMetrics:
         )
 
     def add_evaluation(self, numbers: Mapping[str, float]) -> None:
-        """Set the metrics of an evaluation, with the part `eval`."""
         self._set_metrics(numbers, EVAL)
         # An evaluation is progress, too, and counts for no iteration.
-        self._row_at = time.monotonic()
+        self._row_at = self._row_at and time.monotonic()
         self._set_state(last_progress_timestamp_seconds=time.time())
 
     def close(self) -> None:

@@ -40,31 +40,26 @@ _LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
 
 
 class ProgressCsv:
-    """One row of metrics per iteration. A metric that appears later widens the file; earlier rows are empty there. Rows
-    that a full disk refused are kept, and written with the next one."""
+    """A row of metrics per iteration; a new metric widens the file. Rows that a full disk refused are written with the
+    next one."""
 
     def __init__(self, path: Path, keep_until: int) -> None:
-        """Continue the file after iteration `keep_until`."""
         self._path = path
         self._pending: list[tuple[int, Metrics]] = []
         cut_lines(path, lambda line: int(line.split(b",", 1)[0]), keep_until, head=1)
-        head = whole_lines(path)[:1] or [b"iteration"]
-        self._columns: list[str] = next(csv.reader([head[0].decode()]))
+        self._columns: list[str] = next(csv.reader([(whole_lines(path) or [b"iteration"])[0].decode()]))
 
     def add(self, iteration: int, metrics: Metrics) -> None:
-        """Append a row. Raises OSError."""
         self._pending.append((iteration, {name: float(value) for name, value in metrics.items()}))
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending rows. Raises OSError."""
-        new = list(dict.fromkeys(name for _, metrics in self._pending for name in metrics))
-        new = [name for name in new if name not in self._columns]
-        wider = self._columns + new
+        wider = list(dict.fromkeys([*self._columns, *(name for _, metrics in self._pending for name in metrics)]))
+        new = len(wider) - len(self._columns)
         rows = [[iteration, *(metrics.get(name, "") for name in wider[1:])] for iteration, metrics in self._pending]
         if new:
             # Cells hold no line ends, so a row is widened by adding empty cells to its line.
-            old = [line + b"," * len(new) + b"\n" for line in whole_lines(self._path)[1:]]
+            old = [line + b"," * new + b"\n" for line in whole_lines(self._path)[1:]]
             write_atomic(self._path, b"".join([csv_lines([wider]), *old, csv_lines(rows)]))
         elif rows:
             append_whole(self._path, csv_lines(rows))
@@ -72,7 +67,6 @@ class ProgressCsv:
         self._pending.clear()
 
     def column(self, name: str) -> list[float]:
-        """All values of a metric, in order, those included that could not be written yet."""
         written = []
         for row in csv.DictReader(line.decode(errors="replace") for line in whole_lines(self._path)):
             with contextlib.suppress(ValueError):  # an empty cell, or one that a crash of the machine has damaged
@@ -81,11 +75,7 @@ class ProgressCsv:
 
 
 class TensorBoardFile(AppendedFile):
-    """A TensorBoard event file, in the format of torch's SummaryWriter.
-
-    SummaryWriter writes from a thread: after a full disk it never writes again and its file ends in half a record.
-    This one appends whole records, in the thread of its caller.
-    """
+    """A TensorBoard event file of whole records. After a full disk torch's SummaryWriter never writes again."""
 
     def __init__(self, folder: Path, purge_from: int | None = None) -> None:
         """Start a file in `folder`. Entries of older files from iteration `purge_from` on are hidden."""
@@ -97,7 +87,6 @@ class TensorBoardFile(AppendedFile):
             self._keep(step=purge_from, session_log={"status": "START"})
 
     def add_metrics(self, iteration: int, metrics: Metrics) -> None:
-        """Append one value per metric. Raises OSError."""
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
         self._keep(step=iteration, summary={"value": values})
         self.add()
@@ -134,29 +123,17 @@ def _start_wandb(folder: Path, run: CommonConfig | SFTConfig, resume: bool) -> A
     except ImportError:
         logger.warning("WANDB_API_KEY is set and wandb is not installed: run `pip install 'rl-vlm[wandb]'`.")
     except Exception as error:  # of many kinds, which must not end the run
-        logger.warning(
-            "Weights & Biases is off for this run (%s: %s). Without a network set WANDB_MODE=offline.",
-            type(error).__name__,
-            error,
-        )
+        problem = f"{type(error).__name__}: {error}"
+        logger.warning("Weights & Biases is off for this run (%s). Without a network set WANDB_MODE=offline.", problem)
     return None
-
-
-def _iteration(file: Path) -> int:
-    """The number in `iteration-000123.x`. Names of seven digits do not sort as their numbers do."""
-    number = file.stem.removeprefix("iteration-")
-    return int(number) if number.isdecimal() else -1
 
 
 class RunRecorder:
     """Writes `progress.csv`, `eval.jsonl`, TensorBoard events, `trajectories/`, `result.json` and what `draw` draws.
 
-    `folder` exists. The run continues after `resumed_iteration`, and later rows of an earlier process are removed; with
-    None all rows of an earlier run in the folder are removed. `draw(folder)` is called at the end.
-
-    No method but the constructor raises an OSError: a full disk must not end a run. Failures are counted in
-    `write_errors` and logged once per kind; metrics that could not be written are kept and written with the next ones.
-    Files are written whole or not at all. With WANDB_API_KEY set, metrics also go to Weights & Biases.
+    The run continues after `resumed_iteration`: later rows of an earlier process are removed, with None all. No full
+    disk ends a run: failures are counted in `write_errors` and logged once per kind, and metrics that could not be
+    written are written with the next ones. Files are written whole or not at all.
     """
 
     def __init__(
@@ -166,10 +143,8 @@ class RunRecorder:
         resumed_iteration: int | None = None,
         draw: Callable[[Path], object] | None = None,
     ) -> None:
-        self.folder = folder
-        self._draw = draw
+        self.folder, self._run, self._draw = folder, run, draw
         self.write_errors = 0
-        self._run = run
         self._warned: set[tuple[str, object]] = set()
         self._kinds_of_failure: set[str] = set()
         keep_until = -1 if resumed_iteration is None else resumed_iteration
@@ -177,7 +152,8 @@ class RunRecorder:
         self._evaluations = AppendedFile(folder / "eval.jsonl")
         cut_lines(self._evaluations.path, lambda line: int(json.loads(line)["iteration"]), keep_until)
         for written in (*folder.glob("trajectories/iteration-*.parquet"), *folder.glob("traces/iteration-*.jsonl")):
-            if _iteration(written) > keep_until:
+            number = written.stem.removeprefix("iteration-")
+            if number.isdecimal() and int(number) > keep_until:
                 written.unlink()
         purge_from = None if resumed_iteration is None else resumed_iteration + 1
         self._tensorboard = TensorBoardFile(folder, purge_from) if run.logging.tensorboard else None
@@ -186,33 +162,26 @@ class RunRecorder:
         self.ray: RayMetrics | None = None  # set once Ray is there, where metrics are Ray metrics too
 
     def log_iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one training iteration."""
         with self._guard("progress.csv"):
             self._progress.add(iteration, metrics)
         self._log_scalars(iteration, metrics)
-        if self.ray is not None:
-            with self._guard("Ray metrics", Exception):
-                self.ray.add(iteration, metrics, self.write_errors)
 
     def log_evaluation(self, iteration: int, results: Mapping[str, Any]) -> None:
-        """Record a held-out evaluation: everything in `eval.jsonl`, numbers as scalars, bare names and a mixture's
-        under `evaluation/`.
-        """
+        """Record everything in `eval.jsonl`, and numbers as scalars."""
         with self._guard("eval.jsonl"):
             entry = to_jsonable({"iteration": iteration, "time": time.time(), **results})
             self._evaluations.add(json.dumps(entry, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        # Training logs reward and accuracy of a mixture's environments under the same names.
+        parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
         numbers = {
-            self._evaluation_tag(name): float(value)
+            name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}": float(value)
             for name, value in results.items()
             if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
         }
-        self._log_scalars(iteration, numbers)
-        if self.ray is not None:
-            with self._guard("Ray metrics", Exception):
-                self.ray.add_evaluation(numbers)
+        self._log_scalars(iteration, numbers, evaluated=True)
 
     def log_failures(self, iteration: int, failures: Mapping[str, str]) -> list[str]:
-        """Keep why groups were lost in `failures.jsonl`, and return the reasons of new kinds, which differ in more than
+        """Keep why groups were lost in `failures.jsonl`; returns reasons that differ from earlier ones in more than
         numbers."""
         lines, fresh = [], []
         for group, reason in failures.items():
@@ -227,9 +196,7 @@ class RunRecorder:
         return fresh
 
     def log_spans(self, iteration: int, spans: Sequence[tracing.Span]) -> None:
-        """Write the spans that came in an iteration, one line of OTLP JSON, and queue them for the collector, if there
-        is one.
-        """
+        """Write an iteration's spans, a line of OTLP JSON, and queue them for the collector, if there is one."""
         if not spans:
             return
         with self._guard("traces"):
@@ -243,12 +210,6 @@ class RunRecorder:
                 for span in spans:
                     self._collector.on_end(span)
 
-    def _evaluation_tag(self, name: str) -> str:
-        """The name of an evaluation's metric among the scalars."""
-        # Training logs reward and accuracy of a mixture's environments under the same names.
-        parts = self._run.env.parts if isinstance(self._run, PolicyConfig) else {}
-        return name if "/" in name and name.split("/")[1] not in parts else f"evaluation/{name}"
-
     def dump_trajectories(
         self,
         iteration: int,
@@ -256,30 +217,22 @@ class RunRecorder:
         advantages: Sequence[np.ndarray],
         decode: Callable[[np.ndarray], str],
     ) -> None:
-        """Keep about `logging.trajectories_per_dump` of the trajectories (whole groups), with their images.
-
-        `advantages` holds one array [G] per group; `decode` turns token ids into text.
-        """
+        """Keep about `logging.trajectories_per_dump` trajectories (whole groups); `advantages` is [G] each."""
         folder, logging = self.folder / "trajectories", self._run.logging
         assert isinstance(logging, LoggingSection)
         chosen = choose_groups(groups, logging.trajectories_per_dump, seed=iteration)
         with self._guard("trajectories"):
             folder.mkdir(parents=True, exist_ok=True)
-            write_trajectories(
-                folder, iteration, [groups[place] for place in chosen], [advantages[place] for place in chosen], decode
-            )
+            write_trajectories(folder, iteration, [groups[k] for k in chosen], [advantages[k] for k in chosen], decode)
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, draw the figure, close everything.
-
-        `result` holds a `status`; its extra keys are kept.
-        """
-        for name, flush in (("progress.csv", self._progress.flush), ("eval.jsonl", self._evaluations.add)):
+        """Write `result.json`, draw the figure, close everything."""
+        pending = {"progress.csv": self._progress.flush, "eval.jsonl": self._evaluations.add}
+        if self._tensorboard is not None:
+            pending["TensorBoard"] = self._tensorboard.add
+        for name, flush in pending.items():
             with self._guard(name):
                 flush()
-        if self._tensorboard is not None:
-            with self._guard("TensorBoard"):
-                self._tensorboard.add()
         with self._guard("result.json"):
             text = json.dumps(to_jsonable(result), indent=2, ensure_ascii=False, allow_nan=False)
             write_atomic(self.folder / "result.json", text + "\n")
@@ -290,33 +243,29 @@ class RunRecorder:
         self.close()
 
     def close(self) -> None:
-        """End the run on Weights & Biases and send the last spans; all files are closed already.
-
-        A second call does nothing.
-        """
-        wandb, self._wandb = self._wandb, None
+        """End the run on Weights & Biases and send the last spans. A second call does nothing."""
+        wandb, collector = self._wandb, self._collector
+        self._wandb = self._collector = None
         if wandb is not None:
             with self._guard("Weights & Biases", Exception):
                 wandb.finish()
-        collector, self._collector = self._collector, None
         if collector is not None:
             sending = threading.Thread(target=collector.shutdown, daemon=True)  # waits for 30 s where nothing answers
             sending.start()
             sending.join(_LAST_SPANS_S)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Every evaluation of the run, resumed parts included, in order."""
+        """Every evaluation of the run, in order."""
         return [json.loads(line) for line in self._evaluations.lines()]
 
     def has_evaluation(self, iteration: int) -> bool:
-        """Whether an evaluation at this iteration is recorded."""
         return any(entry["iteration"] == iteration for entry in self.evaluations())
 
     def column(self, metric: str) -> list[float]:
-        """A metric of every iteration that has it, resumed parts included, in order."""
+        """A metric of every iteration that has it, in order."""
         return self._progress.column(metric)
 
-    def _log_scalars(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def _log_scalars(self, iteration: int, metrics: Metrics, *, evaluated: bool = False) -> None:
         if self._tensorboard is not None:
             with self._guard("TensorBoard"):
                 self._tensorboard.add_metrics(iteration, metrics)
@@ -324,6 +273,12 @@ class RunRecorder:
             # Its client raises errors of many kinds, which must not end the run.
             with self._guard("Weights & Biases", Exception):
                 self._wandb.log({"iteration": iteration, **metrics})
+        if self.ray is not None:
+            with self._guard("Ray metrics", Exception):
+                if evaluated:
+                    self.ray.add_evaluation(metrics)
+                else:
+                    self.ray.add(iteration, metrics, self.write_errors)
 
     @contextlib.contextmanager
     def _guard(self, what: str, kind: type[Exception] = OSError) -> Iterator[None]:

@@ -35,10 +35,8 @@ Columns = Mapping[str, str | Callable[[Row], str]]
 
 
 def show(dashboard: str | None, console: Console, *, every_s: float, once: bool, as_json: bool) -> None:
-    """Read and show a cluster every `every_s` seconds until Ctrl-C, or once; as a table, or as a line of JSON.
-
-    Raises MetricsUnavailableError at the first reading; the table reports the errors of later ones.
-    """
+    """Show a cluster every `every_s` seconds until Ctrl-C, or once, as tables or JSON. Raises UserInputError
+    at the first reading."""
 
     def read() -> dict[str, list[Any]]:
         samples, missing = read_cluster(dashboard or default_dashboard())
@@ -63,59 +61,45 @@ def show(dashboard: str | None, console: Console, *, every_s: float, once: bool,
 # Reading: the dashboard names the metrics endpoints of all nodes.
 
 
-class MetricsUnavailableError(UserInputError):
-    """There are no metrics where the user said, or the user may not read them."""
-
-
 def default_dashboard() -> str:
-    """The dashboard that Ray's environment variables name, else the one of this machine."""
-    named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
+    named = (os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
     return next((url for url in named if url.startswith("http")), "http://127.0.0.1:8265")
 
 
 def read_cluster(dashboard: str) -> tuple[list[Sample], list[str]]:
-    """The samples of all nodes, and the endpoints that did not answer.
-
-    Raises MetricsUnavailableError, also when none answered.
-    """
+    """The samples of all nodes, and the endpoints that did not answer. Raises UserInputError."""
     import httpx
 
     url = f"{dashboard.rstrip('/')}/api/prometheus/sd"
     try:
         answer = httpx.get(url, headers=_token(), timeout=_TIMEOUT_S, trust_env=not is_loopback(url))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise MetricsUnavailableError(
+        raise UserInputError(
             f"Nothing answers at {dashboard} ({error}): give the head's dashboard with --address. A private cluster "
             "has metrics with resources.dashboard=true and logging.ray_metrics=true."
         ) from error
     if answer.status_code in (401, 403):
-        raise MetricsUnavailableError(
-            f"{dashboard} asks for the cluster's token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that "
-            "holds it."
-        )
+        raise UserInputError(f"{dashboard} asks for the cluster's token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.")
     if answer.status_code != 200 or "json" not in answer.headers.get("content-type", ""):
-        raise MetricsUnavailableError(
-            f"{dashboard} answers {answer.status_code} and no metrics: is this the right address?"
-        )
+        raise UserInputError(f"{dashboard} answers {answer.status_code} and no metrics: is this the right address?")
     targets = [target for group in answer.json() for target in group["targets"]]
     with ThreadPoolExecutor(_READERS) as threads:
         pages = dict(zip(targets, threads.map(_page, targets), strict=True))
     missing = [target for target, page in pages.items() if page is None]
     if targets and len(missing) == len(targets):
-        raise MetricsUnavailableError(
+        raise UserInputError(
             f"The dashboard {dashboard} names {len(targets)} metrics endpoints ({targets[0]}, ...) and none answers "
             "here: run `rl-vlm top` on a machine of the cluster."
         )
-    return [sample for page in pages.values() if page is not None for sample in parse(page)], missing
+    return [sample for page in pages.values() for sample in page or ()], missing
 
 
-def _page(target: str) -> str | None:
+def _page(target: str) -> list[Sample] | None:
     import httpx
 
     # These ports know no token, so none is sent to them. A proxy does not reach the cluster's own network.
     with contextlib.suppress(httpx.HTTPError):
-        page = httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False)
-        return page.raise_for_status().text
+        return parse(httpx.get(f"http://{target}/metrics", timeout=_TIMEOUT_S, trust_env=False).raise_for_status().text)
     return None
 
 
@@ -124,8 +108,8 @@ def parse(text: str) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     lines = "".join(line + "\n" for line in text.splitlines() if line.startswith((_RUN, _NODE)))
-    samples = (sample for family in text_string_to_metric_families(lines) for sample in family.samples)
-    return [sample for sample in samples if not math.isnan(sample.value)]
+    families = text_string_to_metric_families(lines)
+    return [sample for family in families for sample in family.samples if not math.isnan(sample.value)]
 
 
 def token_file() -> Path:
@@ -134,13 +118,12 @@ def token_file() -> Path:
 
 
 def _token() -> dict[str, str]:
-    """The header of Ray's token authentication, from the environment, a named file or Ray's own; else empty."""
+    """The header of Ray's token authentication."""
     token, path = os.environ.get("RAY_AUTH_TOKEN", "").strip(), token_file()
-    if not token and path.is_file():
-        try:
-            token = path.read_text().strip()
-        except OSError as error:
-            raise RLVLMError(f"Cannot read the token in {path}: {error.strerror}.") from error
+    try:
+        token = token or (path.read_text().strip() if path.is_file() else "")
+    except OSError as error:
+        raise RLVLMError(f"Cannot read the token in {path}: {error.strerror}.") from error
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
@@ -166,7 +149,7 @@ _GPU_COLUMNS = {"percent": "gpus_utilization", "memory_used": "gram_used", "memo
 
 
 def overview(samples: Sequence[Sample], now: float) -> dict[str, list[Any]]:
-    """One row per run, replica and node; None is what no metric says. `now` is Unix time."""
+    """A row per run, replica and node; None is what no metric says. `now` is Unix time."""
     return {"runs": _runs(samples, now), "replicas": _replicas(samples), "nodes": _nodes(samples)}
 
 
@@ -180,7 +163,6 @@ def _grouped(samples: Iterable[Sample], prefix: str, *keys: str) -> dict[tuple[s
 
 
 def _sums(samples: Iterable[Sample], prefix: str, columns: Mapping[str, str]) -> dict[str, float | None]:
-    """The value of each column, summed over its series."""
     found: dict[str, float] = {}
     for sample in samples:
         found[sample.name] = found.get(sample.name, 0.0) + sample.value
@@ -214,22 +196,15 @@ def _runs(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
 def _replicas(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     rows = []
     for (run, replica), own in _grouped(samples, _RUN, "run", "replica").items():
-        row: dict[str, Any] = {
-            "run": run,
-            "runs": _users(own) or [run],
-            "replica": replica,
-            "node": own[0].labels.get("NodeAddress", ""),
-        }
-        row |= _sums(own, _RUN, _REPLICA_COLUMNS)
-        if replica and row["version"] is not None:  # its counters outlive it
-            rows.append(row)
+        values = _sums(own, _RUN, _REPLICA_COLUMNS)
+        if not replica or values["version"] is None:  # its counters outlive it
+            continue
+        # The runs that use a shared replica, by the names of their policies (run-12345678).
+        policies = {sample.labels.get("policy", POLICY) for sample in own if sample.name == f"{_RUN}policy_version"}
+        users = sorted({policy.rpartition("-")[0] for policy in policies - {POLICY}})
+        node = own[0].labels.get("NodeAddress", "")
+        rows.append({"run": run, "runs": users or [run], "replica": replica, "node": node, **values})
     return rows
-
-
-def _users(samples: Iterable[Sample]) -> list[str]:
-    """The runs that use a shared replica, by the names of their policies (run-12345678)."""
-    policies = {sample.labels.get("policy", POLICY) for sample in samples if sample.name == f"{_RUN}policy_version"}
-    return sorted({policy.rpartition("-")[0] for policy in policies - {POLICY}})
 
 
 def _nodes(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -248,7 +223,6 @@ def _nodes(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def table(found: Mapping[str, Sequence[Any]]) -> RenderableType:
-    """The tables, one below the other."""
     parts: list[RenderableType] = [] if found["runs"] else [Text("No run reports metrics here.")]
     for title, rows, columns in _TABLES:
         if not found[rows]:
@@ -269,56 +243,50 @@ def _gib(used: float | None, whole: float | None) -> str:
     return "" if used is None or whole is None else f"{used / _GIB:.1f}/{whole / _GIB:.0f} GiB"
 
 
-def _gpu_memory(gpu: Row) -> str:
-    return _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0))
-
-
-# Each table: its columns, and what a row shows there. Columns of text stand left, numbers right.
+# Title, rows, and columns with what a row shows there. Columns of text stand left, numbers right.
 _TEXT = ("run", "last row", "algorithm", "environment", "replica", "node")
-_RUNS: Columns = {
-    "run": "{run}",
-    "last row": lambda row: "ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago",
-    "done": "{iteration:.0f}/{iterations:.0f}",
-    "s/row": "{iteration_seconds:.3g}",
-    "speed": lambda row: filled(("{tokens_per_s:,.0f} tok/s", "{steps_per_s:,.0f} steps/s"), row, " "),
-    "lag": "{lag_max:.0f}/{max_policy_lag:.0f}",
-    "queue": lambda row: filled(("{under_way:,.0f}", "{waiting:,.0f}"), row, "+"),
-    "version": "{version:,.0f}",
-    "lost": lambda row: f"{sum(row['dropped'].values()):,.0f}",
-    "restarts": lambda row: f"{sum(row['restarts'].values()):,.0f}",
-}
-_LEARNING: Columns = {
-    "run": "{run}",
-    "algorithm": "{algorithm}",
-    "environment": "{env}",
-    "reward": "{reward:,.4g}",
-    "smoothed": "{reward_smoothed:,.4g}",
-    "best": "{reward_best:,.4g}",
-    "accuracy": lambda row: "".join(f"{value:.3g}" for value in list(row["accuracy"].values())[:1]),
-    "mismatch": lambda row: filled(("{mismatch_kl:.1e}", "×{mismatch_growth:.1f}"), row, " "),
-}
-_REPLICAS: Columns = {
-    "run": lambda row: ", ".join(row["runs"]),
-    "replica": "{replica}",
-    "node": "{node}",
-    "version": "{version:,.0f}",
-    "running": "{running:,.0f}",
-    "waiting": "{waiting:,.0f}",
-    "batch": "{mean_batch:.3g}",
-    "requests": "{requests:,.0f}",
-    "errors": lambda row: f"{row['errors'] or 0:,.0f}",
-}
-_NODES: Columns = {
-    "node": "{node}",
-    "CPU": "{cpu_percent:.0f} %",
-    "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
-    "disk": "{disk_percent:.0f} %",
-    "GPU": lambda row: " ".join(filled(("{percent:.0f} %",), gpu) for gpu in row["gpus"]),
-    "GPU memory": lambda row: " ".join(map(_gpu_memory, row["gpus"])),
-}
-_TABLES = (
-    ("runs", "runs", _RUNS),
-    ("learning", "runs", _LEARNING),
-    ("replicas", "replicas", _REPLICAS),
-    ("nodes", "nodes", _NODES),
-)
+_TABLES: tuple[tuple[str, str, Columns], ...] = (
+    ("runs", "runs", {
+        "run": "{run}",
+        "last row": lambda row: "ended" if row["state"] == "ended" else f"{duration(row['idle_seconds'] or 0)} ago",
+        "done": "{iteration:.0f}/{iterations:.0f}",
+        "s/row": "{iteration_seconds:.3g}",
+        "speed": lambda row: filled(("{tokens_per_s:,.0f} tok/s", "{steps_per_s:,.0f} steps/s"), row, " "),
+        "lag": "{lag_max:.0f}/{max_policy_lag:.0f}",
+        "queue": lambda row: filled(("{under_way:,.0f}", "{waiting:,.0f}"), row, "+"),
+        "version": "{version:,.0f}",
+        "lost": lambda row: f"{sum(row['dropped'].values()):,.0f}",
+        "restarts": lambda row: f"{sum(row['restarts'].values()):,.0f}",
+    }),
+    ("learning", "runs", {
+        "run": "{run}",
+        "algorithm": "{algorithm}",
+        "environment": "{env}",
+        "reward": "{reward:,.4g}",
+        "smoothed": "{reward_smoothed:,.4g}",
+        "best": "{reward_best:,.4g}",
+        "accuracy": lambda row: "".join(f"{value:.3g}" for value in list(row["accuracy"].values())[:1]),
+        "mismatch": lambda row: filled(("{mismatch_kl:.1e}", "×{mismatch_growth:.1f}"), row, " "),
+    }),
+    ("replicas", "replicas", {
+        "run": lambda row: ", ".join(row["runs"]),
+        "replica": "{replica}",
+        "node": "{node}",
+        "version": "{version:,.0f}",
+        "running": "{running:,.0f}",
+        "waiting": "{waiting:,.0f}",
+        "batch": "{mean_batch:.3g}",
+        "requests": "{requests:,.0f}",
+        "errors": lambda row: f"{row['errors'] or 0:,.0f}",
+    }),
+    ("nodes", "nodes", {
+        "node": "{node}",
+        "CPU": "{cpu_percent:.0f} %",
+        "memory": lambda row: _gib(row["memory_used"], row["memory_total"]),
+        "disk": "{disk_percent:.0f} %",
+        "GPU": lambda row: " ".join(filled(("{percent:.0f} %",), gpu) for gpu in row["gpus"]),
+        "GPU memory": lambda row: " ".join(
+            _gib(gpu["memory_used"], (gpu["memory_used"] or 0.0) + (gpu["memory_free"] or 0.0)) for gpu in row["gpus"]
+        ),
+    }),
+)  # fmt: skip

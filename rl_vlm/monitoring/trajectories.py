@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.types import Message, Trajectory, TrajectoryGroup, Turn, as_encoded
+from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup, Turn, as_encoded
 
+_PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
 _TURN = pa.struct(
     [
         ("start", pa.int32()),
@@ -24,10 +25,7 @@ _TURN = pa.struct(
         ("reward", pa.float64()),
         ("state_id", pa.string()),  # equal where the environment showed the same
         ("pieces", pa.list_(pa.list_(pa.int64()))),  # [tokens, version] of each, where versions differ
-        (
-            "parts",
-            pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())])),
-        ),  # of the reward, before weights
+        ("parts", pa.list_(_PART)),  # of the reward, before weights
         ("well_formed", pa.bool_()),
     ]
 )
@@ -57,18 +55,10 @@ SCHEMA = pa.schema(
 
 
 def choose_groups(groups: Sequence[TrajectoryGroup], rows: int, seed: int) -> list[int]:
-    """Positions of randomly chosen whole groups with at least `rows` trajectories together, or of all of them.
-
-    Chosen at random because the first groups of a round are those whose episodes were short.
-    """
-    chosen: list[int] = []
-    total = 0
-    for position in np.random.default_rng(seed).permutation(len(groups)):
-        if total >= rows:
-            break
-        chosen.append(int(position))
-        total += len(groups[position])
-    return sorted(chosen)
+    """Positions of random whole groups with at least `rows` trajectories. The first of a round had short episodes."""
+    order = np.random.default_rng(seed).permutation(len(groups))
+    before = np.cumsum([0, *(len(groups[position]) for position in order)])[:-1]
+    return sorted(order[before < rows].tolist())
 
 
 def write_trajectories(
@@ -79,14 +69,18 @@ def write_trajectories(
     decode: Callable[[np.ndarray], str],
 ) -> Path:
     """Write `folder/iteration-000010.parquet` and the images that `folder/images` lacks; `advantages` is [G] each."""
-    rows = []
+    rows, images = [], folder / "images"
     for group, per_group in zip(groups, advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, per_group, strict=True):
             shown = as_encoded([image for message in trajectory.messages for image in message.images])
-            _write_images(folder / "images", {image.sha256: image.png for image in (*trajectory.images, *shown)})
-            hashes = (image.sha256 for image in shown)
-            messages = [_message(message, hashes) for message in trajectory.messages]
-            rows.append(_row(iteration, group, trajectory, float(advantage), messages, decode(trajectory.token_ids)))
+            for image in (*trajectory.images, *shown):
+                if not (images / f"{image.sha256}.png").exists():
+                    images.mkdir(parents=True, exist_ok=True)
+                    write_atomic(images / f"{image.sha256}.png", image.png)
+            row = _row(group, trajectory, iter(shown))
+            row |= {"iteration": iteration, "advantage": float(advantage), "text": decode(trajectory.token_ids)}
+            arrays = {name: getattr(trajectory, name) for name in ("token_ids", "loss_mask", "logprobs")}
+            rows.append({**to_jsonable(row), **arrays})
     buffer = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), buffer, compression="zstd")
     path = folder / f"iteration-{iteration:06d}.parquet"
@@ -94,11 +88,15 @@ def write_trajectories(
     return path
 
 
-def _row(
-    iteration: int, group: TrajectoryGroup, trajectory: Trajectory, advantage: float, messages: list[Any], text: str
-) -> dict[str, Any]:
-    row = {
-        "iteration": iteration,
+def _row(group: TrajectoryGroup, trajectory: Trajectory, shown: Iterator[EncodedImage]) -> dict[str, Any]:
+    messages = [
+        {
+            "role": message.role,
+            "parts": [part if isinstance(part, str) else {"image": next(shown).sha256} for part in message.parts],
+        }
+        for message in trajectory.messages
+    ]
+    return {
         "group_id": group.group_id,
         "env": group.env,
         "stage": group.stage,
@@ -106,31 +104,15 @@ def _row(
         "index": group.index,
         "turns": [_turn(turn) for turn in trajectory.turns],
         "reward": trajectory.reward,
-        "advantage": advantage,
         "status": str(trajectory.status),
         "error": trajectory.error,
         "info": json.dumps(to_jsonable(trajectory.info), ensure_ascii=False),
         "images": [image.sha256 for image in trajectory.images],
         "messages": json.dumps(to_jsonable(messages), ensure_ascii=False),
-        "text": text,
         "replica_ids": list(trajectory.replica_ids),
     }
-    return {**to_jsonable(row), **{name: getattr(trajectory, name) for name in ("token_ids", "loss_mask", "logprobs")}}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
     parts = [{"name": name, "value": value} for name, value in turn.parts]
     return {**asdict(turn), "stop_reason": str(turn.stop_reason), "parts": parts}
-
-
-def _message(message: Message, hashes: Iterator[str]) -> dict[str, Any]:
-    parts = [part if isinstance(part, str) else {"image": next(hashes)} for part in message.parts]
-    return {"role": message.role, "parts": parts}
-
-
-def _write_images(folder: Path, images: Mapping[str, bytes]) -> None:
-    for sha256, png in images.items():
-        path = folder / f"{sha256}.png"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, png)

@@ -31,11 +31,7 @@ _FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pdf
 def new_figure(
     width: float = 9.0, height: float = 5.0, *, title: str = "", note: str = "", panels: int = 1
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of this size in inches and its panels, one below the other; the title stands above on the left, the note
-    on the right.
-
-    Matplotlib's own objects and not pyplot: no global state, so it works beside a user's notebook and in threads.
-    """
+    """A figure of this size in inches and its panels, one below the other. No global state, unlike pyplot."""
     figure = Figure(figsize=(width, height), dpi=200)
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.08)
     axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
@@ -55,7 +51,6 @@ def new_figure(
 
 
 def add_legend(place: Figure | Axes, **options: Any) -> None:
-    """A legend without a frame, whose labels are shown as they are."""
     for text in place.legend(frameon=False, labelcolor=INK, **{"fontsize": 10, **options}).get_texts():
         text.set_parse_math(False)
 
@@ -70,7 +65,6 @@ def check_outputs(paths: Sequence[Path]) -> None:
 
 
 def save_figure(figure: Figure, paths: Sequence[Path]) -> None:
-    """Write the figure to each path, whole or not at all, in the format of its suffix."""
     for path in paths:
         buffer, suffix = io.BytesIO(), path.suffix.lower()
         figure.savefig(buffer, format=suffix[1:], metadata=_FORMATS[suffix])
@@ -83,23 +77,16 @@ def save_figure(figure: Figure, paths: Sequence[Path]) -> None:
 def draw_curve(folder: Path) -> Path:
     """Draw `curve.png` in a run folder from its config.yaml, progress.csv and eval.jsonl."""
     config = load_yaml((folder / "config.yaml").read_text())
-    figure = curve_figure(
-        pd.read_csv(
-            io.BytesIO(b"\n".join(whole_lines(folder / "progress.csv")) or b"iteration"), index_col="iteration"
-        ),
-        pd.DataFrame([json.loads(line) for line in whole_lines(folder / "eval.jsonl")]),
-        config["name"],
-        of_steps=(config.get("algorithm") or {}).get("name") == "preference_sac",
-    )
+    rows = io.BytesIO(b"\n".join(whole_lines(folder / "progress.csv")) or b"iteration")
+    evaluations = pd.DataFrame([json.loads(line) for line in whole_lines(folder / "eval.jsonl")])
+    of_steps = (config.get("algorithm") or {}).get("name") == "preference_sac"
+    figure = curve_figure(pd.read_csv(rows, index_col="iteration"), evaluations, config["name"], of_steps=of_steps)
     save_figure(figure, [path := folder / "curve.png"])
     return path
 
 
 def curve_figure(progress: pd.DataFrame, evaluations: pd.DataFrame, name: str, *, of_steps: bool = False) -> Figure:
-    """The rows of progress.csv and eval.jsonl by iteration or, of a preference run, by environment step.
-
-    What is on another scale than accuracy gets a panel of its own: two scales on one axis mislead.
-    """
+    """The rows of progress.csv and eval.jsonl. What is on another scale than accuracy gets a panel of its own."""
     measured = evaluations.groupby("iteration").last() if len(evaluations) else evaluations  # the later one counts
     reward, loss = _column(progress, "reward/mean"), _column(progress, "sft/loss")
     held_out_loss, chance = _column(measured, "eval/loss"), _column(measured, "chance")
@@ -139,14 +126,13 @@ def curve_figure(progress: pd.DataFrame, evaluations: pd.DataFrame, name: str, *
 
 
 def smooth(values: pd.Series) -> pd.Series:
-    """A centred Gaussian average over about a twentieth of the values, normalised at the ends."""
+    """A centred Gaussian average over about a twentieth of the values."""
     width = max(len(values) / 40, 1.0)
     window = values.rolling(2 * int(3 * width) + 1, center=True, min_periods=1, win_type="gaussian")
     return window.mean(std=width)
 
 
 def _column(table: pd.DataFrame, name: str) -> pd.Series:
-    """The finite numbers of a column; none where there is no such column."""
     return _finite(table[name]) if name in table else pd.Series(dtype=float)
 
 
@@ -198,17 +184,12 @@ def read_table(path: Path, default_name: str) -> pd.DataFrame:
 
 
 def numbers_of(table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """The rows that have a finite number in each of these columns."""
     return _finite(table[list(columns)].apply(pd.to_numeric, errors="coerce"))
 
 
 def read_curve(path: str | Path, column: str | None = None) -> pd.Series:
-    """The evaluations of eval.csv, or of a run folder's, by step; the series has its column's name. Raises
-    UserInputError.
-
-    Lines without a number are left out, and of several lines of a step the last counts. Success rates are in [0, 1]: a
-    column is taken as percent unless the file is not ours and the whole column stays within [0, 1].
-    """
+    """The evaluations of eval.csv by step, named by its column; of several lines of a step the last. Raises
+    UserInputError."""
     table = read_table(Path(path), "eval.csv")
     chosen = column or next((name for name in (SUCCESS, *_RETURNS) if name in table), "")
     if "step" not in table or chosen not in table:
@@ -221,10 +202,8 @@ def read_curve(path: str | Path, column: str | None = None) -> pd.Series:
 
 
 def combine(curves: Sequence[pd.Series]) -> Band:
-    """The runs on the union of their steps, as far as all of them reach; between its own steps a run is interpolated.
-
-    The interval is Student's: mean ± t(0.975, n - 1) · s / √n.
-    """
+    """The runs on the steps that all of them reach, interpolated; the interval is Student's, mean ± t(0.975, n - 1) · s
+    / √n."""
     common = pd.concat(curves, axis=1).sort_index().interpolate("index", limit_area="inside").dropna()
     if common.empty:
         raise UserInputError("The runs of one kind have no steps in common: draw them under different names.")
@@ -265,16 +244,14 @@ def draw_learning_curve(
 
 
 def trailing_mean(values: pd.Series, window: int) -> pd.Series:
-    """The mean of each value and up to `window` - 1 before it."""
     return values.rolling(window, min_periods=1).mean()
 
 
 def draw_band(panel: Axes, band: Band, color: str, label: str) -> None:
     """The mean, labelled with the number of runs, over its interval; without a label a thin line alone."""
     if label and band.half is not None:
-        panel.fill_between(
-            band.steps, band.mean - band.half, band.mean + band.half, color=color, alpha=0.18, linewidth=0
-        )
+        low, high = band.mean - band.half, band.mean + band.half
+        panel.fill_between(band.steps, low, high, color=color, alpha=0.18, linewidth=0)
     runs = f" ({band.runs} runs)" if band.runs > 1 else ""
     marker = "o" if len(band.steps) == 1 else None  # a line of one point is not seen
     style: dict[str, Any] = {"linewidth": 2.2, "label": label + runs} if label else {"linewidth": 0.9, "alpha": 0.5}

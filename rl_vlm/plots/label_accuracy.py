@@ -20,11 +20,7 @@ _NEEDED = ("ground_truth_score_1", "ground_truth_score_2", "vlm_predicted_label"
 
 
 def read_labels(path: str | Path) -> pd.DataFrame:
-    """The labels of a query log, or that of a run folder: `difference` of the true returns, `label` and `category`.
-
-    Lines without a label (errors) or returns are left out. Where the returns are equal, no preference is the right
-    answer, and any other a wrong one.
-    """
+    """The lines of a query log with returns and a label. Of equal returns, no preference is the right answer."""
     table = read_table(Path(path), "vlm_query_log.csv")
     if missing := [name for name in _NEEDED if name not in table]:
         raise UserInputError(f"{path} lacks the columns {', '.join(missing)}.")
@@ -39,8 +35,7 @@ def read_labels(path: str | Path) -> pd.DataFrame:
 
 
 def histogram(labels: pd.DataFrame, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Equal bins from 0 to the largest difference, which belongs to the last bin: edges float64 [bins + 1], and counts
-    int64 [bins, 3] in the order of `CATEGORIES`."""
+    """Equal bins: edges float64 [bins + 1], and counts int64 [bins, 3] in the order of `CATEGORIES`."""
     edges = np.linspace(0.0, labels.difference.max() or 1.0, bins + 1)
     counts = [np.histogram(labels.difference[labels.category == name], edges)[0] for name in CATEGORIES]
     return edges, np.stack(counts, axis=1)

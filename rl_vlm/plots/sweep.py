@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -14,31 +13,20 @@ from rl_vlm.plots.curves import COLORS, MUTED, add_legend, combine, draw_band, n
 from rl_vlm.types import UserInputError
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The runs of one setting: (iteration, metric) of each, and their last values."""
-
-    name: str
-    runs: tuple[Sequence[tuple[int, float]], ...]
-    last: tuple[float, ...]
-
-
-def draw_settings(settings: Sequence[Setting], metric: str, path: Path) -> None:
-    """Draw the settings, best first: the first few in colour with their names, the others grey.
-
-    The band is a 95 % interval.
-    """
+def draw_settings(settings: Mapping[str, Sequence[Sequence[tuple[int, float]]]], metric: str, path: Path) -> None:
+    """Draw settings by name, each the (iteration, metric) of its runs, best first: the first few in colour with their
+    names, the others grey."""
     others = len(settings) - len(COLORS)
     figure, (panel,) = new_figure(note=f"grey: {others} other settings" if others > 0 else "")
-    for number, setting in reversed(list(enumerate(settings))):
+    for number, (name, runs) in reversed(list(enumerate(settings.items()))):
         # A run whose curve ends early (it was stopped) is drawn as far as it goes.
-        curves = [pd.Series(dict(points)) for points in setting.runs]
+        curves = [pd.Series(dict(points)) for points in runs]
         try:
             band = combine(curves)
         except UserInputError:  # no step in common, because one ended at once: the longest alone
             band = combine([max(curves, key=len)])
         named = number < len(COLORS)
-        label = f"{setting.name}: {statistics.fmean(setting.last):.3f}" if named else ""
+        label = f"{name}: {statistics.fmean(points[-1][1] for points in runs):.3f}" if named else ""
         draw_band(panel, band, COLORS[number] if named else MUTED, label)
     panel.set_xlabel("iterations")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -17,8 +17,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.plugins import load_plugins
 from rl_vlm.serving.registry import OWN, PolicyKey
 
 Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]

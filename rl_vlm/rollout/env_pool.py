@@ -20,7 +20,7 @@ from rl_vlm.envs.errors import EnvError, EnvTimeoutError, check_reset, check_ste
 from rl_vlm.envs.registry import make_part
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import Observation, RLVLMError
-from rl_vlm.waiting import note_hung_thread
+from rl_vlm.waiting import hung_calls
 
 
 class _Call:
@@ -200,7 +200,7 @@ class EnvPool:
             self.stuck += 1
             ended = threading.Event()
             call.future.add_done_callback(lambda _: ended.set())
-            note_hung_thread("an environment", ended)
+            hung_calls.append(("an environment", ended))
         else:
             call.future.cancel()
         call.result, call.seconds = _timed_out(timeout_s), timeout_s

@@ -8,55 +8,47 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, save_checkpoint
+from rl_vlm.algorithms.checkpoint import checkpoint_number, latest_checkpoint, read_checkpoint, save_checkpoint
 from rl_vlm.config import SFTConfig, TrainConfig, save_config
 from rl_vlm.config.loading import changes_since
 from rl_vlm.files import clean_leftovers, open_own
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.monitoring.display import POLICY_ROWS, ProgressDisplay, Rows
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.base import RunAlgorithm
-    from rl_vlm.monitoring.ray_metrics import RayMetrics
-
-
-# Signals while a command starts or ends something: it reports the signal and exits.
-
-_caught: list[int] = []
 
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
     """Inside, a signal is reported on stderr and raises SystemExit with its exit code, 130 or 143."""
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    _caught.clear()
-    for number in previous:
-        signal.signal(number, _leave)
+    caught: list[int] = []
+
+    def leave(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        print(f"Interrupted by {signal.Signals(number).name}: ending what was started.", file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except BaseException:
-        if _caught:  # Ray turns any exit code that it meets in a call of its own into 1, and what is half started fails
-            raise SystemExit(128 + _caught[0]) from None
+        if caught:  # Ray turns any exit code that it meets in a call of its own into 1, and what is half started fails
+            raise SystemExit(128 + caught[0]) from None
         raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _leave(number: int, _: FrameType | None) -> None:
-    _caught.append(number)
-    print(f"Interrupted by {signal.Signals(number).name}: ending what was started.", file=sys.stderr, flush=True)
-    sys.exit(128 + number)
 
 
 # `rl-vlm cluster drain`: runs save their checkpoints before the containers of driver and actors are stopped.
@@ -69,29 +61,19 @@ _PAUSE_S = 0.5
 RUNNING, STOPPING = "rl-vlm:run", "rl-vlm:stopping"
 
 
-def call_this_process(name: str) -> str:
-    """Name this process; returns its name before, or an empty string where the system has no such names."""
-    own = Path("/proc/self/comm")
-    try:
-        before = own.read_text().strip()
-        own.write_text(name)
-    except OSError:
-        return ""
-    return before
+def call_this_process(name: str) -> None:
+    """Name this process, where the system has such names."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 def is_actor(arguments: Sequence[str]) -> bool:
-    """Whether a process's arguments are the title of an actor or task of a run."""
     title = arguments[0] if arguments else ""
     return title.startswith(_ACTOR) and not title.removeprefix(_ACTOR).startswith(_IDLE)
 
 
 def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
-    """Send SIGTERM to this user's runs that are not stopping yet, and wait. Returns the process ids of those that
-    remain.
-
-    `within`: only processes that descend from this one; None: all of this user.
-    """
+    """Send SIGTERM to this user's runs (`within`: those below this process), and wait. Returns the ids that remain."""
     runs = {process: found["name"] for process, found in _mine(within) if found["name"] in (RUNNING, STOPPING)}
     for process, name in runs.items():
         if name == RUNNING:
@@ -102,8 +84,7 @@ def drain_runs(timeout_s: float, within: int | None = None) -> list[int]:
 
 
 def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
-    """Wait until no actor works on this machine; actors end with their run. Returns the process ids of those that
-    remain."""
+    """Wait until no actor works on this machine; actors end with their run. Returns the ids that remain."""
     deadline = time.monotonic() + timeout_s
     while True:
         left = [process.pid for process, found in _mine(within) if is_actor(found["cmdline"] or ())]
@@ -113,7 +94,6 @@ def wait_for_actors(timeout_s: float, within: int | None = None) -> list[int]:
 
 
 def _mine(within: int | None) -> Iterator[tuple[psutil.Process, dict[str, Any]]]:
-    """This user's processes, each with name and arguments."""
     processes = psutil.Process(within).children(recursive=True) if within is not None else psutil.process_iter()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -123,7 +103,7 @@ def _mine(within: int | None) -> Iterator[tuple[psutil.Process, dict[str, Any]]]
 
 
 class InterruptedRun(RLVLMError):
-    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds; `exit_code` is 130 or 143."""
+    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds."""
 
     def __init__(self, number: int, what_now: str) -> None:
         super().__init__(f"Interrupted by {signal.Signals(number).name}; {what_now}.")
@@ -131,7 +111,7 @@ class InterruptedRun(RLVLMError):
 
 
 class StopRequest:
-    """Remembers the first SIGINT or SIGTERM and calls `tell`; a second one, or any during the start, raises
+    """Remembers the first SIGINT or SIGTERM and calls `tell`; a second one, or any while starting, raises
     KeyboardInterrupt."""
 
     def __init__(
@@ -148,8 +128,6 @@ class StopRequest:
 
     @contextmanager
     def installed(self, announce: Callable[[str], None]) -> Iterator[None]:
-        """Catch the signals inside this context."""
-
         def handle(number: int, _: FrameType | None) -> None:
             call_this_process(STOPPING)
             second, self.signal = self.signal is not None, number
@@ -158,7 +136,8 @@ class StopRequest:
             announce(self._sentence)
             self._tell()
 
-        named = call_this_process(RUNNING)
+        named = psutil.Process().name()
+        call_this_process(RUNNING)
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -176,29 +155,27 @@ _FIXED = (
 
 
 class BaseRun(ABC):
-    """The state of one command that trains; `start` iterations (or steps) are done already.
-
-    The constructor raises UserInputError where the newest checkpoint does not fit the configuration.
-    """
+    """One command that trains. The constructor raises UserInputError where the newest checkpoint does not fit."""
 
     config: TrainConfig | SFTConfig
     _unit = "iteration"  # what `_position` counts
+    _rows: Rows = POLICY_ROWS  # of the display
+    _checkpoint_name = "iteration-{:06d}"
+    _history: Path | None = None  # where all checkpoints stay, beside the newest ones in the run folder
+    _read_checkpoint: Callable[[Path], object] = staticmethod(read_checkpoint)
 
-    def __init__(self, config: TrainConfig | SFTConfig, folder: Path, resume: bool) -> None:
-        self.config, self.folder = config, folder
+    def __init__(self, config: TrainConfig | SFTConfig, folder: Path, resume: bool, total: int) -> None:
+        self.config, self.folder, self.total, self._resumes = config, folder, total, resume
         self.checkpoints = folder / "checkpoints"
         clean_leftovers(folder)
         clean_leftovers(self.checkpoints)
-        self.start_from = self._latest_checkpoint() if resume else None
+        self.start_from = latest_checkpoint(self.checkpoints, self._read_checkpoint) if resume else None
         self.start = checkpoint_number(self.start_from) if self.start_from else 0
         self.saved_at = self.start if self.start_from else -1  # what the newest checkpoint holds; -1 without one
-        if self.start_from is not None:
-            self._check_fits(self.start_from)
         changes = self._changes() if self.start_from is not None else ""
-        self.display = self._new_display()
+        self.display = ProgressDisplay(total, self.start, rows=self._rows, unit=self._unit)
         if changes:
             self.display.message(changes)
-        self._resumes = resume
         if not resume:
             save_config(config, folder / "config.yaml")
         self.recorder = self._new_recorder(self.start if resume else None)
@@ -211,17 +188,8 @@ class BaseRun(ABC):
         self.rewards: list[float] = []
         self.evaluations: list[dict[str, Any]] = []
 
-    def _latest_checkpoint(self) -> Path | None:
-        return latest_checkpoint(self.checkpoints)
-
-    def _check_fits(self, checkpoint: Path) -> None:  # noqa: B027  # not every kind has something to check
-        """Raise UserInputError where the run cannot go on from a checkpoint."""
-
     def _changes(self) -> str:
-        """What differs from the configuration that the run began with, in a sentence.
-
-        Raises UserInputError where that is what is learned, or from what: two curves would be one.
-        """
+        """Other settings than before, as a sentence. Raises UserInputError for those that change what is learned."""
         saved = self.folder / "config.yaml"
         changes = changes_since(saved, self.config) if saved.is_file() else {}
         told = {key: f"{key} {before} → {now}" for key, (before, now) in changes.items()}
@@ -233,18 +201,13 @@ class BaseRun(ABC):
             )
         return f"Going on with other settings: {', '.join(told.values())}." if told else ""
 
-    @abstractmethod
-    def _new_display(self) -> ProgressDisplay:
-        """What shows the progress."""
-
     def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
-        return RunRecorder(self.folder, self.config, resumed_iteration, draw=self._draw)
+        def draw(folder: Path) -> None:
+            from rl_vlm.plots.curves import draw_curve  # matplotlib is slow to import
 
-    @staticmethod
-    def _draw(folder: Path) -> None:
-        from rl_vlm.plots.curves import draw_curve  # matplotlib is slow to import
+            draw_curve(folder)
 
-        draw_curve(folder)
+        return RunRecorder(self.folder, self.config, resumed_iteration, draw)
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
@@ -284,7 +247,7 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _position(self) -> int:
-        """How far training is."""
+        """How far training is, in `_unit`s."""
 
     @abstractmethod
     def _write_checkpoint(self, folder: Path) -> None:
@@ -292,8 +255,8 @@ class BaseRun(ABC):
 
     def _save(self, position: int) -> Path:
         """Save a checkpoint, and delete old ones. Raises OSError."""
-        keep, name = self.config.logging.keep_checkpoints, f"iteration-{position:06d}"
-        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep)
+        keep, name = self.config.logging.keep_checkpoints, self._checkpoint_name.format(position)
+        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep, self._history)
 
     def _checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
@@ -304,7 +267,6 @@ class BaseRun(ABC):
                 self.saved_at = position
 
     def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
-        """Write what was trained into the run folder. Raises RLVLMError."""
         try:
             payload.write(self.folder / f"{payload.FOLDER}{suffix}")
         except OSError as error:
@@ -338,7 +300,6 @@ class BaseRun(ABC):
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Where the disk is full the run goes on without what is written inside."""
         try:
             yield
         except OSError as error:
@@ -346,7 +307,6 @@ class BaseRun(ABC):
             self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
 
     def _before_and_after(self, name: str, key: str) -> dict[str, Any]:
-        """The first and the last evaluation's value of a key."""
         evaluations = self.recorder.evaluations() or self.evaluations
         values = [entry[key] for entry in evaluations if entry.get(key) is not None]
         return {f"{name}_before": values[0] if values else None, f"{name}_after": values[-1] if values else None}
@@ -356,6 +316,7 @@ class BaseRun(ABC):
         window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
+            "iterations": self._position(),
             "train_seconds": round(self.train_seconds, 3),
             "startup_seconds": round(self.startup_seconds, 3),
             "reward_before": sum(rewards[:window]) / window if len(rewards) > 1 else None,
@@ -364,14 +325,10 @@ class BaseRun(ABC):
 
 
 class RunLifecycle(BaseRun):
-    """The state of one `train` call: Ray, and an algorithm on it."""
+    """A run on Ray, with an algorithm of RLlib."""
 
     config: TrainConfig
-
-    def __init__(self, config: TrainConfig, folder: Path, resume: bool) -> None:
-        self.algorithm: Any = None
-        self._figures: RayMetrics | None = None
-        super().__init__(config, folder, resume)
+    algorithm: Any = None
 
     @staticmethod
     @abstractmethod
@@ -379,7 +336,6 @@ class RunLifecycle(BaseRun):
         """The RLlib algorithm, which takes seconds to import."""
 
     def _loop(self) -> None:
-        """Start everything, train, stop everything."""
         serves = self.config.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.ray_session import ray_cluster
@@ -394,17 +350,24 @@ class RunLifecycle(BaseRun):
         ):
             imports_done()
             config = self.algorithm_class(self.config).from_run_config(self.config, self.folder, service)
-            with self._algorithm(config):
+            try:
+                with stderr_to(self.folder / "startup.log"):
+                    self.algorithm = config.build_algo()
+                self.algorithm.stop_requested = lambda: bool(self.stop)
+                if self.start_from is not None:
+                    self.algorithm.load_checkpoint(str(self.start_from))
+                    self.display.message(f"Resumed from {self._unit} {self._position()}.")
+                self._started()
                 self._train()
+            finally:
+                if self.algorithm is not None:
+                    self.algorithm.stop()
 
-    def _new_recorder(self, resumed_iteration: int | None) -> RunRecorder:
-        recorder = super()._new_recorder(resumed_iteration)
-        recorder.ray = self._figures
-        return recorder
+    def _position(self) -> int:
+        return self.algorithm.progress()[0] if self.algorithm is not None else self.start
 
     @contextmanager
     def _ray_metrics(self) -> Iterator[None]:
-        """Inside, figures are Ray metrics too, where the configuration or a cluster that was joined asks for it."""
         from rl_vlm.runs.surroundings import joins_cluster
 
         wanted = self.config.logging.ray_metrics
@@ -413,12 +376,12 @@ class RunLifecycle(BaseRun):
             return
         from rl_vlm.monitoring.ray_metrics import RayMetrics
 
-        self._figures = self.recorder.ray = RayMetrics(self.config, self.folder, self.display.total)
-        self._figures.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
+        self.recorder.ray = metrics = RayMetrics(self.config, self.folder, self.total)
+        metrics.recall(self.recorder.column("reward/mean"), self.recorder.column("mismatch/kl"))
         try:
             yield
         finally:
-            self._figures.close()
+            metrics.close()
 
     def _checkpoint(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
@@ -432,31 +395,16 @@ class RunLifecycle(BaseRun):
     def _train(self) -> None:
         """Train `self.algorithm` to the end, or until `self.stop`."""
 
-    @contextmanager
-    def _algorithm(self, config: Any) -> Iterator[Any]:
-        """Build the algorithm of an RLlib configuration, and stop it at the end."""
-        try:
-            with stderr_to(self.folder / "startup.log"):
-                self.algorithm = config.build_algo()
-            self.algorithm.stop_requested = lambda: bool(self.stop)
-            yield self.algorithm
-        finally:
-            if self.algorithm is not None:
-                self.algorithm.stop()
-
 
 @contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
-    """Redirect stderr to a file, for the start: Ray and RLlib write messages about internals there.
-
-    Failures are raised as exceptions.
-    """
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open_own(path))
-        except (OSError, RLVLMError):
-            yield
-            return
+    """Redirect stderr to a file: Ray and RLlib write messages about internals while they start."""
+    try:
+        file = open_own(path)
+    except (OSError, RLVLMError):
+        yield
+        return
+    with file:
         sys.stderr.flush()
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)

@@ -19,10 +19,8 @@ _STORE_MIB = 256  # of the object store of a small run
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shapes of `model.path`. Of a name of the hub that is not on this machine, only config.json is fetched.
-
-    Raises UserInputError for a model that is nowhere, and FetchError where the hub cannot be reached.
-    """
+    """The shapes of `model.path`; of a hub name that is not here, only config.json is fetched. Raises
+    UserInputError."""
     if model in builtin_models():  # building it takes minutes
         return ModelShape.from_config(builtin_models()[model].config())
     try:
@@ -34,10 +32,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path | None = None) -> MemoryPlan:
-    """The memory plan for GPUs of `gpu_gib` GiB; else for the smallest of this machine, else for the recipe's card.
-
-    `folder`: of the model, where it is known. Raises UserInputError.
-    """
+    """The plan for GPUs of `gpu_gib` GiB, else for the smallest one here, else for the recipe's card."""
     shape = shape_of(config.model.path) if folder is None else ModelShape.read(folder)
     here = gpu_sizes() if config.needed_gpus and not gpu_gib else []
     card = gpu_gib or min(here, default=config.model.least_gpu_gib)
@@ -45,8 +40,7 @@ def make_plan(config: CommonConfig, gpu_gib: float | None = None, folder: Path |
 
 
 def object_store_mib(config: CommonConfig) -> int:
-    """The object store of a private cluster: as set, or room for the versions of what is trained: the newest, the one
-    that replicas still load, and one that is made."""
+    """As set, or room for the newest version, the one that replicas still load, and one that is made."""
     if config.resources.object_store_mib is not None:
         return config.resources.object_store_mib
     if not isinstance(config, PolicyConfig) or config.model.path in builtin_models():  # theirs are small
@@ -109,7 +103,6 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
-    """What the model weighs in the run's precision, and the GPU memory that the recipe states."""
     plan = make_plan(config, folder=folder)
     summary = weights_size(plan.shape, config.model.dtype)
     if config.needed_gpus:
@@ -120,8 +113,5 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
 
 
 def weights_size(shape: ModelShape, dtype: DType) -> dict[str, Any]:
-    """What a model's parameters weigh, to be printed."""
-    return {
-        "parameters": amount(shape.parameters),
-        "weights_gib": round(shape.parameters * _BYTES[dtype] / 2**30, 2),
-    }
+    weights_gib = round(shape.parameters * _BYTES[dtype] / 2**30, 2)
+    return {"parameters": amount(shape.parameters), "weights_gib": weights_gib}

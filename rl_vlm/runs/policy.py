@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +20,6 @@ from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
-from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
@@ -39,7 +38,7 @@ _NOT_FINITE = "because their gradients were not finite"
 
 
 def blind(results: Mapping[str, float]) -> str:
-    """A warning if answers are as good with blank images; empty if they need the images, or if no answer is right."""
+    """A warning if answers are as good with blank images."""
     if results.get("sight/accuracy_gap_high", 1.0) >= _NEEDS_IMAGES:
         return ""
     unseen, gap = results["sight/accuracy_blank"], results["sight/accuracy_gap"]
@@ -53,23 +52,20 @@ def blind(results: Mapping[str, float]) -> str:
 
 
 class EqualRewards:
-    """Warns once if no group of a run's first iterations holds answers with different rewards: there is nothing to
-    learn from."""
+    """Warns once if in no group of the first iterations the rewards differ."""
 
-    def __init__(self) -> None:
-        self._iterations = 0
+    _iterations = 0
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
-        """The sentence after iteration 1, 2, ... of a run, or an empty one."""
         if iteration == self._iterations + 1 and metrics.get("reward/zero_advantage_groups", 0.0) >= 1.0:
             self._iterations = iteration
-            if iteration == _FIRST:
-                return (
-                    f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same "
-                    f"reward (mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm "
-                    "rollout` shows answers and their rewards."
-                )
-        return ""
+        if not iteration == self._iterations == _FIRST:
+            return ""
+        return (
+            f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
+            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
+            "answers and their rewards."
+        )
 
 
 class NotFiniteError(RLVLMError):
@@ -79,8 +75,7 @@ class NotFiniteError(RLVLMError):
 class SkippedSteps:
     """Counts optimiser steps that were skipped because their gradient was not finite, in this process."""
 
-    def __init__(self) -> None:
-        self.skipped = self.taken = self.in_a_row = 0
+    skipped = taken = in_a_row = 0
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
         """A sentence when the first one was skipped, otherwise an empty one. Raises NotFiniteError for ten in a row."""
@@ -98,7 +93,6 @@ class SkippedSteps:
             self.fail()
 
     def fail(self) -> NoReturn:
-        """Raise the error."""
         raise NotFiniteError(
             f"The last {self.in_a_row} optimiser steps were skipped, {_NOT_FINITE}, so nothing is learned: look at "
             "policy/loss, policy/kl and mismatch/kl, and lower learner.lr (or mend the loss)."
@@ -133,13 +127,8 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
         sizes[name] = train_size(part, inspected["train_items"])
         summary |= {f"{name}_{key}" if name else key: value for key, value in inspected.items()}
         for variant in config.evaluation.variants:
-            _open_changed(
-                config,
-                name,
-                f"evaluation.variants.{variant}",
-                config.evaluation.split,
-                config.variant_arguments(variant, name),
-            )
+            changes = config.variant_arguments(variant, name)
+            _open_changed(config, name, f"evaluation.variants.{variant}", config.evaluation.split, changes)
     if config.curriculum.stages:
         for where, name, arguments in Stages(config.curriculum, config.env).all_arguments():
             _open_changed(config, name, where, "train", arguments, sizes[name])
@@ -148,7 +137,6 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
 
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
-    """Open one item of each split of an environment and encode it."""
     env_id = config.env.parts[name].id
     env = _make_part(config, name)
     summary: dict[str, Any] = {}
@@ -180,7 +168,6 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
 
 
 def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
-    """As `make_part`. Raises UserInputError for what the child process that will make it could not be told."""
     if config.env.isolation == "process":
         part = config.env.parts[name]
         portable_id(part.id)
@@ -191,63 +178,46 @@ def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | Non
 def _open_changed(
     config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
 ) -> None:
-    """Open an environment with the changed arguments that the key `where` names; it must have the `items` that are
-    drawn from."""
+    """Open an environment with the arguments that the key `where` changes; a run draws from `items` of it."""
     try:
-        env = _make_part(config, name, changes)
-        try:
+        with closing(_make_part(config, name, changes)) as env:
             size = env.num_items(split)
             if items is not None and size is not None and size < items:
                 raise UserInputError(
                     f"the {split} split has {size} items and the run draws from {items}: set env.num_items."
                 )
             env.reset(seed=0, options={"index": 0, "split": split})
-        finally:
-            env.close()
     except RLVLMError as error:
         raise UserInputError(f"{where}: {error}") from error
 
 
 class PolicyRun(RunLifecycle):
-    """A run that trains the served policy."""
-
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
-        super().__init__(config, folder, resume)
+        super().__init__(config, folder, resume, config.algorithm.iterations)
         self.last_iteration = self.start
         self._equal_rewards, self._skipped_steps = EqualRewards(), SkippedSteps()
 
     @staticmethod
     def algorithm_class(config: PolicyConfig) -> type[RunAlgorithm]:
-        """See RunLifecycle."""
         from rl_vlm.algorithms.grpo import GRPO
         from rl_vlm.algorithms.ppo import PPO
 
         return PPO if config.algorithm.name == "ppo" else GRPO
 
-    def _new_display(self) -> ProgressDisplay:
-        return ProgressDisplay(self.config.algorithm.iterations, self.start)
-
     def _train(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError
 
-        algorithm = self.algorithm
-        if self.start_from is not None:
-            algorithm.load_checkpoint(str(self.start_from))
-            self.display.message(f"Resumed from iteration {algorithm.updates}.")
-        self._started()
         while True:
             try:
-                self._to_the_end()
-                return
+                return self._to_the_end()
             except LearnerLostError as error:  # beside an update, which replaces learners itself
                 self.display.message(f"{error} Going on from the newest checkpoint.")
-                algorithm.recovery.replace_lost_learners(error)
-                self._forget_after(algorithm.updates)
+                self.algorithm.recovery.replace_lost_learners(error)
+                self._forget_after(self.algorithm.updates)
 
     def _to_the_end(self) -> None:
-        """What is left of the run. Raises LearnerLostError."""
         from rl_vlm.rollout.rollouts import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
@@ -271,19 +241,19 @@ class PolicyRun(RunLifecycle):
             raise
         self._skipped_steps.check()
         self._checkpoint()
-        self._save_trained(self.algorithm.recovery.checkpoint().adapter)
+        self._save_trained(algorithm.recovery.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
-            self._save_trained(self.algorithm.evaluation.averaged_adapter(), "-ema")
+            self._save_trained(algorithm.evaluation.averaged_adapter(), "-ema")
 
     def _check_sight(self) -> None:
-        """Ask engine and learner about some images. Raises SightError, unless `sight.gate` says otherwise."""
         if self.config.sight.gate == "off":
             return
-        self._tell_faults(self.algorithm.sight.gate())
-        if self.algorithm.sight.needed:
+        sight = self.algorithm.sight
+        self._tell_faults(sight.gate())
+        if sight.needed:
             self.display.message(
-                f"Sight: engine and learner agree within {self.algorithm.sight.agreement:.1e} nats per token; a blank "
-                f"image changes answers by {self.algorithm.sight.effect:.2g}."
+                f"Sight: engine and learner agree within {sight.agreement:.1e} nats per token; a blank image changes "
+                f"answers by {sight.effect:.2g}."
             )
 
     def _tell_faults(self, faults: Sequence[Fault]) -> None:
@@ -325,15 +295,14 @@ class PolicyRun(RunLifecycle):
             self._evaluate()
 
     def _tell_failures(self) -> None:
-        """Say why groups were lost, each kind of reason once."""
         for reason in self.recorder.log_failures(self.algorithm.updates, self.algorithm.rollouts.take_failures()):
             self.display.message(f"A group was lost: {reason} (failures.jsonl keeps all reasons)")
 
     def _forget_after(self, iteration: int) -> None:
-        """Remove the rows of later iterations, which are done again."""
+        metrics = self.recorder.ray
         self.recorder.close()
         self.recorder = self._new_recorder(iteration)
-        self.last_iteration = iteration
+        self.recorder.ray, self.last_iteration = metrics, iteration
         self.saved_at = min(self.saved_at, iteration)
 
     def _evaluate(self) -> None:
@@ -351,14 +320,10 @@ class PolicyRun(RunLifecycle):
         self.algorithm.recovery.last_checkpoint = saved = super()._save(position)
         return saved
 
-    def _position(self) -> int:
-        return self.algorithm.updates if self.algorithm is not None else self.start
-
     def _outcome(self) -> dict[str, Any]:
         variant, algorithm = next(iter(self.config.evaluation.variants)), self.algorithm
-        rollouts = algorithm.rollouts if algorithm is not None else None
+        rollouts = getattr(algorithm, "rollouts", None)
         return {
-            "iterations": getattr(algorithm, "updates", 0),
             **self._before_and_after("accuracy", f"accuracy/{variant}"),
             "policy_version": getattr(algorithm, "version", 0),
             "dropped": dict(getattr(rollouts, "dropped", {})),

@@ -15,13 +15,13 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from rl_vlm.algorithms.checkpoint import AGENT, latest_checkpoint, read_state, save_checkpoint
+from rl_vlm.algorithms.checkpoint import AGENT, latest_checkpoint, read_state
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.files import clean_leftovers, write_atomic
 from rl_vlm.labelling.store import StepCsv, label_cache
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.monitoring.display import PREFERENCE_ROWS, ProgressDisplay
+from rl_vlm.monitoring.display import PREFERENCE_ROWS
 from rl_vlm.preference.collector import (
     Episode,
     EpisodeResult,
@@ -94,15 +94,17 @@ class PreferenceRun(RunLifecycle):
 
     config: PreferenceConfig
 
-    _unit = "step"
+    _unit, _rows, _checkpoint_name = "step", PREFERENCE_ROWS, "step-{:08d}"
+    _read_checkpoint = staticmethod(read_state)
 
     def __init__(self, config: PreferenceConfig, folder: Path, resume: bool) -> None:
         self.settings = config.preference
         root = os.environ.get("ARTIFACT_ROOT")
         self.artifacts = Path(root) / config.name if root else None  # all checkpoints and videos stay there
         if self.artifacts is not None:
-            clean_leftovers(self.artifacts / "checkpoints")
-        super().__init__(config, folder, resume)
+            self._history = self.artifacts / "checkpoints"
+            clean_leftovers(self._history)
+        super().__init__(config, folder, resume, self.settings.total_steps)
         self.train_csv = StepCsv(folder / "train.csv", TRAIN_COLUMNS)
         self.eval_csv = StepCsv(folder / "eval.csv", EVAL_COLUMNS)
         for table in (self.train_csv, self.eval_csv):
@@ -112,24 +114,12 @@ class PreferenceRun(RunLifecycle):
 
     @staticmethod
     def algorithm_class(config: PreferenceConfig) -> type[RunAlgorithm]:
-        """See RunLifecycle."""
         from rl_vlm.algorithms.preference_sac import PreferenceSAC
 
         return PreferenceSAC
 
-    def _latest_checkpoint(self) -> Path | None:
-        return latest_checkpoint(self.checkpoints, read_state)
-
-    def _new_display(self) -> ProgressDisplay:
-        return ProgressDisplay(self.settings.total_steps, self.start, rows=PREFERENCE_ROWS, unit=self._unit)
-
     def _train(self) -> None:
-        algorithm = self.algorithm
-        algorithm.on_episode, algorithm.on_session = self._log_episode, self._log_session
-        if self.start_from is not None:
-            algorithm.load_checkpoint(str(self.start_from))
-            self.display.message(f"Resumed at step {algorithm.env_steps}.")
-        self._started()
+        self.algorithm.on_episode, self.algorithm.on_session = self._log_episode, self._log_session
         try:
             with self._timed():
                 self._iterate()
@@ -161,8 +151,7 @@ class PreferenceRun(RunLifecycle):
                 self._evaluate()
 
     def _evaluation_is_missing(self) -> bool:
-        """Whether the evaluation that was due at this step is not recorded: the run begins, or an attempt ended during
-        it."""
+        """Whether the evaluation that was due last is not recorded: an attempt ended during it."""
         step, every = self.algorithm.env_steps, self.settings.evaluation.every
         if step == 0 or step >= self.settings.total_steps:
             return not self.recorder.has_evaluation(step)
@@ -232,30 +221,19 @@ class PreferenceRun(RunLifecycle):
     def _write_checkpoint(self, folder: Path) -> None:
         self.algorithm.save_checkpoint(str(folder))
 
-    def _save(self, position: int) -> Path:
-        keep, name = self.config.logging.keep_checkpoints, f"step-{position:08d}"
-        history = self.artifacts / "checkpoints" if self.artifacts is not None else None
-        return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep, history)
-
-    def _position(self) -> int:
-        return self.algorithm.env_steps if self.algorithm is not None else -1
-
     def _outcome(self) -> dict[str, Any]:
-        algorithm = self.algorithm
-        feedback = getattr(algorithm, "feedback", None)
+        feedback = getattr(self.algorithm, "feedback", None)
         counts = ("asked", "usable", "sessions")
         return {
-            "iterations": getattr(algorithm, "env_steps", 0),
             "unit": "steps",
             **self._before_and_after("accuracy", "accuracy/success"),
             **self._before_and_after("evaluation_reward", "reward/success"),
             "labels": {name: getattr(feedback, name) for name in counts} if feedback is not None else {},
-            "restarts": dict(getattr(algorithm, "restarts", {})),
+            "restarts": dict(getattr(self.algorithm, "restarts", {})),
         }
 
 
 def evaluation_row(metrics: dict[str, float], step: int, episode: int) -> list[float]:
-    """A row of eval.csv from `evaluation_metrics`."""
     success = [100 * metrics[name] for name in ("accuracy/success", "accuracy_low/success", "accuracy_high/success")]
     last, reward = 100 * metrics["evaluation/success_last"], metrics["reward/success"]
     return [episode, step, reward, reward, *success, last, metrics["items/success"], metrics["evaluation/reward_std"]]
@@ -278,12 +256,8 @@ def evaluate_preference_run(
     out: Path | None = None,
     options: EvaluationOptions | None = None,
 ) -> dict[str, Any]:
-    """Play the evaluation episodes with a checkpoint's agent; written to `out` as JSON if given.
-
-    `run_dir` is a run folder, whose latest checkpoint is used, or a checkpoint's own folder. The result holds the
-    metrics of eval.jsonl, and each episode under `episodes`. Raises UserInputError without a checkpoint that fits,
-    CollectionError when an environment fails.
-    """
+    """Play the evaluation episodes with the agent of `run_dir`, a run folder or a checkpoint. Raises UserInputError,
+    CollectionError."""
     (options or EvaluationOptions()).refuse_any(
         "this is for policies that see images, and the agent of a preference run sees the state."
     )
@@ -292,7 +266,12 @@ def evaluate_preference_run(
             "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with "
             "--run-dir."
         )
-    checkpoint = _find_checkpoint(run_dir)
+    found = (run_dir / AGENT).is_file()
+    checkpoint = run_dir if found else latest_checkpoint(run_dir / "checkpoints", read_state)
+    if checkpoint is None:
+        raise UserInputError(
+            f"{run_dir} holds no complete checkpoint: name the folder of a preference run, or a checkpoint."
+        )
     step = int(read_state(checkpoint)["step"])
     actor = _load_actor(config, checkpoint)
     evaluator = Evaluator(lambda: make_run_env(config), config.preference.evaluation.end_on_success)
@@ -316,19 +295,7 @@ def evaluate_preference_run(
     return summary
 
 
-def _find_checkpoint(folder: Path) -> Path:
-    if (folder / AGENT).is_file():
-        return folder
-    checkpoint = latest_checkpoint(folder / "checkpoints", read_state)
-    if checkpoint is None:
-        raise UserInputError(
-            f"{folder} holds no complete checkpoint: name the folder of a preference run, or a checkpoint."
-        )
-    return checkpoint
-
-
 def _load_actor(config: PreferenceConfig, checkpoint: Path) -> NumpyActor:
-    """The policy alone, in the shape that the checkpoint has; it must fit the environment."""
     try:
         arrays = load_file(checkpoint / AGENT)
         depth = sum(name.startswith("actor.") and name.endswith(".weight") for name in arrays)

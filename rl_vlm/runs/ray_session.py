@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,8 @@ from rl_vlm.runs.surroundings import (
     joins_cluster,
     ray_folder,
 )
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import UserInputError
-
-# The head node of a private cluster: without the processes that a run does not use, with ports on loopback alone, and
-# out of reach of signals that are meant for the run.
-#
-# Each process takes seconds of CPU to start, and `ray.init` waits for the API server. Ray has no setting for any of
-# this; this derives from its classes, which is why Ray's version is pinned exactly.
 
 # All processes of a node with this address listen on loopback only; with any other one, on every interface. `ray.init`
 # would replace it by an address that other machines reach.
@@ -50,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class PrivateNode(node.Node):
-    """A head node on loopback without autoscaler and log monitor, and with the API server only for a dashboard."""
+    """A head node on loopback without autoscaler and log monitor, and with the API server only for a dashboard: each
+    process takes seconds to start. Ray has no setting for this, so its version is pinned exactly."""
 
     def __init__(self, ray_params: RayParams, **settings: Any) -> None:
         if settings.get("head"):
@@ -71,26 +68,9 @@ class PrivateNode(node.Node):
             super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
 
 
-class OwnSession(services.ConsolePopen):
-    """A process of Ray in a session of its own.
-
-    `timeout`, batch systems and terminals signal the whole group of a command. The command answers a SIGTERM with a
-    checkpoint and a clean end, for which it needs Ray's processes: without them it would wait for ever. They still end
-    with it, whatever ends it: the kernel kills them when their parent is gone, and the raylet's own helpers follow
-    within a minute.
-    """
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, start_new_session=True, **settings)
-
-
-@contextmanager
-def private_node() -> Iterator[None]:
-    """Inside this context `ray.init` makes a `PrivateNode`, whose processes have sessions of their own."""
-    with replaced(node, "Node", PrivateNode), replaced(services, "ConsolePopen", OwnSession):
-        yield
-
-
+# Ray's processes in sessions of their own: `timeout` and terminals signal a command's whole group, and a run needs Ray
+# to save its checkpoint. The kernel still kills them when their parent ends.
+_own_session = partial(services.ConsolePopen, start_new_session=True)
 _STARTS = 4  # of a private cluster, before it is given up
 _STORE_WAIT_S = "60"  # for the process with the cluster's tables; Ray's own 30 s are few on a busy machine
 _NOT_STARTED = ("timed out during startup", "Timed out waiting for file")  # of the raylet; of that process
@@ -114,21 +94,12 @@ _WORKER_ENVIRONMENT = {
 }
 
 
-def prepare_environment() -> None:
-    """Set what Ray's workers, and RLlib where it is imported, read from the environment; what is given there stays."""
+def prepare_ray() -> None:
+    """Set what Ray's workers and RLlib read from the environment, where it is not set, and show only Ray's errors."""
     for name, value in _WORKER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-
-
-def quiet_ray() -> None:
-    """Show only errors of Ray's libraries; their other messages are about internals."""
     for name in ("ray.serve", "ray.rllib", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def starts_own_cluster() -> bool:
-    """Whether `ray_cluster` starts a private one."""
-    return not ray.is_initialized() and not joins_cluster()
 
 
 def _check_driver_gpu(config: CommonConfig) -> None:
@@ -151,12 +122,11 @@ def _check_placement(config: CommonConfig, offered: Mapping[str, float]) -> None
 
 
 def _init_with_retry(**settings: Any) -> None:
-    """`ray.init`, tried again: Ray gives the raylet 30 s and has no setting for it, and a busy machine may need
-    more."""
+    """`ray.init`, tried again: Ray gives the raylet 30 s, which a busy machine may exceed."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _STORE_WAIT_S)
     for attempt in range(_STARTS):
         try:
-            with private_node():
+            with replaced(node, "Node", PrivateNode), replaced(services, "ConsolePopen", _own_session):
                 ray.init(**settings)
             return
         except Exception as error:  # Ray raises a plain Exception
@@ -171,7 +141,6 @@ def _init_with_retry(**settings: Any) -> None:
 
 
 def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
-    """Join the cluster. Raises UserInputError and ClusterError."""
     variables = {name: os.environ.get(name, value) for name, value in _WORKER_ENVIRONMENT.items()}
     address = cluster_address()
     try:
@@ -183,7 +152,7 @@ def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
                 f"The Ray cluster at {address} asks for its token, as those of `ray start` do: set "
                 "RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN."
             ) from error
-        raise cannot_join(address, str(error).strip().splitlines()[0]) from error
+        raise cannot_join(address, one_line(error, 1000)) from error
     _check_driver_gpu(config)
     limits = ray.cluster_resources()
     # Only a fixed cluster can be too small: an autoscaling one may still grow.
@@ -197,20 +166,10 @@ def _join(config: CommonConfig, common: Mapping[str, Any]) -> None:
         )
 
 
-def _need_no_home() -> None:
-    """Give the private cluster a token where Ray could not write one into the home folder."""
-    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if not given and not can_write(Path("~/.ray").expanduser()):
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
 @contextmanager
 def _keeping_our_signal_handler() -> Iterator[None]:
-    """Keep our handler of SIGTERM: `ray.init` begins with one of its own, which exits at once with the signal's number.
-    A run that is told to stop while it starts would have failed, and one that trains would save no checkpoint.
-
-    Where we have none, Ray's stays: it ends the private cluster's processes.
-    """
+    """Keep our handler of SIGTERM, which `ray.init` replaces by one that exits at once: no checkpoint would be saved.
+    Without one of ours, Ray's stays: it ends the cluster."""
     ours = signal.getsignal(signal.SIGTERM)
     if not callable(ours) or threading.current_thread() is not threading.main_thread():
         yield
@@ -224,17 +183,13 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 
 @contextmanager
 def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
-    """Connect to Ray for the length of a run.
-
-    A private cluster gets free ports and its own session folder, so that several runs fit on one machine, offers `more`
-    custom resources, and ends with the run. A cluster that was joined goes on.
-    """
+    """Connect to Ray for the length of a run. A private cluster offers `more` custom resources and ends with the
+    run."""
     if ray.is_initialized():
         yield
         return
-    prepare_environment()
+    prepare_ray()
     common = {"namespace": "rl_vlm", "log_to_driver": False, "logging_level": logging.ERROR}
-    quiet_ray()
     if joins_cluster():
         _join(config, common)
     else:
@@ -242,7 +197,9 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
         folder, moved = ray_folder()
         if moved:
             logger.warning("%s", moved)
-        _need_no_home()
+        token_is_given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+        if not token_is_given and not can_write(Path("~/.ray").expanduser()):  # where Ray would keep one
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         with _keeping_our_signal_handler():
             _init_with_retry(
                 address="local",
@@ -250,8 +207,8 @@ def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -
                 num_cpus=config.resources.num_cpus or available_cpus(),
                 include_dashboard=config.resources.dashboard,
                 object_store_memory=object_store_mib(config) << 20,
-                resources=dict.fromkeys(config.resources.node_kinds, 1.0)
-                | dict(more or {}),  # it is every kind of node
+                # It is every kind of node.
+                resources=dict.fromkeys(config.resources.node_kinds, 1.0) | dict(more or {}),
                 **common,
             )
     try:

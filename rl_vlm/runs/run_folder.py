@@ -12,11 +12,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePath
 
 from rl_vlm.files import cache_folder, open_own
 from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run, run_files
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
 
 # A run folder on object storage (s3://, gs://, abfs://, ...): written here, copied there while the run goes on.
@@ -26,6 +27,8 @@ from rl_vlm.types import RLVLMError, UserInputError
 # copy that was cut short leaves the moment before.
 
 logger = logging.getLogger(__name__)
+
+RunDir = str | Path  # a folder, or a URL of remote storage
 
 PUSH_EVERY_S = 30.0
 _ATTEMPTS = 3  # of the last copy
@@ -40,14 +43,12 @@ class RemoteStorageError(RLVLMError):
     """The remote storage could not be read or written."""
 
 
-def is_remote(run_dir: str | Path | None) -> bool:
-    """Whether a run folder is a URL."""
-    return run_dir is not None and "://" in str(run_dir)
+def is_remote(run_dir: RunDir) -> bool:
+    return "://" in str(run_dir)
 
 
 class RemoteFolder:
-    """One run folder at a URL and its copy in a folder of this machine. Raises UserInputError for a URL that cannot be
-    opened."""
+    """A run folder at a URL and its copy on this machine. Raises UserInputError."""
 
     def __init__(self, url: str, folder: Path) -> None:
         import fsspec
@@ -68,12 +69,10 @@ class RemoteFolder:
         self._index: frozenset[str] = frozenset()  # what the index there names
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Fetch the run that is there (`resume`; none is there yet: it begins), delete it (`overwrite`), or refuse it.
-
-        Raises UserInputError, and RemoteStorageError when the storage does not answer.
-        """
+        """Fetch the run at the URL (`resume`), delete it (`overwrite`), or refuse it. Raises UserInputError,
+        RemoteStorageError."""
         with self._errors("written"):  # a bucket that is not there is found now, not when the run is over
-            self._put(_PROBE, b"rl-vlm wrote this to see whether it may.\n")
+            self._files.pipe_file(f"{self._root}/{_PROBE}", b"rl-vlm wrote this to see whether it may.\n")
             self._delete([_PROBE])
         with self._errors("read"):
             self._files.invalidate_cache()
@@ -91,16 +90,17 @@ class RemoteFolder:
                 f"The run folder {self.url} exists: choose another --run-dir, or add --resume or --overwrite."
             )
         with self._errors("read" if resume else "emptied"):
-            if resume:
-                self._fetch(index)
-            else:
-                self._delete([_INDEX, *index])
+            if not resume:
+                return self._delete([_INDEX, *index])
+            for name in sorted(index):
+                path = self.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{self._root}/{name}", str(path))
+                self._copied[name] = _state(path)
+            self._index = index
 
     def push(self) -> None:
-        """Upload what has changed, then the index, then delete what is no longer here.
-
-        Raises RemoteStorageError, also where files kept coming and going.
-        """
+        """Upload what has changed, then the index; then delete what is gone here. Raises RemoteStorageError."""
         with self._errors("written"):
             for _ in range(_LISTINGS):
                 names = self._names()
@@ -117,13 +117,12 @@ class RemoteFolder:
                 raise RemoteStorageError(f"{self.url} was not written: files changed while they were copied.")
             gone = self._index - names
             if names != self._index:
-                self._put(_INDEX, json.dumps({"files": sorted(names)}, indent=1).encode())
+                self._files.pipe_file(f"{self._root}/{_INDEX}", json.dumps({"files": sorted(names)}, indent=1).encode())
                 self._index = names
             self._copied = {name: state for name, state in self._copied.items() if name in names}
             self._delete(sorted(gone))
 
     def push_until(self, stop: threading.Event) -> None:
-        """Push again and again."""
         while not stop.wait(PUSH_EVERY_S):
             try:
                 self.push()
@@ -131,13 +130,10 @@ class RemoteFolder:
                 logger.warning("%s", error)
 
     def push_the_rest(self) -> None:
-        """Push for the last time. Raises RemoteStorageError after some attempts."""
-        for left in reversed(range(_ATTEMPTS)):
-            try:
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(RemoteStorageError):
                 return self.push()
-            except RemoteStorageError:
-                if not left:
-                    raise
+        self.push()
 
     def _names(self) -> frozenset[str]:
         names = (name for name in run_files(self.folder) if not name.startswith(_UNFINISHED))
@@ -154,17 +150,6 @@ class RemoteFolder:
             self._copied.pop(name, None)
             if path.exists():
                 raise
-
-    def _put(self, name: str, content: bytes) -> None:
-        self._files.pipe_file(f"{self._root}/{name}", content)
-
-    def _fetch(self, index: frozenset[str]) -> None:
-        for name in sorted(index):
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.get_file(f"{self._root}/{name}", str(path))
-            self._copied[name] = _state(path)
-        self._index = index
 
     def _read_index(self) -> frozenset[str] | None:
         try:
@@ -192,8 +177,7 @@ class RemoteFolder:
         except RLVLMError:
             raise
         except Exception as error:  # each storage's client raises its own
-            text = str(error).strip() or type(error).__name__
-            raise RemoteStorageError(f"{self.url} could not be {what}: {text.splitlines()[0][:300]}") from error
+            raise RemoteStorageError(f"{self.url} could not be {what}: {one_line(error, 300)}") from error
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -203,11 +187,8 @@ def _state(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """A folder of this machine that is copied to `url`; with `resume` it holds what is there.
-
-    It is deleted at the end, unless the last copy failed or was interrupted: then the error names it. Raises
-    UserInputError and RemoteStorageError.
-    """
+    """A folder of this machine that is copied to `url`, and deleted unless the last copy failed. Raises UserInputError,
+    RemoteStorageError."""
     parent = cache_folder() / "runs"
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
@@ -234,8 +215,6 @@ def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Pa
         shutil.rmtree(folder, ignore_errors=True)
 
 
-RunDir = str | Path  # a folder, or a URL of remote storage
-
 # Ray unpacks a job's working directory below a folder of this name, and deletes it with the cluster or before.
 _JOB_COPIES = "working_dir_files"
 _PATIENCE_S = 10.0  # with another process that writes to the folder: it may be ending
@@ -243,11 +222,7 @@ _PATIENCE_S = 10.0  # with another process that writes to the folder: it may be 
 
 @contextmanager
 def opened_run_folder(run_dir: RunDir, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """The run folder, absolute, which no other process may open meanwhile; for a URL a folder of this machine that is
-    copied there.
-
-    Raises UserInputError.
-    """
+    """The run folder, absolute, which no other process may open meanwhile. Raises UserInputError."""
     if is_remote(run_dir):
         with remote_run_folder(str(run_dir), resume=resume, overwrite=overwrite) as folder:
             prepare_run_dir(folder, resume, overwrite=False)
@@ -298,8 +273,7 @@ def check_is_kept(folder: Path) -> None:
 
 
 def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
-    """Raise UserInputError for a folder that cannot be taken; nothing is changed. Of a URL only the package for its
-    kind of storage is looked for."""
+    """Raise UserInputError for a folder that cannot be taken; nothing is changed."""
     if is_remote(run_dir):
         RemoteFolder(str(run_dir), Path())
         return
@@ -317,7 +291,6 @@ def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
 
 
 def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Make the run folder. An existing one is refused unless a run in it is to be resumed or overwritten."""
     check_run_dir(folder, resume, overwrite)
     if overwrite and not resume and folder.is_dir() and any(folder.iterdir()):
         clear_run(folder)

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_policy_config, load_served_config
+from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_config, load_served_config, of_policy
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp
 from rl_vlm.http.backend import ServeBackend
@@ -35,7 +35,7 @@ from rl_vlm.types import UserInputError
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """What is served, and how; everything in it has been checked."""
+    """What is served, and how; all of it has been checked."""
 
     config: PolicyConfig
     model: Path
@@ -58,6 +58,7 @@ def plan(
     `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
     Options win over overrides, overrides over SERVER_HOST and SERVER_PORT, these over the configuration.
     """
+    find_trained(adapter)
     target = target or os.environ.get("LOCAL_MODEL_PATH")
     if not target:
         raise UserInputError("Which model? Give `tiny`, a folder, a hub name, a configuration or a run folder.")
@@ -70,9 +71,13 @@ def plan(
         config = load_served_config(path / "config.yaml", settings)
         adapter = adapter or trained_folder(path)
     elif path.suffix in (".yaml", ".yml"):
-        config = load_policy_config(path, settings)
+        config = of_policy(load_config(path, settings))
     else:
-        config = load_policy_config(None, [f"model.path={json.dumps(target)}", *_machine_defaults(), *settings])
+        import torch
+
+        on_gpu = ["serving.gpus_per_replica=1", "model.dtype=bfloat16"] if torch.cuda.is_available() else []
+        defaults = [f"model.path={json.dumps(target)}", "serving.num_replicas=1", *on_gpu]
+        config = of_policy(load_config(None, [*defaults, *settings]))
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(config.http.host, token)
     check_quantization(config.serving.quantization)
@@ -104,14 +109,6 @@ def _with_usual_context(config: PolicyConfig, model: Path) -> PolicyConfig:
     return config.model_copy(update={"serving": serving})
 
 
-def _machine_defaults() -> list[str]:
-    """One replica, on a GPU where there is one."""
-    import torch
-
-    on_gpu = ["serving.gpus_per_replica=1", "model.dtype=bfloat16"] if torch.cuda.is_available() else []
-    return ["serving.num_replicas=1", *on_gpu]
-
-
 def _for_serving(config: PolicyConfig) -> PolicyConfig:
     """Without what only training needs, and with the engine by name."""
     engine: str = config.serving.engine
@@ -131,8 +128,7 @@ def _for_serving(config: PolicyConfig) -> PolicyConfig:
 
 
 def keeps_base_model(config: PolicyConfig) -> bool:
-    """Whether replicas answer for the model as it came, too, once they have a version: vLLM keeps no second copy of all
-    weights."""
+    """Whether replicas that have a version answer for the base model too: vLLM keeps no second copy of all weights."""
     return config.model.train != "full" or config.serving.expected_engine != "vllm"
 
 
@@ -140,19 +136,13 @@ def http_app(
     config: PolicyConfig, name: str, run_id: str, handle: Any, registry: Any, text: TextSide, token: str | None
 ) -> Gate:
     """The HTTP application in front of a Serve application's replicas and registry."""
-    keeps_base = keeps_base_model(config)
-    backend = ServeBackend(
-        handle, registry, name, run_id=run_id, deadline_s=config.http.deadline_s, keeps_base=keeps_base
-    )
+    deadline_s, keeps_base = config.http.deadline_s, keeps_base_model(config)
+    backend = ServeBackend(handle, registry, name, run_id=run_id, deadline_s=deadline_s, keeps_base=keeps_base)
     return ModelApp(backend, text, config.http, max_context=config.serving.max_context, token=token).gate
 
 
 def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises RLVLMError when the model cannot be served.
-
-    For use inside `leaving_on_signals`: a signal ends the command, and what has been started with it, once the server
-    has answered what it was asked.
-    """
+    """Serve until SIGINT or SIGTERM, inside `leaving_on_signals`. Raises RLVLMError when the model cannot be served."""
     config, limits = plan.config, plan.config.http
     quiet_libraries()
     text = load_text_side(plan.model, config.model.pixels)
@@ -176,8 +166,7 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
 
 
 def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
-    """Wait until all replicas have loaded the adapter. Raises ServingError: they would otherwise serve the base
-    model."""
+    """Raise ServingError unless all replicas load the adapter."""
     seconds, replicas = config.serving.publish_timeout_s, initial_replicas(config.serving)
     report = ray.get(registry.report.remote(1, replicas, seconds), timeout=seconds + 10)
     if len(report.acked) < replicas:
@@ -188,7 +177,6 @@ def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
 
 
 def banner(plan: ServeTarget, port: int) -> str:
-    """Where it listens, under which names, and who may connect."""
     config = plan.config
     device = "GPU" if config.serving.gpus_per_replica else "CPU"
     names = [plan.name] if plan.adapter is None or keeps_base_model(config) else []

@@ -36,7 +36,6 @@ _NAMESPACE = "rl_vlm"  # of the registry
 _EVERY_ADDRESS = "0.0.0.0"  # where Serve's proxies listen on a cluster: a token is needed, whatever http.host says
 _ANSWER_S = 15.0  # how long the registry may take for a call
 _START_S = 60.0  # for the registry to start
-_HEALTH_CHECK_S = 5.0
 
 
 class ServeArguments(Section):
@@ -49,35 +48,26 @@ class ServeArguments(Section):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application: HTTP ingress, replicas of the model, and the registry that gives them the adapter.
-
-    Every node must find the model and the adapter under the same path. Clients must send the token that
-    RL_VLM_API_TOKEN holds where the ingress runs. Raises UserInputError.
-    """
+    """The application: HTTP ingress, replicas, and the registry. Every node must find model and adapter under the same
+    path. Raises UserInputError."""
     given = validated(ServeArguments, args)
     planned = plan(given.model, given.overrides, adapter=given.adapter)
     config, run_id = planned.config, f"serve-{uuid.uuid4().hex[:8]}"
     model = ModelReference.of(str(planned.model))
     policy = build_app(model, config, run_id, _NAMESPACE)
     registry = serve.deployment(RegistryOwner).options(
-        name="registry", num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=_HEALTH_CHECK_S
+        name="registry", num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=5.0
     )
     ingress = serve.deployment(serve.ingress()(HTTPIngress)).options(
         name="http",
         num_replicas=given.ingress_replicas,
-        max_ongoing_requests=config.http.max_queue
-        + 64,  # the gate counts and refuses; /health and /metrics still get in
+        # The gate counts and refuses; /health and /metrics still get in.
+        max_ongoing_requests=config.http.max_queue + 64,
         graceful_shutdown_timeout_s=config.http.drain_s + 5,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(  # type: ignore[no-any-return]
-        policy,
-        registry.bind(run_id, planned.adapter_folder),
-        config,
-        planned.model,
-        planned.name,
-        run_id,
-    )
+    owner = registry.bind(run_id, planned.adapter_folder)
+    return ingress.bind(policy, owner, config, planned.model, planned.name, run_id)  # type: ignore[no-any-return]
 
 
 class RegistryOwner:
@@ -92,15 +82,11 @@ class RegistryOwner:
         ray.get(self._registry.join.remote(POLICY, self._published), timeout=_START_S)
 
     async def status(self) -> dict[str, Any]:
-        """The registry's status."""
         async with asyncio.timeout(_ANSWER_S):
             return await self._registry.status.remote()  # type: ignore[no-any-return]
 
     async def check_health(self) -> None:
-        """Join again, which changes nothing unless the registry was restarted.
-
-        Serve replaces this deployment when the registry does not answer; replicas keep what they have.
-        """
+        """Join again, for a registry that was restarted. Serve replaces this deployment when it does not answer."""
         async with asyncio.timeout(_ANSWER_S):
             await self._registry.join.remote(POLICY, self._published)
 
@@ -119,5 +105,4 @@ class HTTPIngress:
         await registry.status.remote()
 
     def __serve_build_asgi_app__(self) -> Gate:
-        """Serve's hook for an application that needs the handles."""
         return http_app(self._config, self._name, self._run_id, self._policy, self._registry, self._text, self._token)

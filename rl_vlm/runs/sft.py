@@ -14,7 +14,7 @@ from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import check_initial_adapter
-from rl_vlm.monitoring.display import SFT_ROWS, ProgressDisplay
+from rl_vlm.monitoring.display import SFT_ROWS
 from rl_vlm.numerics import wilson_interval
 from rl_vlm.runs.lifecycle import BaseRun
 from rl_vlm.runs.memory import weights_size
@@ -23,38 +23,24 @@ from rl_vlm.supervised.dataset import JobData, Measured, open_job_data
 from rl_vlm.types import Trajectory, UserInputError
 
 
-def default_run_dir(job: SFTConfig) -> Path:
-    """`runs/<name>`."""
-    return Path("runs") / job.name
-
-
 def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None) -> tuple[dict[str, Any], JobData]:
-    """Check model, adapter and every conversation; return what was found, to be printed, and the data.
-
-    Raises UserInputError.
-    """
+    """Check model, adapter and every conversation; return what was found, and the data. Raises UserInputError."""
     quiet_libraries()
     folder = resolve_model(job.model.path)
     summary: dict[str, Any] = {"model": str(folder)} | check_initial_adapter(job.model)
     if job.model.gpu_memory_gib:
         summary["gpu_memory_gib"] = f"{job.model.gpu_memory_gib:g} needed"
     data = open_job_data(job, load_text_side(folder, job.model.pixels), progress)
-    summary |= _counts("train", data.train)
-    if data.held_out is not None:
-        summary |= _counts("held_out", data.held_out)
+    for name, measured in {"train": data.train, "held_out": data.held_out}.items():
+        if measured is not None:
+            summary |= {f"{name}_conversations": len(measured), f"{name}_too_long": measured.left_out}
+        if measured:
+            summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
     summary["steps"] = total_steps(job, data)
     return summary | weights_size(ModelShape.read(folder), job.model.dtype), data
 
 
-def _counts(name: str, measured: Measured) -> dict[str, Any]:
-    summary = {f"{name}_conversations": len(measured), f"{name}_too_long": measured.left_out}
-    if len(measured):
-        summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
-    return summary
-
-
 def total_steps(job: SFTConfig, data: JobData) -> int:
-    """Optimiser steps of the whole job."""
     return job.sft.steps or max(1, round(job.sft.epochs * data.steps_per_epoch))
 
 
@@ -62,32 +48,27 @@ def sft(
     job: SFTConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
-
-    Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
-    """
+    """Run to the end; returns `result.json`. Raises UserInputError first, later InterruptedRun and RLVLMError."""
     import_meanwhile("torch")
     _, data = inspect_sft(job, progress)
     import_meanwhile("transformers.modeling_utils", "peft")  # not earlier: the tokenizer imports parts of transformers
-    with opened_run_folder(run_dir or default_run_dir(job), resume=resume, overwrite=overwrite) as folder:
+    with opened_run_folder(run_dir or Path("runs") / job.name, resume=resume, overwrite=overwrite) as folder:
         return SFTRun(job, data, folder, resume).execute()
 
 
 class SFTRun(BaseRun):
-    """One job: steps, evaluations, checkpoints, and the final adapter."""
-
-    _unit = "step"
+    _unit, _rows = "step", SFT_ROWS
 
     def __init__(self, job: SFTConfig, data: JobData, folder: Path, resume: bool) -> None:
         self.job, self.data = job, data
-        self.total = total_steps(job, data)
         self.saved: Checkpoint | None = None
         self.skipped = 0
-        super().__init__(job, folder, resume)
+        super().__init__(job, folder, resume, total_steps(job, data))
         self.done = self.start
 
-    def _check_fits(self, checkpoint: Path) -> None:
-        self.saved = read_checkpoint(checkpoint)
+    def _changes(self) -> str:
+        assert self.start_from is not None
+        self.saved = read_checkpoint(self.start_from)
         state, now = self.saved.state, self._data_state()
         if changes := [f"{key} {state[key]} → {value}" for key, value in now.items() if state[key] != value]:
             raise UserInputError(
@@ -95,17 +76,12 @@ class SFTRun(BaseRun):
                 "would be left out: restore them, or start anew in another --run-dir."
             )
         self.skipped = int(state["skipped"])
+        return super()._changes()
 
     def _data_state(self) -> dict[str, int]:
         """What decides which conversations are in which batch."""
-        return {
-            "conversations": len(self.data.train),
-            "batch_size": self.job.sft.batch_size,
-            "seed": self.job.seed,
-        }
-
-    def _new_display(self) -> ProgressDisplay:
-        return ProgressDisplay(self.total, self.start, rows=SFT_ROWS, unit="step")
+        sizes = {"conversations": len(self.data.train), "batch_size": self.job.sft.batch_size}
+        return sizes | {"seed": self.job.seed}
 
     def _loop(self) -> None:
         imports_done()
@@ -116,9 +92,8 @@ class SFTRun(BaseRun):
 
         job = self.job
         torch.set_num_threads(job.learner.num_threads)
-        device = job.sft.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        present = "cuda" if torch.cuda.is_available() else "cpu"
+        device = present if job.sft.device == "auto" else job.sft.device
         self.display.message(f"Loading {job.model.path} on {device} ...")
         policy = PolicyModel(resolve_model(job.model.path), job, device)
         self.trainer = SFTTrainer(policy, job)
@@ -198,19 +173,11 @@ class SFTRun(BaseRun):
         asked = [self.data.encoder.encode(one) for one in held_out.conversations(range(count))]
         right = sum(self.trainer.writes(asked))
         low, high = wilson_interval(right, count)
-        return {
-            "accuracy/default": right / count,
-            "accuracy_low/default": low,
-            "accuracy_high/default": high,
-            "items/default": count,
-        }
+        bounds = {"accuracy_low/default": low, "accuracy_high/default": high}
+        return {"accuracy/default": right / count, **bounds, "items/default": count}
 
     def _write_checkpoint(self, folder: Path) -> None:
-        state = {
-            "updates": self.done,
-            "skipped": self.skipped,
-            **self._data_state(),
-        }
+        state = {"updates": self.done, "skipped": self.skipped, **self._data_state()}
         write_checkpoint(folder, Checkpoint(self.trainer.adapter(self.done), self.trainer.moments(), state))
 
     def _position(self) -> int:
@@ -218,7 +185,6 @@ class SFTRun(BaseRun):
 
     def _outcome(self) -> dict[str, Any]:
         return {
-            "iterations": self.done,
             "unit": "steps",
             **self._before_and_after("eval_loss", "eval/loss"),
             **self._before_and_after("accuracy", "accuracy/default"),

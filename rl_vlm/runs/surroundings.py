@@ -31,14 +31,13 @@ def is_loopback(address: str) -> bool:
 
 
 def cluster_address() -> str:
-    """The address that RAY_ADDRESS names, as in a Ray job; for `auto` that of what `ray start` has started here.
-
-    Raises ClusterError, within seconds, where nobody listens there: Ray would try for a quarter of an hour.
-    """
-    named = os.environ.get("RAY_ADDRESS", "")
-    address = named if named not in ("", "auto") else _started_here()
-    if not address:
-        raise cannot_join(named or "auto", "`ray start` has started none on this machine")
+    """The address that RAY_ADDRESS names; for `auto` that of `ray start` here. Raises ClusterError within seconds."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "auto"):
+        try:  # what `ray start` wrote; Ray itself would take any cluster here, another user's private one too
+            address = (_temporary() / "ray/ray_current_cluster").read_text().strip()
+        except OSError:
+            raise cannot_join("auto", "`ray start` has started none on this machine") from None
     if "://" in address:  # of Ray Client
         return address
     host, _, port = address.rpartition(":")
@@ -50,19 +49,10 @@ def cluster_address() -> str:
 
 
 def cannot_join(address: str, reason: object) -> ClusterError:
-    """The error about a cluster that does not answer."""
     return ClusterError(
         f"The Ray cluster at {address} cannot be joined ({reason}): start it with `ray start --head`, name another one "
         "in RAY_ADDRESS, or unset RAY_ADDRESS for a private one."
     )
-
-
-def _started_here() -> str:
-    """What `ray start` wrote. (Ray itself would take any cluster of this machine, another user's private one too.)"""
-    try:
-        return (_temporary() / "ray/ray_current_cluster").read_text().strip()
-    except OSError:  # none is running
-        return ""
 
 
 def _temporary() -> Path:
@@ -71,10 +61,8 @@ def _temporary() -> Path:
 
 
 def ray_folder() -> tuple[Path, str]:
-    """Where a private Ray keeps its files, and a sentence if that is not where the environment says.
-
-    Raises UserInputError where there is no place at all.
-    """
+    """Where a private Ray keeps its files, and a sentence if that is not where the environment says. Raises
+    UserInputError."""
     longest = _LONGEST_SOCKET - len(f"/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
     wanted = _temporary() / "ray"
     for folder in (wanted, *(Path(other, "ray") for other in _FALLBACKS)):
@@ -125,7 +113,6 @@ def check_resources(config: CommonConfig) -> None:
 
 
 def check_vllm_is_installed() -> None:
-    """Raise UserInputError where it is not."""
     if importlib.util.find_spec("vllm") is None:
         raise UserInputError(
             "serving.engine is vllm and vllm is not installed: run `pip install 'rl-vlm[vllm]'` or set it to "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import PolicyConfig, TrainConfig
+from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.loading import check_quantization, check_weights
-from rl_vlm.plugins import load_plugins
-from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.policy import PolicyRun, inspect_policy_run
 from rl_vlm.runs.preference import PreferenceRun, evaluate_preference_run, inspect_preference_run
 from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder
@@ -17,28 +15,19 @@ from rl_vlm.runs.surroundings import check_resources, joins_cluster
 from rl_vlm.types import UserInputError
 
 
-def kind_of(config: TrainConfig) -> type[RunLifecycle]:
-    """The class of a configuration's runs."""
+def kind_of(config: TrainConfig) -> type[Any]:
     return PolicyRun if isinstance(config, PolicyConfig) else PreferenceRun
 
 
 def inspect_run(config: TrainConfig) -> dict[str, Any]:
-    """Check everything that can be checked without starting Ray: model folder, data, environment, resources.
-
-    Returns what was found, to be printed. Raises UserInputError.
-    """
+    """Check all that can be checked without Ray, and return what was found. Raises UserInputError."""
     load_plugins(config.plugins)
     check_quantization(config.serving.quantization)
-    if isinstance(config, PolicyConfig):
-        return inspect_policy_run(config)
-    return inspect_preference_run(config)
+    return inspect_policy_run(config) if isinstance(config, PolicyConfig) else inspect_preference_run(config)
 
 
 def evaluate_run(config: TrainConfig, **options: Any) -> dict[str, Any]:
-    """Evaluate what a run trained; returns the results, and writes them to `out`.
-
-    options: `adapter`, `run_dir` and `out` (paths), and `options`, an EvaluationOptions.
-    """
+    """Evaluate what a run trained. options: `adapter`, `run_dir`, `out`, and `options`, an EvaluationOptions."""
     if not isinstance(config, PolicyConfig):
         return evaluate_preference_run(config, **options)
     from rl_vlm.runs.evaluate import evaluate_policy_run  # imports clients of endpoints
@@ -48,11 +37,11 @@ def evaluate_run(config: TrainConfig, **options: Any) -> dict[str, Any]:
 
 def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: bool) -> list[str]:
     """What would keep the run from starting on this machine, in this folder: a sentence each. Changes nothing."""
-    checks: list[Callable[[], None]] = [lambda: check_run_dir(run_dir, resume, overwrite)]
-    if config.serves:
-        checks.append(lambda: check_weights(config.model.path))
-    if not joins_cluster():
-        checks.append(lambda: check_resources(config))
+    checks = [
+        lambda: check_run_dir(run_dir, resume, overwrite),
+        lambda: check_weights(config.model.path) if config.serves else None,
+        lambda: check_resources(config) if not joins_cluster() else None,
+    ]
     found = []
     for check in checks:
         try:
@@ -62,20 +51,13 @@ def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: 
     return found
 
 
-def default_run_dir(config: TrainConfig) -> Path:
-    """`runs/<name>`."""
-    return Path("runs") / config.name
-
-
 def train(
     config: TrainConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Run to the end and return the content of `result.json`. `run_dir` may be a URL of remote storage.
-
-    Raises UserInputError before anything is touched, InterruptedRun after a signal, RLVLMError when the run fails.
-    """
+    """Run to the end; returns `result.json`. Raises UserInputError first, later InterruptedRun and RLVLMError."""
+    run_dir = run_dir or Path("runs") / config.name
     inspect_run(config)
-    if found := obstacles(config, run_dir or default_run_dir(config), resume=resume, overwrite=overwrite):
+    if found := obstacles(config, run_dir, resume=resume, overwrite=overwrite):
         raise UserInputError(" ".join(found))
-    with opened_run_folder(run_dir or default_run_dir(config), resume=resume, overwrite=overwrite) as folder:
-        return kind_of(config)(config, folder, resume).execute()
+    with opened_run_folder(run_dir, resume=resume, overwrite=overwrite) as folder:
+        return kind_of(config)(config, folder, resume).execute()  # type: ignore[no-any-return]

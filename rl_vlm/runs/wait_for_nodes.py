@@ -8,30 +8,25 @@ import time
 
 import ray
 
-from rl_vlm.runs.ray_session import ClusterError
-
-_PAUSE_S = 1.0
+from rl_vlm.runs.surroundings import ClusterError
+from rl_vlm.safe_text import one_line
 
 
 def wait_for_nodes(count: int, timeout_s: float) -> None:
-    """Return once the cluster that RAY_ADDRESS names has `count` nodes. Raises ClusterError after `timeout_s`."""
+    """Return once the cluster of RAY_ADDRESS has `count` nodes. Raises ClusterError."""
     deadline = time.monotonic() + timeout_s
-    alive, reason = 0, ""
-    while True:
+    while not ray.is_initialized():
         try:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.CRITICAL)
-            break
         except (ConnectionError, RuntimeError) as error:  # the head is still starting
-            reason = str(error).strip().splitlines()[0]
-        if time.monotonic() > deadline:
-            raise ClusterError(f"The head did not answer within {timeout_s:g} s: {reason}")
-        time.sleep(_PAUSE_S)
+            if time.monotonic() > deadline:
+                raise ClusterError(f"The head did not answer within {timeout_s:g} s: {one_line(error)}") from error
+            time.sleep(1.0)
     try:
-        while alive < count:
-            alive = sum(bool(node["Alive"]) for node in ray.nodes())
-            if alive < count and time.monotonic() > deadline:
+        while (alive := sum(bool(node["Alive"]) for node in ray.nodes())) < count:
+            if time.monotonic() > deadline:
                 raise ClusterError(f"{alive} of {count} nodes joined within {timeout_s:g} s.")
-            time.sleep(0 if alive >= count else _PAUSE_S)
+            time.sleep(1.0)
     finally:
         ray.shutdown()
 

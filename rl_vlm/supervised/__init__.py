@@ -1,2 +1,1 @@
-"""Supervised fine-tuning on conversations with images: their files, their encoding, the training step, greedy
-answers."""
+"""Supervised fine-tuning on conversations with images: their files, their encoding, the training step."""

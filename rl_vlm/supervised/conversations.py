@@ -14,16 +14,7 @@ from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.envs.data import IMAGE_MARKER, BadRowError, Row, Schema
 from rl_vlm.learning.batching import count_images
 from rl_vlm.models.loading import TextSide
-from rl_vlm.types import (
-    EncodedImage,
-    Message,
-    Role,
-    StopReason,
-    Trajectory,
-    TrajectoryStatus,
-    Turn,
-    UserInputError,
-)
+from rl_vlm.types import EncodedImage, Message, Role, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError
 
 ROLES: tuple[str, ...] = get_args(Role)
 _NO_TOOLS: tuple[Any, ...] = (None, "", "[]", "null", [])  # some data sets keep them as JSON
@@ -38,10 +29,7 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages up to the last assistant turn; the first message is never the assistant's.
-
-    where: file and line in words. has_thoughts: a message had `reasoning_content`, which its text now begins with.
-    """
+    """Messages up to the last assistant turn. where: file and line. has_thoughts: a message had `reasoning_content`."""
 
     messages: list[Message]
     where: str
@@ -49,13 +37,7 @@ class Conversation:
 
 
 def read_conversation(row: Row) -> Conversation:
-    """The conversation of a row, whose images `row.image` makes. Raises BadRowError.
-
-    `messages` is a list of {role, content}; content is a text or a list of {type: text, text} and {type: image}. An
-    image part names its image itself (`image`, a path, bytes or data URI) or takes the next of the row's `images`, as
-    does the marker `<image>` in a text. Without any of these the images come first. What follows the last assistant
-    turn is left out. `reasoning_content` of the assistant's messages is their thought.
-    """
+    """The conversation of a row, as docs/guide.md describes it. Raises BadRowError."""
     messages = row.cells.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRowError("`messages` is missing, empty or not a list.")
@@ -142,17 +124,12 @@ _AFTER = f"\n{_CLOSE}\n\n"  # a thought, between it and the answer
 
 
 def with_thought(thought: str, answer: str) -> str:
-    """One text of both, as a template without thoughts would leave it."""
     thought = thought.strip("\n")
     return f"{_OPEN}\n{thought}{_AFTER}{answer}"
 
 
 def after_opened_thought(text: str) -> tuple[str, str]:
-    """How a turn goes on after a prompt that opens a thought: (what is given, what is said).
-
-    An answer without a thought is given the end of an empty one. Raises UserInputError for a thought that does not end,
-    or does not come first.
-    """
+    """How a turn goes on after a prompt that opens a thought: (what is given, what is said). Raises UserInputError."""
     before, closed, answer = text.partition(_CLOSE)
     if not closed:
         if text.lstrip().startswith(_OPEN):
@@ -169,33 +146,18 @@ TooLong = Literal["leave_out", "truncate"]
 
 
 class ConversationEncoder:
-    """Encodes conversations for one model, span by span as rollouts are encoded.
-
-    Every assistant turn, its end-of-turn token included, is what the loss is taken of. Where the model's template opens
-    a thought, the turn goes on with its own, or the end of an empty one is given; thoughts of earlier turns stay, as in
-    rollouts.
-
-    Args:
-        text: the model's codec and image geometry.
-        max_length: tokens of a conversation, images included.
-        too_long: see `sft.too_long`.
-    """
+    """Encodes conversations span by span, as rollouts are; every assistant turn with its end-of-turn token is
+    learned."""
 
     def __init__(self, text: TextSide, max_length: int, too_long: TooLong = "leave_out") -> None:
-        self._text = text
-        self._max_length = max_length
-        self._too_long = too_long
+        self._text, self._max_length, self._too_long = text, max_length, too_long
 
     def length(self, conversation: Conversation) -> int | None:
-        """Tokens that are trained on or shown; None: the conversation is left out. Sizes of images are enough.
-
-        Raises BadRowError.
-        """
+        """Tokens, for which sizes of images are enough; None: it is left out. Raises BadRowError."""
         trajectory = self._trajectory(conversation)
         return None if trajectory is None else len(trajectory)
 
     def encode(self, conversation: Conversation) -> Trajectory:
-        """The conversation with its images. Raises BadRowError."""
         trajectory = self._trajectory(conversation)
         if trajectory is None:
             raise BadRowError(f"{conversation.where}: longer than sft.max_length ({self._max_length}).")
@@ -236,7 +198,11 @@ class ConversationEncoder:
         shown: list[EncodedImage] = []
         length = 0
         for span, is_reply in self._spans(conversation):
-            expanded = self._expanded(span, conversation)
+            try:
+                counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
+            except UserInputError as error:  # an image of a shape that the model cannot be shown
+                raise BadRowError(f"{conversation.where}: {error}") from error
+            expanded = expand_image_tokens(span.token_ids, self._text.codec.image_token_id, counts)
             ids.append(expanded)
             said.append(np.full(len(expanded), is_reply))
             if length < self._max_length:
@@ -260,10 +226,3 @@ class ConversationEncoder:
             status=TrajectoryStatus.COMPLETED,
             images=tuple(shown),
         )
-
-    def _expanded(self, span: EncodedSpan, conversation: Conversation) -> np.ndarray:
-        try:
-            counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
-            return expand_image_tokens(span.token_ids, self._text.codec.image_token_id, counts)
-        except UserInputError as error:  # an image of a shape that the model cannot be shown
-            raise BadRowError(f"{conversation.where}: {error}") from error

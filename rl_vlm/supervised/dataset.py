@@ -1,5 +1,4 @@
-"""The conversations of a job: checked and measured before anything starts, then drawn in an order that the seed
-gives."""
+"""The conversations of a job: checked and measured before anything starts, then drawn in the order of the seed."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _SPLIT_STREAM, _ORDER_STREAM = 8, 9  # random numbers of their own
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Conversations of a table: `rows` int64 [N], those that are used, and their tokens int64 [N]; `left_out` were too
-    long."""
+    """The `rows` of a table that are used, int64 [N], and their tokens; `left_out` were too long."""
 
     table: RowTable[Conversation]
     rows: np.ndarray
@@ -40,8 +38,6 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class JobData:
-    """The conversations to train on and, where there are any, the held-out ones."""
-
     encoder: ConversationEncoder
     train: Measured
     held_out: Measured | None
@@ -50,14 +46,10 @@ class JobData:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The last step of an epoch may have a smaller batch."""
         return math.ceil(len(self.train) / self.batch_size)
 
     def batch(self, step: int) -> list[Trajectory]:
-        """What optimiser step 0, 1, ... trains on; depends on the data, the batch size and the seed alone.
-
-        Every epoch shows each conversation once, in an order of its own. Raises BadRowError.
-        """
+        """What optimiser step 0, 1, ... trains on. Every epoch shows each conversation once. Raises BadRowError."""
         epoch, place = divmod(step, self.steps_per_epoch)
         order = np.random.default_rng(derive_seed(self.seed, _ORDER_STREAM, epoch)).permutation(len(self.train))
         numbers = order[place * self.batch_size : (place + 1) * self.batch_size]

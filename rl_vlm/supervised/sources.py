@@ -1,5 +1,4 @@
-"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and what packages provide, such
-as the built-in `shapes`."""
+"""Where conversations come from: JSON lines, parquet, image folders, the hub's cache, and installed packages."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.envs.data import BadRowError, Rows, RowTable, local_files, open_table, split_slice
-from rl_vlm.envs.images import one_line
 from rl_vlm.files import write_atomic
 from rl_vlm.registry import provided
+from rl_vlm.safe_text import one_line
 from rl_vlm.supervised.conversations import CONVERSATIONS, Conversation
 from rl_vlm.types import Split, UserInputError
 
@@ -57,10 +56,7 @@ class JsonLinesRows(Rows):
 
 
 def open_conversations(source: str, split: Split) -> RowTable[Conversation]:
-    """Open a source, with an optional slice `source@[a:b]`. A single file holds one split, whichever is asked for.
-
-    Raises UserInputError if there is no such source or it selects nothing.
-    """
+    """Open a source, with an optional slice `source@[a:b]`. Raises UserInputError."""
     name, selected = split_slice(source)
     path = Path(name).expanduser()
     lines = path if path.suffix == ".jsonl" else _jsonl_of(path, split)
@@ -77,8 +73,7 @@ def open_conversations(source: str, split: Split) -> RowTable[Conversation]:
 
 
 def has_split(source: str, split: Split) -> bool:
-    """Whether a source that is no single file has conversations of its own for a split; of the hub's it is not
-    known."""
+    """Whether a local or built-in source has conversations of its own for a split."""
     path = Path(split_slice(source)[0]).expanduser()
     if path.is_dir():
         with suppress(UserInputError):
@@ -87,7 +82,6 @@ def has_split(source: str, split: Split) -> bool:
 
 
 def builtin_rows(name: str, split: Split) -> Rows:
-    """One split of a data set that an installed package provides."""
     return provided(BUILTIN_GROUP)[name].load()(split)  # type: ignore[no-any-return]
 
 
@@ -106,10 +100,7 @@ SPLITS: tuple[Split, ...] = ("train", "test")
 
 
 def write_example(folder: Path) -> dict[str, int]:
-    """Write train.jsonl, test.jsonl and the drawings in images/. Returns conversations per split.
-
-    Raises UserInputError for a folder that holds anything.
-    """
+    """Write train.jsonl, test.jsonl and images/. Returns conversations per split. Raises UserInputError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserInputError(f"{folder} exists and is not an empty folder: choose another.")
     counts: dict[str, int] = {}

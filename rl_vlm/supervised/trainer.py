@@ -29,10 +29,7 @@ class OutOfMemoryError(RLVLMError):
 
 
 class SFTTrainer:
-    """Trains the LoRA weights of one policy.
-
-    The policy's backbone must not suppress tokens: the loss is that of the plain model.
-    """
+    """Trains the LoRA weights of a policy, whose backbone must not suppress tokens."""
 
     def __init__(self, policy: PolicyModel, job: SFTConfig) -> None:
         self._policy = policy
@@ -42,11 +39,8 @@ class SFTTrainer:
         self._strategy = Strategy(policy, self._optimizer)
 
     def step(self, batch: Sequence[Trajectory], lr: float) -> tuple[float, int, float | None]:
-        """One optimiser step, in which every assistant token of the batch has the same weight. Raises OutOfMemoryError.
-
-        Returns the loss (nats per assistant token) before the step, the number of these tokens, and the norm of the
-        gradient before clipping; None: it was not finite and the step was skipped.
-        """
+        """One optimiser step: the loss before it (nats per assistant token), these tokens, and the gradient's norm;
+        None: it was not finite, and nothing was changed. Raises OutOfMemoryError."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         targets = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
@@ -72,10 +66,8 @@ class SFTTrainer:
 
     @torch.no_grad()
     def writes(self, batch: Sequence[Trajectory]) -> list[bool]:
-        """Whether the greedy answer to what comes before is the last turn of each conversation, token by token.
-
-        No answer need be written for this: each token must be the likeliest of those that an engine samples.
-        """
+        """Whether the greedy answer is the last turn of each conversation: each token must be the likeliest that an
+        engine samples."""
         backbone, text = self._policy.backbone, self._policy.text
         never = torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size)).to(backbone.device)
         right: dict[str, np.ndarray] = {}
@@ -89,8 +81,7 @@ class SFTTrainer:
         return [bool(right[one.trajectory_id][-length:].all()) for one, length in zip(batch, lengths, strict=True)]
 
     def _pack(self, batch: Sequence[Trajectory]) -> list[MicroBatch]:
-        """Micro-batches of rows of similar length; conversations with the same beginning share a row where that
-        pays."""
+        """Conversations with the same beginning share a row where that pays."""
         groups: dict[Any, list[Trajectory]] = {}
         for trajectory in batch:
             prompt = trajectory.token_ids[: int(np.argmax(trajectory.loss_mask))].tobytes()
@@ -103,15 +94,12 @@ class SFTTrainer:
         return micro_logprobs(self._policy.backbone, hidden, micro, temperature=1.0)[0]
 
     def adapter(self, version: int) -> WeightPayload:
-        """The adapter as it is."""
         return self._strategy.gather_adapter(version)
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimiser's state as CPU tensors by name."""
         return self._strategy.state()
 
     def restore(self, adapter: WeightPayload, moments: dict[str, Tensor]) -> None:
-        """Load what `adapter` and `moments` returned."""
         self._policy.load(adapter)
         self._strategy.restore(moments)
 

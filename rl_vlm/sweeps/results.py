@@ -1,10 +1,7 @@
-"""What came out of a sweep: a table of trials and of settings, a figure, and the best trial's configuration and
-adapter."""
+"""What came out of a sweep: tables of trials and settings, a figure, the best configuration and adapter."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import logging
 import math
@@ -23,10 +20,11 @@ from ray.tune.result import SHOULD_CHECKPOINT
 
 from rl_vlm.config import TrainConfig, save_config
 from rl_vlm.config.sweep import HELD_OUT, SEED, SweepConfig, changed
-from rl_vlm.files import whole_lines, write_atomic
+from rl_vlm.files import csv_lines, whole_lines, write_atomic
 from rl_vlm.models.weights import trained_folder
 from rl_vlm.numerics import student_half_width
-from rl_vlm.plots.sweep import Setting, draw_settings
+from rl_vlm.plots.sweep import draw_settings
+from rl_vlm.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +33,8 @@ _ERRORS = "error.txt"  # Tune's file of a trial's errors
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial: its settings (dotted keys), and the metric after each iteration that recorded it, 0 being before
-    training.
-
-    iterations: how far it came. best: the best value so far of the metric, NaN without one. finished: it came to its
-    end, or was stopped early, without an error.
-    """
+    """One trial: its settings (dotted keys) and the metric by iteration, 0 being before training. `best` is NaN without
+    a value."""
 
     name: str
     settings: dict[str, Any]
@@ -54,24 +48,17 @@ class TrialResult:
 
     @property
     def before(self) -> float:
-        """The metric before training, NaN where it is not known."""
         return self.points[0][1] if self.points and self.points[0][0] == 0 else math.nan
 
     @property
     def last(self) -> float:
-        """The metric at the end, NaN without one."""
         return self.points[-1][1] if self.points else math.nan
 
 
 def read_results(
     results: Iterable[Result], configs: Iterable[Mapping[str, Any]], sweep: SweepConfig
 ) -> list[TrialResult]:
-    """The trials that Tune knows, each with its configuration, best first; those without a value of the metric come
-    last.
-
-    Trials in the folder that Tune does not know began after the last state that a killed sweep had saved; others took
-    their places.
-    """
+    """The trials that Tune knows, each with its configuration, best first; those without a value come last."""
     trials = [_read_trial(result, config, sweep) for result, config in zip(results, configs, strict=True)]
     return sorted(trials, key=lambda trial: (math.isnan(trial.best), sweep.sign * trial.best, trial.name))
 
@@ -90,22 +77,22 @@ def _read_trial(result: Result, config: Mapping[str, Any], sweep: SweepConfig) -
     kept = {int(metrics["training_iteration"]): Path(saved.path) for saved, metrics in result.best_checkpoints or ()}
     measured = sorted(kept.keys() & trained.keys(), reverse=True)  # of equally good ones the latest
     choose = max if sweep.mode == "max" else min
+    last = rows[-1] if rows else {"training_iteration": 0, "time_total_s": 0.0}
     return TrialResult(
-        folder.name,
-        {key: config[key] for key in sweep.space if key in config},
-        list(values.items()),
-        int(rows[-1]["training_iteration"]) if rows else 0,
-        choose(trained.values(), default=math.nan),
-        float(rows[-1]["time_total_s"]) if rows else 0.0,
-        bool(rows) and result.error is None,
-        str(result.error).strip().splitlines()[-1][:300] if result.error is not None else "",
-        kept[choose(measured, key=trained.__getitem__)] if measured else None,
+        name=folder.name,
+        settings={key: config[key] for key in sweep.space if key in config},
+        points=list(values.items()),
+        iterations=int(last["training_iteration"]),
+        best=choose(trained.values(), default=math.nan),
+        seconds=float(last["time_total_s"]),
+        finished=bool(rows) and result.error is None,
+        error=str(result.error).strip().splitlines()[-1][:300] if result.error is not None else "",
+        checkpoint=kept[choose(measured, key=trained.__getitem__)] if measured else None,
     )
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Tune's results. After a kill or on a full disk it writes the next one behind half a line: both are lost then, and
-    no more."""
+    """Tune's results. After a kill it writes the next one behind half a line: both are lost then."""
     for line in whole_lines(path):
         try:
             yield json.loads(line)
@@ -114,7 +101,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def metric_value(row: dict[str, Any], metric: str) -> float:
-    """A metric of one of Tune's results, by its name with slashes; NaN without it."""
+    """A metric of one of Tune's results; NaN without it."""
     value: Any = row
     for part in metric.split("/"):
         value = value.get(part) if isinstance(value, dict) else None
@@ -122,95 +109,85 @@ def metric_value(row: dict[str, Any], metric: str) -> float:
 
 
 def write_results(folder: Path, trials: Sequence[TrialResult], config: TrainConfig, sweep: SweepConfig) -> None:
-    """Write results.csv, results.md, results.png, and best/ with the configuration and the adapter of the best
-    trial."""
+    """Write results.csv, results.md, results.png and best/."""
     settings = group_by_setting(trials, sweep)
-    write_atomic(folder / "results.csv", _csv(trials, sweep))
+    columns = ("trial", *sweep.space, "before", "last", "best", "iterations", "seconds", "finished", "error")
+    rows = [
+        (
+            trial.name, *map(trial.settings.get, sweep.space), trial.before, trial.last, trial.best,
+            trial.iterations, round(trial.seconds, 1), trial.finished, trial.error,
+        )
+        for trial in trials
+    ]  # fmt: skip
+    write_atomic(folder / "results.csv", csv_lines([columns, *rows]))
     write_atomic(folder / "results.md", _markdown(trials, settings, sweep))
     if settings:
-        draw_settings(settings, sweep.metric, folder / "results.png")
+        curves = {name: [trial.points for trial in members] for name, members in settings.items()}
+        draw_settings(curves, sweep.metric, folder / "results.png")
     best = next((trial for trial in trials if not math.isnan(trial.best)), None)
     if best is not None:
-        _write_best(folder / "best", best, config)
+        (folder / "best").mkdir(exist_ok=True)
+        save_config(changed(config, best.settings), folder / "best" / "config.yaml")
+        trained = trained_folder(best.checkpoint) if best.checkpoint is not None else None
+        if trained is not None:
+            shutil.copytree(trained, folder / "best" / trained.name, dirs_exist_ok=True)
 
 
-def group_by_setting(trials: Sequence[TrialResult], sweep: SweepConfig) -> list[Setting]:
-    """The finished trials that differ in their seed alone, together; the best mean first."""
+def group_by_setting(trials: Sequence[TrialResult], sweep: SweepConfig) -> dict[str, list[TrialResult]]:
+    """The finished trials that differ in their seed alone by their name ("lr 0.002, rank 16"); the best mean first."""
     groups: dict[str, list[TrialResult]] = {}
+    shown = {key: key.rsplit(".", 1)[-1] for key in sweep.space if key != SEED}
     for trial in trials:
         if trial.points and trial.finished:
-            groups.setdefault(setting_name(trial.settings, sweep), []).append(trial)
-    settings = [
-        Setting(name, tuple(trial.points for trial in members), tuple(trial.last for trial in members))
-        for name, members in groups.items()
-    ]
-    return sorted(settings, key=lambda setting: sweep.sign * statistics.fmean(setting.last))
+            values = (f"{name} {_short(trial.settings.get(key))}" for key, name in shown.items())
+            groups.setdefault(", ".join(values) or "all", []).append(trial)
+    return dict(sorted(groups.items(), key=lambda group: sweep.sign * statistics.fmean(_last(group[1]))))
 
 
-def setting_name(settings: dict[str, Any], sweep: SweepConfig) -> str:
-    """The settings without the seed, in the order of the sweep's file: "lr 0.002, rank 16"."""
-    return (
-        ", ".join(f"{key.rsplit('.', 1)[-1]} {_short(settings.get(key))}" for key in sweep.space if key != SEED)
-        or "all"
-    )
+def _last(trials: Sequence[TrialResult]) -> list[float]:
+    return [trial.last for trial in trials]
 
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _csv(trials: Sequence[TrialResult], sweep: SweepConfig) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["trial", *sweep.space, "before", "last", "best", "iterations", "seconds", "finished", "error"])
-    for trial in trials:
-        writer.writerow([
-            trial.name, *(trial.settings.get(key) for key in sweep.space), trial.before, trial.last, trial.best,
-            trial.iterations, round(trial.seconds, 1), trial.finished, trial.error,
-        ])  # fmt: skip
-    return out.getvalue()
-
-
-def _markdown(trials: Sequence[TrialResult], settings: Sequence[Setting], sweep: SweepConfig) -> str:
+def _markdown(trials: Sequence[TrialResult], settings: Mapping[str, Sequence[TrialResult]], sweep: SweepConfig) -> str:
+    finished = sum(trial.finished for trial in trials)
     lines = [
-        f"`{sweep.metric}` of {len(trials)} trials, of which {sum(trial.finished for trial in trials)} finished; "
-        "`results.csv` has each.",
-        "",
+        f"`{sweep.metric}` of {len(trials)} trials, of which {finished} finished; `results.csv` has each.\n",
         "| setting | runs | mean of the last | 95 % interval |",
         "|---|---|---|---|",
     ]
-    for setting in settings:
-        mean, interval = statistics.fmean(setting.last), "one run"
-        if len(setting.last) > 1:
-            half = float(student_half_width(np.array(setting.last)))
+    for name, members in settings.items():
+        mean, interval = statistics.fmean(_last(members)), "one run"
+        if len(members) > 1:
+            half = float(student_half_width(np.array(_last(members))))
             interval = f"{mean - half:.3f} to {mean + half:.3f}"
-        lines.append(f"| {setting.name} | {len(setting.last)} | {mean:.3f} | {interval} |")
+        lines.append(f"| {name} | {len(members)} | {mean:.3f} | {interval} |")
     return "\n".join(lines) + "\n"
 
 
-def _write_best(folder: Path, best: TrialResult, config: TrainConfig) -> None:
-    folder.mkdir(exist_ok=True)
-    save_config(changed(config, best.settings), folder / "config.yaml")
-    trained = trained_folder(best.checkpoint) if best.checkpoint is not None else None
-    if trained is not None:
-        shutil.copytree(trained, folder / trained.name, dirs_exist_ok=True)
+def tell_best(trials: Sequence[TrialResult], metric: str, out: Path) -> None:
+    """Print how many trials finished, the best one, and where everything is."""
+    best, finished = trials[0], sum(trial.finished for trial in trials)
+    settings = printable(", ".join(f"{key}={value}" for key, value in best.settings.items()))
+    print(f"{finished} of {len(trials)} trials finished; best {metric} {best.best:.3f} with {settings}")
+    print(f"See {out / 'results.md'}, {out / 'results.png'} and {out / 'best'}.")
 
-
-# What a sweep prints while it runs: a line when a trial starts, is evaluated, ends or fails.
 
 _PROCESS = uuid.uuid4().hex  # of this process; numbers of processes come again, in a container every time
 
 
 class SweepProgress(Callback):
-    """Prints to standard output."""
+    """Prints a line when a trial starts, is evaluated, ends or fails."""
 
     def __init__(self, sweep: SweepConfig) -> None:
         self._metric, self._keys = sweep.metric, tuple(sweep.space)
         self._process = _PROCESS
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Failures are counted anew in a sweep that goes on in another process: Tune saves this callback and the
-        counts."""
+        """Failures, which Tune saves, are counted anew in another process."""
         if self._process != _PROCESS:
             self._process = _PROCESS
             for trial in trials:

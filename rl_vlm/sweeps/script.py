@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_vlm.config import TrainConfig, load_config
-from rl_vlm.runs.lifecycle import InterruptedRun
-from rl_vlm.sweeps.results import TrialResult
 from rl_vlm.sweeps.sweep import sweep_folder
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -41,20 +39,6 @@ def run_script(
     given = parser.parse_args(argv)
     try:
         work(SweepArguments(given.quick, sweep_folder(given.out), given.resume, tuple(given.changes)))
-    except InterruptedRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
     except RLVLMError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserInputError) else 1)
-
-
-def tell_best(trials: Sequence[TrialResult], metric: str, out: Path) -> None:
-    """Print how many trials finished, the best one, and where everything is."""
-    best = trials[0]
-    settings = ", ".join(f"{key}={value}" for key, value in best.settings.items())
-    print(
-        f"{sum(trial.finished for trial in trials)} of {len(trials)} trials finished; best {metric} {best.best:.3f} "
-        f"with {settings}"
-    )
-    print(f"See {out / 'results.md'}, {out / 'results.png'} and {out / 'best'}.")
+        sys.exit(2 if isinstance(error, UserInputError) else int(getattr(error, "exit_code", 1)))

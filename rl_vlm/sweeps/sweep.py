@@ -11,24 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 import yaml
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.search import BasicVariantGenerator
 
 from rl_vlm.config import TrainConfig, save_config
 from rl_vlm.config.loading import changes_since
 from rl_vlm.config.sweep import SweepConfig, Values, changed
 from rl_vlm.files import write_atomic
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
-from rl_vlm.runs.ray_session import prepare_environment, quiet_ray, ray_cluster, starts_own_cluster
+from rl_vlm.runs.ray_session import prepare_ray, ray_cluster
 from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
-from rl_vlm.runs.surroundings import gpu_sizes
+from rl_vlm.runs.surroundings import gpu_sizes, joins_cluster
 from rl_vlm.runs.train import inspect_run, kind_of
 from rl_vlm.serving.service import kept_up
-from rl_vlm.sweeps.results import TrialResult, read_results, write_results
+from rl_vlm.sweeps.results import SweepProgress, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
 
 if TYPE_CHECKING:
-    from ray.tune import ResultGrid
-
     from rl_vlm.algorithms.base import RunAlgorithm
 
 _TUNE = "tune"  # Tune's folder inside the sweep's
@@ -51,12 +53,8 @@ class SweepError(RLVLMError):
 
 
 def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
-    """Run all trials, write results.csv, results.md, results.png and best/ into `folder`, and return the trials, best
-    first.
-
-    `resume` goes on with a sweep that was interrupted: what is done is not repeated. Raises UserInputError before
-    anything is touched, InterruptedRun after a signal, and SweepError when every trial failed.
-    """
+    """Run all trials and return them, best first. Raises UserInputError before anything is touched, InterruptedRun,
+    SweepError."""
     sweep.check_space(config)
     trial = sweep.prepared(config)
     inspect_run(trial)
@@ -86,7 +84,7 @@ def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: 
         if resume:
             begin()
         try:
-            with stop.installed(_say):
+            with stop.installed(partial(print, flush=True)):
                 results = _run_trials(trial, sweep, folder, resume, begin)
         except KeyboardInterrupt:
             stop.signal = stop.signal or signal.SIGINT
@@ -103,7 +101,7 @@ def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: 
 
 
 def sweep_folder(run_dir: str | Path) -> Path:
-    """The folder of a sweep, absolute. Raises UserInputError for one that would not be kept, or a URL."""
+    """The folder of a sweep, absolute. Raises UserInputError."""
     if is_remote(run_dir):
         raise UserInputError(
             f"A sweep needs a folder, and {run_dir} is a URL: give one on this machine, or on storage that all nodes "
@@ -119,7 +117,6 @@ def _text(sweep: SweepConfig) -> str:
 
 
 def write_settings(config: TrainConfig, sweep: SweepConfig, folder: Path) -> None:
-    """Write config.yaml and sweep.yaml."""
     save_config(config, folder / "config.yaml")
     write_atomic(folder / "sweep.yaml", _text(sweep))
 
@@ -151,21 +148,15 @@ def _interrupt_tune() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _run_trials(
     config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]
-) -> ResultGrid:
-    """`begin` is called when nothing can be refused any more."""
-    prepare_environment()
-    quiet_ray()
+) -> tune.ResultGrid:
+    prepare_ray()
     from rl_vlm.sweeps.trial import SLOT, TrialResources, own_cpus, trial_class, trials_at_once
 
     # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides
     # when those of a population, and of a sweep that is resumed, go on.
-    private, slots = starts_own_cluster(), {}
+    private, slots = not (ray.is_initialized() or joins_cluster()), {}
     algorithm = kind_of(config).algorithm_class(config)
     needs, cluster = TrialResources.of(config, sweep, trial_class(algorithm)), config
     if private:
@@ -175,8 +166,6 @@ def _run_trials(
             fitting = needs.holds({"CPU": cpus, "GPU": len(gpu_sizes()) if needs.each["GPU"] else 0})
             slots = {SLOT: float(max(min(sweep.max_concurrent or fitting, fitting), 1))}
     with ray_cluster(cluster, slots):
-        import ray
-
         at_once = trials_at_once(sweep, needs, ray.cluster_resources(), slots=bool(slots))
         if not resume:
             begin()
@@ -187,11 +176,7 @@ def _run_trials(
 
 def _tune(
     config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, at_once: int, trainable: type[RunAlgorithm]
-) -> ResultGrid:
-    from ray import tune
-
-    from rl_vlm.sweeps.results import SweepProgress
-
+) -> tune.ResultGrid:
     space = {"run_config": config.model_dump(exclude_unset=True), **{key: _domain(v) for key, v in sweep.space.items()}}
     if resume and tune.Tuner.can_restore(str(folder / _TUNE)):
         tuner = tune.Tuner.restore(
@@ -232,8 +217,6 @@ def _tune(
 
 
 def _domain(values: Values) -> Any:
-    from ray import tune
-
     if values.grid is not None:
         return tune.grid_search(values.grid)
     if values.choice is not None:
@@ -243,7 +226,7 @@ def _domain(values: Values) -> Any:
 
 
 def _within(space: Mapping[str, Values], config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration whose values are in the space: scaling may leave its ranges, and what the configuration takes."""
+    """A configuration that PBT has scaled, within the space."""
     for key, values in space.items():
         if values.bounds is not None and key in config:
             least, most = values.ends
@@ -252,8 +235,6 @@ def _within(space: Mapping[str, Values], config: dict[str, Any]) -> dict[str, An
 
 
 def _scheduler(sweep: SweepConfig) -> Any:
-    from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
-
     stopping = sweep.stopping
     if stopping.name == "none":
         return None
@@ -278,8 +259,6 @@ def _scheduler(sweep: SweepConfig) -> Any:
 
 def _search(sweep: SweepConfig, at_once: int) -> Any:
     if sweep.search == "random":
-        from ray.tune.search import BasicVariantGenerator
-
         return BasicVariantGenerator(max_concurrent=at_once, random_state=sweep.seed)
     try:
         from ray.tune.search.optuna import OptunaSearch

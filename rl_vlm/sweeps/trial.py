@@ -1,5 +1,4 @@
-"""One trial: an algorithm that evaluates itself, so that Tune can compare held-out metrics, and that ends when its run
-does."""
+"""One trial: an algorithm that evaluates itself, so that Tune can compare held-out metrics, and ends with its run."""
 
 from __future__ import annotations
 
@@ -33,12 +32,7 @@ _MOST = 64  # trials at the same time, unless the sweep says more
 
 @dataclass(frozen=True, slots=True)
 class TrialResources:
-    """Logical CPUs and GPUs.
-
-    each: of a trial; what Tune reserves for it, and replicas of its own, of which Tune knows nothing.
-    common: of replicas that all trials share.
-    has_replicas: whether a trial starts replicas.
-    """
+    """Logical CPUs and GPUs `each` trial needs, its own replicas included, and `common` ones of shared replicas."""
 
     each: Mapping[str, float]
     common: Mapping[str, float]
@@ -66,21 +60,14 @@ class TrialResources:
 
 
 def own_cpus(config: TrainConfig, sweep: SweepConfig, needs: TrialResources) -> int:
-    """Logical CPUs of a private cluster for the sweep: what the configuration says, or the machine's and enough for its
-    trials.
-
-    They bound how much starts, not what it may use: trials that were asked for side by side share the cores.
-    """
+    """Logical CPUs of a private cluster. They bound how much starts, not what it may use."""
     wanted = needs.common["CPU"] + min(sweep.max_concurrent or 1, sweep.num_trials) * needs.each["CPU"]
     return config.resources.num_cpus or max(available_cpus(), math.ceil(wanted))
 
 
 def trials_at_once(sweep: SweepConfig, needs: TrialResources, have: Mapping[str, float], *, slots: bool = False) -> int:
-    """How many trials may run at the same time on a cluster of such resources; 0: as many as Tune finds room for.
-
-    slots: the cluster has `SLOT`s, which keep trials from taking the room of each other's replicas. Raises
-    UserInputError where not one fits, or where nobody can know.
-    """
+    """How many trials may run side by side; 0: as many as Tune finds room for. `slots`: the cluster has `SLOT`s. Raises
+    UserInputError."""
     compares = sweep.stopping.name == "pbt"  # all trials with each other: those that do not fit take turns
     if os.environ.get("RL_VLM_AUTOSCALING"):
         if not compares and sweep.max_concurrent is None:
@@ -105,13 +92,8 @@ def trials_at_once(sweep: SweepConfig, needs: TrialResources, have: Mapping[str,
 
 
 def trial_class(algorithm: type[RunAlgorithm], more: Mapping[str, float] | None = None) -> type[RunAlgorithm]:
-    """The algorithm with `held_out/accuracy` and `held_out/reward` in each result: those of the last evaluation so far.
-
-    more: custom resources that a trial holds beside those of its actors.
-
-    Evaluations come before training, every `evaluation.every` iterations and at the end, as in a run of its own. A
-    trial that was restored evaluates at once.
-    """
+    """The algorithm as a trial: evaluates before training, every `evaluation.every` iterations, at the end, and after
+    it was restored. `more` are custom resources that it holds."""
 
     class Trial(algorithm):  # type: ignore[misc, valid-type]
         _last: dict[str, float] | None = None

@@ -189,7 +189,7 @@ def test_a_job_that_ends_early_saves_requeues_and_goes_on(tmp_path: Path) -> Non
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
     done = bash(variables(tmp_path, **changes), SCRIPT, *arguments, "preference.total_steps=1500", patience=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "Resumed at step" in done.stdout
+    assert "Resumed from step" in done.stdout
     assert len(list((tmp_path / "scratch" / "run" / "checkpoints").glob("step-*"))) >= 2
 
 

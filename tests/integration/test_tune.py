@@ -22,16 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def trials(tiny_folder: Path, folder: Path, num_cpus: int, iterations: int, **space: Any) -> tune.ResultGrid:
     """The results of a small run's search space."""
-    run = load_config(
-        ROOT / "configs/quickstart.yaml",
-        [
-            f"model.path={tiny_folder}",
-            "serving.num_replicas=1",
-            "rollout.num_env_runners=1",
-            "rollout.prompts_per_iteration=4",
-            f"resources.num_cpus={num_cpus}",
-        ],
-    )
+    small = ["serving.num_replicas=1", "rollout.num_env_runners=1", "rollout.prompts_per_iteration=4"]
+    changes = [f"model.path={tiny_folder}", f"resources.num_cpus={num_cpus}", *small]
+    run = load_config(ROOT / "configs/quickstart.yaml", changes)
     with ray_cluster(run):
         return tune.Tuner(
             GRPO,
@@ -106,9 +99,7 @@ def test_two_trials_at_once_are_compared_and_a_resume_repeats_none(tiny_folder: 
     assert rl_vlm(command) == 0
 
     rows = rows_of(folder)
-    assert sorted((float(row["learner.lr"]), row["seed"]) for row in rows) == [
-        (0.001, "3"), (0.001, "4"),
-    ]  # fmt: skip
+    assert sorted((float(row["learner.lr"]), row["seed"]) for row in rows) == [(0.001, "3"), (0.001, "4")]
     assert all(row["finished"] == "True" and row["iterations"] == "2" for row in rows)
     assert [float(row["best"]) for row in rows] == sorted((float(row["best"]) for row in rows), reverse=True)
     assert "| lr 0.001 | 2 |" in (folder / "results.md").read_text()

@@ -125,10 +125,13 @@ def test_a_checkpoint_holds_an_adapter_that_peft_loads_and_no_pickle(payload: Ad
 # --- retention
 
 
-def test_only_the_newest_are_kept(payload: AdapterPayload, tmp_path: Path) -> None:
+def test_only_the_newest_are_kept_and_other_files_left_alone(payload: AdapterPayload, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "iteration-best").mkdir()
     for iteration in (1, 2, 30, 4):
         save_checkpoint(tmp_path, iteration, make(payload), keep=3)
-    assert names(tmp_path) == ["iteration-000002", "iteration-000004", "iteration-000030"]
+    checkpoints = ["iteration-000002", "iteration-000004", "iteration-000030"]
+    assert names(tmp_path) == [*checkpoints, "iteration-best", "notes.txt"]
 
 
 def test_iterations_are_ordered_as_numbers(payload: AdapterPayload, tmp_path: Path) -> None:
@@ -137,9 +140,7 @@ def test_iterations_are_ordered_as_numbers(payload: AdapterPayload, tmp_path: Pa
     assert [path.name for path in list_checkpoints(tmp_path)] == [
         "iteration-000005", "iteration-999999", "iteration-1000000",
     ]  # fmt: skip
-    found = latest_checkpoint(tmp_path)
-    assert found is not None
-    assert found.name == "iteration-1000000"
+    assert latest_checkpoint(tmp_path) == tmp_path / "iteration-1000000"
 
 
 def test_the_checkpoint_just_written_is_never_the_one_deleted(payload: AdapterPayload, tmp_path: Path) -> None:
@@ -148,14 +149,6 @@ def test_the_checkpoint_just_written_is_never_the_one_deleted(payload: AdapterPa
     (damaged / "state.json").unlink()
     written = save_checkpoint(tmp_path, 40, make(payload), keep=1)
     assert latest_checkpoint(tmp_path) == written
-
-
-def test_other_files_are_left_alone(payload: AdapterPayload, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "iteration-best").mkdir()
-    for iteration in (1, 2):
-        save_checkpoint(tmp_path, iteration, make(payload), keep=1)
-    assert names(tmp_path) == ["iteration-000002", "iteration-best", "notes.txt"]
 
 
 # --- what a kill, a bad disk or a full one leaves
@@ -219,11 +212,6 @@ def test_a_flipped_bit_in_moments_or_critic_is_noticed(payload: AdapterPayload, 
     assert latest_checkpoint(tmp_path) == good
 
 
-def test_without_any_checkpoint_there_is_none(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path / "nowhere") is None
-    assert latest_checkpoint(tmp_path) is None
-
-
 def test_what_a_killed_writer_leaves_is_not_a_checkpoint(payload: AdapterPayload, tmp_path: Path) -> None:
     good = save_checkpoint(tmp_path, 1, make(payload), keep=3)
     shutil.copytree(good, tmp_path / ".writing-abc")  # killed just before the rename
@@ -233,6 +221,7 @@ def test_what_a_killed_writer_leaves_is_not_a_checkpoint(payload: AdapterPayload
     clean_leftovers(tmp_path)
     assert names(tmp_path) == ["iteration-000001"]
     clean_leftovers(tmp_path / "nowhere")
+    assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize("after", range(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import shutil
 import subprocess
@@ -41,12 +42,9 @@ def training(monkeypatch):
         return module.outcome
 
     module = types.ModuleType("rl_vlm.runs.train")
-    module.calls, module.outcome = (
-        [],
-        {"status": "done", "iterations": 3, "accuracy_before": 0.25, "accuracy_after": 0.9},
-    )
+    module.calls = []
+    module.outcome = {"status": "done", "iterations": 3, "accuracy_before": 0.25, "accuracy_after": 0.9}
     module.train = train
-    module.default_run_dir = lambda run: Path("runs") / run.name
     module.inspect_run = lambda run: {"model": run.model.path}
     module.obstacles = lambda *_, **__: []
     return install(monkeypatch, module)
@@ -125,34 +123,18 @@ def test_every_command_explains_itself(capsys):
 
 def test_train_hands_on_configuration_and_options(config, training, tmp_path, capsys):
     assert run("train", config, "learner.lr=1e-3", "name=other", "--run-dir", tmp_path / "here", "--resume") == 0
-    ((seen, run_dir, resume, overwrite),) = training.calls
-    assert (seen.name, seen.learner.lr, run_dir, resume, overwrite) == (
-        "other",
-        1e-3,
-        str(tmp_path / "here"),
-        True,
-        False,
-    )
+    seen, *rest = training.calls.pop()
+    assert (seen.name, seen.learner.lr, rest) == ("other", 1e-3, [str(tmp_path / "here"), True, False])
     said = output(capsys)
     assert "done after 3 iterations" in said and "accuracy 0.250 → 0.900" in said and "curve.png" in said
+    assert run("train", tmp_path, "--overwrite") == 0  # a run folder stands for its configuration
+    seen, *rest = training.calls.pop()
+    assert (seen.name, rest) == ("test-run", ["runs/test-run", False, True])
 
 
-def test_a_run_goes_into_the_folder_of_its_name_by_default(config, training):
-    assert run("train", config, "--overwrite") == 0
-    assert training.calls[0][1:] == ("runs/test-run", False, True)
-
-
-def test_a_run_folder_stands_for_its_configuration(config, training, tmp_path):
-    assert run("train", tmp_path) == 0
-    assert training.calls[0][0].name == "test-run"
-
-
-def test_a_dry_run_trains_nothing(config, training, capsys):
+def test_a_dry_run_and_contradicting_options_train_nothing(config, training, capsys):
     assert run("train", config, "--dry-run") == 0
-    assert training.calls == [] and "model: tiny" in output(capsys)
-
-
-def test_resume_and_overwrite_contradict(config, training, capsys):
+    assert "model: tiny" in output(capsys)
     assert run("train", config, "--resume", "--overwrite") == 2
     assert "contradict" in failure(capsys) and training.calls == []
 
@@ -184,15 +166,11 @@ def test_errors_of_the_package_have_their_exit_codes(config, training, capsys, o
     assert failure(capsys) == f"error: {outcome}"
 
 
-def test_ctrl_c_is_exit_code_130(config, training, capsys):
-    training.outcome = KeyboardInterrupt()
-    assert run("train", config) == 130
+@pytest.mark.parametrize(("outcome", "code"), [(KeyboardInterrupt(), 130), ({"status": "failed", "iterations": 0}, 1)])
+def test_other_ends_have_their_exit_codes(config, training, capsys, outcome, code):
+    training.outcome = outcome
+    assert run("train", config) == code
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_run_that_did_not_end_well_is_exit_code_1(config, training):
-    training.outcome = {"status": "failed", "iterations": 0}
-    assert run("train", config) == 1
 
 
 def test_a_surprise_is_a_sentence_and_its_traceback_a_file_of_the_run(config, training, tmp_path, capsys):
@@ -209,10 +187,8 @@ def test_the_installed_program_exits_with_the_code(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "rl_vlm.cli", "train", "missing.yaml"], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (
-        done.returncode == 2
-        and done.stderr == "error: Cannot read the config missing.yaml: No such file or directory.\n"
-    )
+    assert done.returncode == 2
+    assert done.stderr == "error: Cannot read the config missing.yaml: No such file or directory.\n"
 
 
 # eval and rollout
@@ -337,12 +313,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return sentence
 
 
-def test_defaults_are_one_replica_on_loopback(tiny_folder: Path) -> None:
+def test_defaults_are_one_replica_on_loopback(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan(str(tiny_folder))
     run = planned.config
     assert (run.http.host, run.http.port, run.serving.num_replicas) == ("127.0.0.1", 8000, 1)
     assert (run.serving.engine, run.needed_cpus, planned.token) == ("transformers", run.serving.cpus_per_replica, None)
     assert (planned.model, planned.name) == (tiny_folder, tiny_folder.name)
+    monkeypatch.setenv("LOCAL_MODEL_PATH", str(tiny_folder))
+    assert plan(None).model == tiny_folder
 
 
 def test_options_win_over_overrides_and_these_over_the_environment(
@@ -350,15 +328,10 @@ def test_options_win_over_overrides_and_these_over_the_environment(
 ) -> None:
     monkeypatch.setenv("SERVER_PORT", "9001")
     monkeypatch.setenv("SERVER_HOST", "localhost")
-    assert plan(str(tiny_folder)).config.http.port == 9001
-    assert plan(str(tiny_folder)).config.http.host == "localhost"
+    http = plan(str(tiny_folder)).config.http
+    assert (http.host, http.port) == ("localhost", 9001)
     assert plan(str(tiny_folder), ["http.port=9002"]).config.http.port == 9002
     assert plan(str(tiny_folder), ["http.port=9002"], port=9003).config.http.port == 9003
-
-
-def test_the_model_may_come_from_the_environment(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_MODEL_PATH", str(tiny_folder))
-    assert plan(None).model == tiny_folder
 
 
 def test_a_run_folder_brings_its_model_and_adapter(tiny_folder: Path, tmp_path: Path) -> None:
@@ -371,9 +344,8 @@ def test_a_run_folder_brings_its_model_and_adapter(tiny_folder: Path, tmp_path: 
     text = banner(planned, 1234)
     assert "http://127.0.0.1:1234" in text and "policy, policy-v1, mine" in text and "token   none" in text
     served = planned.config.serving.model_copy(update={"engine": "vllm"})
-    full = planned.config.model_copy(
-        update={"serving": served, "model": planned.config.model.model_copy(update={"train": "full"})}
-    )
+    model = planned.config.model.model_copy(update={"train": "full"})
+    full = planned.config.model_copy(update={"serving": served, "model": model})
     assert "policy, policy-v1\n" in banner(dataclasses.replace(planned, config=full), 1234)
     shutil.rmtree(run / "adapter")
     assert plan(str(run)).adapter is None
@@ -432,7 +404,8 @@ def hub(monkeypatch, tmp_path):
     state = types.SimpleNamespace(calls=[], error=None, folder=tmp_path / "snapshot")
     state.folder.mkdir()
     (state.folder / "config.json").write_text("{}")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    for module in (huggingface_hub, importlib.import_module("rl_vlm.cli.fetch")):
+        monkeypatch.setattr(module, "snapshot_download", snapshot_download)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return state
 
@@ -486,16 +459,6 @@ def test_fetch_says_what_went_wrong(hub, monkeypatch, capsys):
 # --- rl-vlm export, envs and doctor: what they hand on and print
 
 
-def test_export_hands_on_its_arguments(tmp_path, monkeypatch, capsys):
-    import rl_vlm.models.export as export
-
-    calls = []
-    monkeypatch.setattr(export, "export_model", lambda *arguments: calls.append(arguments) or arguments[1])
-    assert run("export", "run", tmp_path / "out", "--model", "tiny", "--overwrite") == 0
-    assert calls == [(Path("run"), tmp_path / "out", "tiny", True)]
-    assert str(tmp_path / "out") in output(capsys)
-
-
 def test_envs_lists_ids_descriptions_and_sizes(capsys):
     assert run("envs", "--json") == 0
     entries = {entry["id"]: entry for entry in json.loads(output(capsys))}
@@ -526,6 +489,8 @@ def test_doctor_exits_with_1_when_something_fails(monkeypatch, capsys):
     said = output(capsys)
     assert "ok   torch  2.13.0" in said and "warn ray    old" in said and "→ Upgrade." in said
     assert run("doctor", "--json") == 0
-    assert json.loads(output(capsys))["status"] == "warn"
+    report = json.loads(output(capsys))
+    assert report["status"] == "warn"
+    assert report["checks"][1] == {"name": "ray", "status": "warn", "detail": "old", "remedy": "Upgrade."}
     checks.append(Check("gpu", "fail", "gone", "Plug it in."))
     assert run("doctor") == 1

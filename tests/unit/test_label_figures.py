@@ -28,17 +28,16 @@ def eval_csv(
     return path
 
 
-def test_the_originals_file_is_in_percent(tmp_path: Path) -> None:
+def test_files_of_the_originals_in_percent_in_fractions_and_without_success(tmp_path: Path) -> None:
     file = eval_csv(tmp_path / "eval.csv", "1,-3.5,10000,0.0,80\n2,-2,20000,5.0,90\n3,-1,30000,100.0,95\n")
     curve = read_curve(file)
     assert curve.to_dict() == {10000: 0, 20000: 0.05, 30000: 1}
     assert read_curve(tmp_path).name == "success_rate"
     assert read_curve(file, column="true_episode_reward").values.tolist() == [80, 90, 95]
-
-
-def test_fractions_stay_fractions(tmp_path: Path) -> None:
     file = eval_csv(tmp_path / "eval.csv", "1,0,1,0.5,0\n2,0,2,1.0,0\n")
-    assert read_curve(file).values.tolist() == [0.5, 1.0]
+    assert read_curve(file).values.tolist() == [0.5, 1.0]  # fractions stay fractions
+    file = eval_csv(tmp_path / "eval.csv", "1000,-50,-900\n2000,-10,-100\n", "step,episode_reward,true_episode_reward")
+    assert read_curve(file).name == "true_episode_reward" and read_curve(file).tolist() == [-900, -100]
 
 
 def test_rates_of_our_own_files_are_percent_even_where_all_are_small(tmp_path: Path) -> None:
@@ -46,11 +45,6 @@ def test_rates_of_our_own_files_are_percent_even_where_all_are_small(tmp_path: P
     results = [EpisodeResult(seed, -1.0, 5, float(seed == 7), 0.0) for seed in range(100)]
     log.add(evaluation_row(evaluation_metrics(results), step=10, episode=1))
     assert read_curve(tmp_path).values.tolist() == [0.01]  # one success of 100: 1.0 in the file
-
-
-def test_without_success_the_return_is_drawn(tmp_path: Path) -> None:
-    file = eval_csv(tmp_path / "eval.csv", "1000,-50,-900\n2000,-10,-100\n", "step,episode_reward,true_episode_reward")
-    assert read_curve(file).name == "true_episode_reward" and read_curve(file).tolist() == [-900, -100]
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,11 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_without_limits_the_machine_counts(group: Path) -> None:
+def test_without_limits_the_machine_counts_and_a_quota_above_does(group: Path) -> None:
     write(group / "job/cpu.max", "max 100000\n")
     write(group / "job/memory.max", "max\n")
     assert machine.available_cores() == 64
     assert machine.available_memory() == (512 * GIB, 400 * GIB)
-
-
-def test_a_quota_above_counts(group: Path) -> None:
     write(group / "job/step/cpu.max", "400000 100000\n")
     write(group / "job/cpu.max", "200000 100000\n")
     assert machine.available_cores() == 2.0

@@ -57,9 +57,11 @@ def test_the_latest_complete_checkpoints_agent_is_played(
     assert returns == [result.true_return for result in expected] and len(set(returns)) == 3
     assert found["reward/success"] == pytest.approx(np.mean(returns)) and found["items/success"] == 3
     assert [episode["seed"] for episode in found["episodes"]] == seeds
-    assert {
-        path: path.stat().st_mtime_ns for path in folder.rglob("*")
-    } == before  # a run that goes on is not disturbed
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert after == before  # a run that goes on is not disturbed
+
+
+BREAKING = f"{__file__}:Breaking"
 
 
 @pytest.mark.parametrize(
@@ -80,12 +82,7 @@ def test_what_cannot_be_evaluated_ends_with_one_sentence(
     save_agent(tmp_path / "step-7", observations=7)
     save_agent(tmp_path / "step-8")
     (tmp_path / "step-8" / "agent.safetensors").write_bytes(b"not safetensors")
-    places = {
-        "run": folder,
-        "other": tmp_path / "step-7",
-        "corrupt": tmp_path / "step-8",
-        "breaking": f"{__file__}:Breaking",
-    }
+    places = {"run": folder, "other": tmp_path / "step-7", "corrupt": tmp_path / "step-8", "breaking": BREAKING}
     assert rl_vlm(["eval", *(argument.format(**places) for argument in arguments)]) == code
     captured = capsys.readouterr()
     error = captured.err.strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from rl_vlm.config import PolicyConfig, load_config, parse_config, save_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.config.loading import apply_overrides
 from rl_vlm.control_envs.metaworld_cameras import ORIGINAL_VIEWS, choose_view
-from rl_vlm.learning.learner import VLMLearner
-from rl_vlm.preference.sac import SACLearner
 from rl_vlm.types import UserInputError
 
 TABLES = table("settings")
@@ -98,23 +95,6 @@ def test_a_preset_replaces_the_one_of_a_resolved_configuration(preset: str) -> N
 
 
 # --- RLlib's configurations that follow from a run's
-
-
-@pytest.mark.parametrize(("algorithm", "learner"), [(GRPO, VLMLearner), (PreferenceSAC, SACLearner)])
-def test_nothing_that_rllib_calls_deprecated_is_set(
-    algorithm: type[RunAlgorithm], learner: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Ray's loggers do not propagate, and the deprecation note is a log record.
-    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("ray")]
-    for logger in loggers:
-        logger.addHandler(caplog.handler)
-    try:
-        made = algorithm.from_run_config(algorithm.get_default_config().run_config, tmp_path)
-    finally:
-        for logger in loggers:
-            logger.removeHandler(caplog.handler)
-    assert made.learner_class is learner
-    assert [record.message for record in caplog.records if "deprecat" in record.message.lower()] == []
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, PreferenceSAC])

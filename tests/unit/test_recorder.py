@@ -7,7 +7,7 @@ import stat
 import subprocess
 import sys
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,8 @@ def test_resuming_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     resumed.log_evaluation(4, {"accuracy/default": 0.9})
     assert [row["a"] for row in rows(tmp_path)] == ["1.0", "2.0", "3.0", "40.0"]
     assert [entry["iteration"] for entry in resumed.evaluations()] == [1, 2, 3, 4]
+    RunRecorder(tmp_path, QUIET).log_iteration(1, {"new": 1})
+    assert (tmp_path / "progress.csv").read_text() == "iteration,new\n1,1.0\n"
 
 
 def test_damaged_lines_are_dropped_when_resuming(tmp_path):
@@ -87,12 +89,6 @@ def test_damaged_lines_are_dropped_when_resuming(tmp_path):
     recorder.log_iteration(6, {"a": 6})
     assert [row["a"] for row in rows(tmp_path)] == ["1.0", "2.0", "6.0"]
     assert [entry["iteration"] for entry in recorder.evaluations()] == [1]
-
-
-def test_a_new_run_begins_with_empty_files(tmp_path):
-    RunRecorder(tmp_path, QUIET).log_iteration(1, {"old": 1})
-    RunRecorder(tmp_path, QUIET).log_iteration(1, {"new": 1})
-    assert (tmp_path / "progress.csv").read_text() == "iteration,new\n1,1.0\n"
 
 
 # TensorBoard
@@ -217,19 +213,9 @@ def test_trajectories_come_back_as_they_were(tmp_path):
     assert (first["env"], first["stage"]) == ("count", 2)
     for name in ("token_ids", "loss_mask", "logprobs"):
         np.testing.assert_array_equal(first[name], getattr(one, name))
-    assert first["turns"] == [
-        {
-            "start": 2,
-            "stop": 4,
-            "policy_version": 3,
-            "stop_reason": "end_of_turn",
-            "reward": 0.5,
-            "state_id": "shown",
-            "pieces": [],
-            "parts": [{"name": "answer", "value": 1.0}, {"name": "format", "value": 0.5}],
-            "well_formed": True,
-        }
-    ]
+    parts = [{"name": "answer", "value": 1.0}, {"name": "format", "value": 0.5}]
+    assert first["turns"] == [asdict(one.turns[0]) | {"stop_reason": "end_of_turn", "parts": parts, "pieces": []}]
+    assert (first["turns"][0]["start"], first["turns"][0]["state_id"]) == (2, "shown")
     assert (first["reward"], first["advantage"], second["advantage"]) == (0.5, 1.0, -1.0)
     assert (first["status"], first["error"], first["replica_ids"]) == ("completed", "", ["r1", "r2"])
     assert first["info"] == {"correct": True, "score": 0.5, "bad": "?"}
@@ -243,16 +229,10 @@ def test_trajectories_come_back_as_they_were(tmp_path):
     images = tmp_path / "trajectories" / "images"
     assert {path.stem for path in images.iterdir()} == {red.sha256, blue.sha256}
     assert (images / f"{red.sha256}.png").read_bytes() == red.png
+    before = (images / f"{red.sha256}.png").stat().st_ino
+    recorder.dump_trajectories(11, [group(0, images=(red,))], [np.zeros(3)], words)
+    assert (images / f"{red.sha256}.png").stat().st_ino == before  # written once
     assert leftovers(tmp_path) == []
-
-
-def test_images_are_written_once(tmp_path):
-    recorder = RunRecorder(tmp_path, QUIET)
-    recorder.dump_trajectories(1, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
-    (image,) = (tmp_path / "trajectories" / "images").iterdir()
-    before = image.stat().st_ino
-    recorder.dump_trajectories(2, [group(0, images=(picture("red"),))], [np.zeros(3)], words)
-    assert image.stat().st_ino == before
 
 
 # --- Weights & Biases: used when its key is set, never in the way of a run
@@ -308,14 +288,10 @@ def test_metrics_go_to_wandb_when_its_key_is_set(tmp_path, monkeypatch):
     assert fake.inits[0]["id"] == fake.inits[1]["id"]
 
 
-def test_wandb_that_fails_altogether_is_warned_of_and_left_out(tmp_path, monkeypatch, caplog):
-    with_wandb(monkeypatch, failures=1)
+def test_a_failing_wandb_does_not_fail_the_run(tmp_path, monkeypatch, caplog):
+    fake = with_wandb(monkeypatch, failures=1)
     RunRecorder(tmp_path, QUIET).log_iteration(1, {"a": 1})
     assert "Weights & Biases is off" in caplog.text
-
-
-def test_a_failing_wandb_call_does_not_fail_the_run(tmp_path, monkeypatch):
-    fake = with_wandb(monkeypatch)
     monkeypatch.setattr(fake, "log", lambda _: 1 / 0)
     recorder = RunRecorder(tmp_path, QUIET)
     recorder.log_iteration(1, {"a": 1})

@@ -13,7 +13,6 @@ import fsspec
 import pytest
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.monitoring.display import ProgressDisplay
 from rl_vlm.ownership import RUN_MARKER, files_in, mark_run, run_files
 from rl_vlm.runs import run_folder
 from rl_vlm.runs.lifecycle import BaseRun
@@ -46,6 +45,9 @@ class Refused(BaseRun):
 
     error: BaseException = UserInputError("resume with the configuration that the run began with.")
 
+    def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
+        super().__init__(config, folder, resume, total=1)
+
     def _loop(self) -> None:
         raise self.error
 
@@ -54,9 +56,6 @@ class Refused(BaseRun):
 
     def _position(self) -> int:
         return 0
-
-    def _new_display(self) -> ProgressDisplay:
-        return ProgressDisplay(1, 0)
 
     def _write_checkpoint(self, folder: Path) -> None:
         raise AssertionError("nothing is saved")
@@ -154,21 +153,15 @@ def test_links_are_not_followed(tmp_path):
     assert files_in(elsewhere) == ["iteration-000025/state.json", "plan.txt"]
 
 
-def test_a_new_run_marks_its_folder_and_an_existing_one_needs_a_word(tmp_path):
+def test_an_existing_folder_needs_a_word_and_a_run(tmp_path):
     prepare_run_dir(tmp_path / "a" / "run", resume=False, overwrite=False)
     assert files_in(tmp_path / "a" / "run") == [RUN_MARKER]
     with pytest.raises(UserInputError, match="--overwrite"):
         prepare_run_dir(tmp_path / "a" / "run", resume=False, overwrite=False)
     prepare_run_dir(tmp_path / "a" / "run", resume=True, overwrite=False)
-
-
-def test_what_is_not_a_run_is_not_resumed_either(tmp_path):
-    fill(tmp_path, ("config.yaml", "thesis.tex"))
+    fill(tmp_path / "b", ("config.yaml", "thesis.tex"))
     with pytest.raises(UserInputError, match="no run"):
-        prepare_run_dir(tmp_path, resume=True, overwrite=False)
-    (tmp_path / "checkpoints").mkdir()  # of a version that did not mark its runs
-    prepare_run_dir(tmp_path, resume=True, overwrite=False)
-    assert (tmp_path / "config.yaml").read_text() == "config.yaml"
+        prepare_run_dir(tmp_path / "b", resume=True, overwrite=False)
 
 
 # --- A run folder on remote storage: copied while the run goes on, whole after each copy, fetched by --resume

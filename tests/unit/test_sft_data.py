@@ -55,32 +55,15 @@ def shape(conversation: Conversation) -> list[tuple[str, list[str]]]:
 # --- forms
 
 
+HOW, MANY = ({"type": "text", "text": text} for text in ("How", " many?"))
+BLUE = "data:image/png;base64," + base64.b64encode(png("blue")).decode()
 FORMS: dict[str, Any] = {
     "markers in the text": row("<image>How<image> many?", ["red.png", "blue.png"]),
-    "parts in order": row(
-        [{"type": "image"}, {"type": "text", "text": "How"}, {"type": "image"}, {"type": "text", "text": " many?"}],
-        ["red.png", "blue.png"],
-    ),
+    "parts in order": row([{"type": "image"}, HOW, {"type": "image"}, MANY], ["red.png", "blue.png"]),
     "parts that name their images": row(
-        [
-            {"type": "image", "image": "red.png"},
-            {"type": "text", "text": "How"},
-            {
-                "type": "image_url",
-                "image_url": {"url": "data:image/png;base64," + base64.b64encode(png("blue")).decode()},
-            },
-            {"type": "text", "text": " many?"},
-        ]
+        [{"type": "image", "image": "red.png"}, HOW, {"type": "image_url", "image_url": {"url": BLUE}}, MANY]
     ),
-    "some named and some not": row(
-        [
-            {"type": "image"},
-            {"type": "text", "text": "How"},
-            {"type": "image", "path": "blue.png"},
-            {"type": "text", "text": " many?"},
-        ],
-        ["red.png"],
-    ),
+    "some named and some not": row([{"type": "image"}, HOW, {"type": "image", "path": "blue.png"}, MANY], ["red.png"]),
 }
 
 
@@ -130,31 +113,20 @@ BAD: dict[str, tuple[Any, str]] = {
     "a list": ("[1, 2]\n", "a list and not an object"),
     "no messages": ({"text": "hello"}, "`messages` is missing"),
     "no assistant": ({"messages": [USER]}, "no message is the assistant's"),
-    "unknown role": (
-        {"messages": [{"role": "human", "content": "?"}, REPLY]},
-        "the role 'human'; roles are system, user",
-    ),
+    "unknown role": ({"messages": [{"role": "human", "content": "?"}, REPLY]}, "the role 'human'; roles are system"),
     "assistant first": ({"messages": [REPLY]}, "begins with the assistant"),
     "two answers": ({"messages": [USER, REPLY, REPLY]}, "messages 1 and 2 are both the assistant's"),
     "late system": ({"messages": [USER, {"role": "system", "content": "x"}, REPLY]}, "only the first may be one"),
     "empty answer": ({"messages": [USER, {"role": "assistant", "content": ""}]}, "message 1 is empty"),
     "no content": ({"messages": [USER, {"role": "assistant", "content": None}]}, "neither {type: text, text} nor"),
     "tool calls": ({"messages": [USER, {**REPLY, "tool_calls": [{"id": "1"}]}]}, "message 1 has tool_calls"),
-    "tools": (
-        row("fine", tools=[{"type": "function", "function": {"name": "count"}}]),
-        "it has tools: write what they are into the system message",
-    ),
-    "a thought of a model without": (
-        {"messages": [USER, {**REPLY, "reasoning_content": "One and one."}]},
-        "the model's template opens no thought",
-    ),
+    "tools": (row("fine", tools=[{"type": "function", "function": {"name": "count"}}]), "write what they are into the"),
+    "a thought of a model without": ({"messages": [USER, {**REPLY, "reasoning_content": "Hm."}]}, "opens no thought"),
     "a thought of the user": (
-        {"messages": [{**USER, "reasoning_content": "Hm."}, REPLY]},
-        "message 0 has a reasoning_content that is no text of the assistant",
+        {"messages": [{**USER, "reasoning_content": "Hm."}, REPLY]}, "a reasoning_content that is no text of the assistant",
     ),
     "answer with an image": (
-        {"messages": [USER, {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
-        "a model answers in text",
+        {"messages": [USER, {**REPLY, "content": [{"type": "image", "image": "a.png"}]}]}, "a model answers in text",
     ),
     "a sound": (row([{"type": "audio", "audio": "a.wav"}]), "neither {type: text, text} nor {type: image}"),
     "too few images": (row("<image>and<image>?", ["a.png"]), "2 image placeholders in the messages and 1 images"),
@@ -166,7 +138,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no image": (row("<image>?", ["a.jsonl"]), "is not a readable image"),
     "too large": (row("<image>?", ["large.png"]), "pixels"),
     "a strip": (row("<image>?", ["strip.png"]), "times longer than wide"),
-}
+}  # fmt: skip
 
 
 def job_data(folder: Path, data: str | Path, **settings: Any) -> JobData:

@@ -108,13 +108,9 @@ def test_loss_and_gradient_equal_those_of_trl(micro_batch_tokens: int, tiny_fold
     strategy_step = sft._strategy.step
 
     def keep_gradients(max_norm: float) -> float | None:
-        ours.update(
-            {
-                name.replace(".default", ""): parameter.grad.clone()
-                for name, parameter in policy.model.named_parameters()
-                if parameter.grad is not None
-            }
-        )
+        for name, parameter in policy.model.named_parameters():
+            if parameter.grad is not None:
+                ours[name.replace(".default", "")] = parameter.grad.clone()
         return strategy_step(max_norm)
 
     sft._strategy.step = keep_gradients  # type: ignore[method-assign]
@@ -134,13 +130,14 @@ def test_the_loss_of_several_turns_is_that_of_every_assistant_turn(tiny_folder: 
 
     Image.new("RGB", (64, 32), "red").save(tmp_path / "a.png")
     Image.new("RGB", (32, 32), "blue").save(tmp_path / "b.png")
+    text = "text"
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it? <|im_end|>"}]},
         {"role": "assistant", "content": "A red one."},
         {
             "role": "user",
-            "content": [{"type": "text", "text": "And"}, {"type": "image"}, {"type": "text", "text": "this?"}],
+            "content": [{"type": text, "text": "And"}, {"type": "image"}, {"type": text, "text": "this?"}],
         },
         {"role": "assistant", "content": "Blue."},
     ]
@@ -308,13 +305,9 @@ def test_the_adapter_in_transformers_and_peft_gives_the_logits_of_the_trained_mo
 def test_fine_tuning_imports_no_ray(tiny_folder: Path, tmp_path: Path) -> None:
     code = "import sys; from rl_vlm.cli.app import run; code = run(sys.argv[1:]); print(code, 'ray' in sys.modules)"
     arguments = ["sft", str(CONFIG), f"model.path={tiny_folder}", "sft.steps=1", "sft.eval_items=2", "--run-dir"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    command = [sys.executable, "-c", code, *arguments, str(tmp_path / "run")]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=offline)
     assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
 
 
@@ -367,14 +360,8 @@ def test_a_picture_that_cannot_be_decoded_ends_the_run_with_a_checkpoint(
         lines.append(json.dumps({"messages": messages, "images": [f"{name}.png"]}) + "\n")
     (tmp_path / "a.jsonl").write_text("".join(lines))
     run = tmp_path / "run"
-    arguments = [
-        f"model.path={tiny_folder}",
-        f"sft.data={tmp_path / 'a.jsonl'}",
-        "sft.batch_size=1",
-        "--run-dir",
-        str(run),
-    ]
-    assert rl_vlm(["sft", str(CONFIG), *arguments]) == 2
+    changes = [f"model.path={tiny_folder}", f"sft.data={tmp_path / 'a.jsonl'}", "sft.batch_size=1"]
+    assert rl_vlm(["sft", str(CONFIG), *changes, "--run-dir", str(run)]) == 2
     assert "a.jsonl, line 3: image 0 cannot be decoded" in capsys.readouterr().err
     assert json.loads((run / "result.json").read_text())["status"] == "failed"
     assert list((run / "checkpoints").iterdir())

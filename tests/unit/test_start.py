@@ -35,14 +35,11 @@ class Starts:
             raise ActorAlreadyExistsError("SERVE_CONTROLLER_ACTOR exists")
 
 
-def test_a_serve_that_another_run_is_starting_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_serve_that_another_run_is_starting_is_waited_for_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = Starts(lost=2)
     monkeypatch.setattr(deploy.serve, "start", starts)
     start_serve(timeout_s=30)
     assert starts.calls == 3
-
-
-def test_a_serve_that_never_comes_up_is_an_error_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deploy.serve, "start", Starts(lost=10**6))
     with pytest.raises(ServingError, match=r"0\.2 s"):
         start_serve(timeout_s=0.2)
@@ -103,14 +100,14 @@ def test_serve_ends_at_once_while_it_imports() -> None:
 
 
 _SCRIPT = """
-import asyncio, sys, time
+import asyncio, time
 from rl_vlm.envs.errors import EnvTimeoutError
 from rl_vlm.waiting import leave
 from rl_vlm.rollout.env_pool import EnvPool
 
 class Env:
     def reset(self, *, seed=None, options=None):
-        time.sleep(float(sys.argv[1]))
+        time.sleep(3600)
         return None, {}
     def close(self):
         pass
@@ -122,26 +119,16 @@ async def play():
         await pool.reset(envs, 0, {})
     except EnvTimeoutError as error:
         print(error)
-    except Exception:
-        print("answered")
     pool.close()
 
 asyncio.run(play())
-if sys.argv[1] == "1.0":
-    time.sleep(3)
 print("results are written")
 leave(3)
 """
 
 
-def _run(seconds: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(seconds)], capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 def test_a_command_does_not_wait_for_an_environment_that_hangs() -> None:
-    done = _run(3600)
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 3
     assert "did not answer within 0.2 s" in done.stdout and done.stdout.endswith("results are written\n")
     assert done.stderr == "rl-vlm: an environment still hangs; it is left behind.\n"

@@ -109,9 +109,7 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
         write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.3, 0.6]),
         write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3, 0.8]),
         write_trial(tmp_path, "c", {"learner.lr": 0.002, "seed": 0}, [0.9, 0.5], kept=1),
-        write_trial(
-            tmp_path, "d", {"learner.lr": 0.002, "seed": 1}, [], error="Traceback ...\nValueError: no memory\n"
-        ),
+        write_trial(tmp_path, "d", {"learner.lr": 0.002, "seed": 1}, [0.1], error="Traceback\nValueError: no memory\n"),
     ]
     found = sweep()
     trials = read_results(*zip(*results, strict=True), found)
@@ -120,11 +118,9 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
     ]  # fmt: skip
     assert (trials[3].finished, trials[3].error) == (False, "ValueError: no memory")
     settings = group_by_setting(trials, found)
-    assert [(setting.name, sorted(setting.last)) for setting in settings] == [
-        ("lr 0.001", [0.6, 0.8]),
-        ("lr 0.002", [0.5]),
-    ]
-    assert settings[0].runs[0][0] == (0, 0.25)  # before training
+    last = [(name, sorted(one.last for one in members)) for name, members in settings.items()]
+    assert last == [("lr 0.001", [0.6, 0.8]), ("lr 0.002", [0.5])]
+    assert settings["lr 0.001"][0].points[0] == (0, 0.25)  # before training
 
     write_results(tmp_path, trials, RUN, found)
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
@@ -137,27 +133,13 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
     assert load_config(tmp_path / "best/config.yaml").learner.lr == 0.002
 
 
-def test_a_trial_that_failed_is_no_run_of_its_setting(tmp_path: Path) -> None:
-    good = write_trial(tmp_path, "a", {"learner.lr": 0.001, "seed": 0}, [0.9])
-    failed = write_trial(tmp_path, "b", {"learner.lr": 0.001, "seed": 1}, [0.3], error="no memory\n")
-    (setting,) = group_by_setting(read_results(*zip(good, failed, strict=True), sweep()), sweep())
-    assert setting.last == (0.9,)
-
-
 @pytest.mark.parametrize("stopping", ["asha", "pbt"])
 def test_trials_are_not_stopped_by_a_figure_that_is_not_there_yet(stopping: str) -> None:
     space = {"learner.lr": {"loguniform": [1e-4, 1e-2]}}
-    for grace, metric, fits in (
-        (50, "held_out/accuracy", True),
-        (20, "held_out/accuracy", False),
-        (20, "reward/mean", True),
-    ):
-        found = sweep(space=space, metric=metric, stopping={"name": stopping, "grace_period": grace})
-        if fits:
-            found.check_evaluations(RUN)
-        else:
-            with pytest.raises(UserInputError, match="evaluation.every"):
-                found.check_evaluations(RUN)
+    for grace, metric in ((50, "held_out/accuracy"), (20, "reward/mean")):
+        sweep(space=space, metric=metric, stopping={"name": stopping, "grace_period": grace}).check_evaluations(RUN)
+    with pytest.raises(UserInputError, match="evaluation.every"):
+        sweep(space=space, stopping={"name": stopping, "grace_period": 20}).check_evaluations(RUN)
 
 
 def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
@@ -185,14 +167,9 @@ def test_a_trial_whose_learners_began_anew_is_given_back_to_tune() -> None:
 
 
 def test_less_is_better_with_mode_min(tmp_path: Path) -> None:
-    results = [
-        write_trial(tmp_path, name, {"learner.lr": 0.001, "seed": name}, [value])
-        for name, value in (("a", 0.4), ("b", 0.2))
-    ]
-    assert [trial.name for trial in read_results(*zip(*results, strict=True), sweep(mode="min"))] == [
-        "trial-b",
-        "trial-a",
-    ]
+    results = [write_trial(tmp_path, name, {"seed": name}, [value]) for name, value in (("a", 0.4), ("b", 0.2))]
+    trials = read_results(*zip(*results, strict=True), sweep(mode="min"))
+    assert [trial.name for trial in trials] == ["trial-b", "trial-a"]
 
 
 @pytest.mark.parametrize(("changes", "message"), TABLES["population_based_training_needs_values_that_it_can_vary"])
@@ -234,9 +211,7 @@ def test_no_more_trials_start_than_fit_with_their_replicas() -> None:
 
 
 def test_a_population_takes_turns_only_where_nobody_starves() -> None:
-    pbt = SweepConfig.model_validate(
-        {"space": {"learner.lr": {"loguniform": [1e-4, 1e-2]}}, "stopping": {"name": "pbt"}, "num_samples": 4}
-    )
+    pbt = sweep(space={"learner.lr": {"loguniform": [1e-4, 1e-2]}}, stopping={"name": "pbt"}, num_samples=4)
     assert trials_at_once(pbt, NEEDS, {"CPU": 8}, slots=True) == trials_at_once(pbt, NEEDS, {"CPU": 10}) == 0
     with pytest.raises(UserInputError, match="holds 3"):
         trials_at_once(pbt, NEEDS, {"CPU": 8})

@@ -118,12 +118,9 @@ def served() -> Iterator[str]:
     def reply(path: str, headers: Any, _: bytes) -> tuple[int, Any]:
         asked = urlsplit(path)
         if asked.path == "/api/prometheus/sd":
-            targets = [headers["Host"], "127.0.0.1:9"]
-            return (
-                (200, [{"labels": {}, "targets": targets}])
-                if headers["Authorization"] == "Bearer secret"
-                else (401, "no")
-            )
+            if headers["Authorization"] != "Bearer secret":
+                return 401, "no"
+            return 200, [{"labels": {}, "targets": [headers["Host"], "127.0.0.1:9"]}]
         if asked.path == "/metrics":
             assert headers["Authorization"] is None  # the token is for the dashboard alone
             return 200, PAGE
@@ -171,11 +168,8 @@ def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_one_clear_sentence_where_nothing_is(capsys: pytest.CaptureFixture[str]) -> None:
     with served() as url:
-        for address, says in (
-            ("http://127.0.0.1:9", "--address"),
-            (url, "RAY_AUTH_TOKEN"),
-            (url + "/elsewhere", "right address"),
-        ):
+        answers = {"http://127.0.0.1:9": "--address", url: "RAY_AUTH_TOKEN", f"{url}/elsewhere": "right address"}
+        for address, says in answers.items():
             assert rl_vlm(["top", "--once", "--address", address]) == 2
             error = capsys.readouterr().err
             assert says in error and "Traceback" not in error and error.count("\n") == 1

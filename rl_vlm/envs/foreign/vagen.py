@@ -16,7 +16,8 @@ from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.foreign.common import BackgroundLoop, returned
-from rl_vlm.envs.images import as_image, one_line
+from rl_vlm.envs.images import as_image
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import Message, Observation, Part, Role, UserInputError
 
 

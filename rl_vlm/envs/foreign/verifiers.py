@@ -17,10 +17,9 @@ from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import BackgroundLoop, HeldOutEnv, Share, to_message
-from rl_vlm.envs.images import one_line
 from rl_vlm.envs.loading import is_spec
 from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
-from rl_vlm.safe_text import without_thoughts
+from rl_vlm.safe_text import one_line, without_thoughts
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
 _MODEL = "policy"

@@ -22,7 +22,8 @@ from rl_vlm.envs.base import Count, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import HeldOutEnv, Share, returned
 from rl_vlm.envs.foreign.stand_ins import with_stand_ins
-from rl_vlm.envs.images import as_image, one_line
+from rl_vlm.envs.images import as_image
+from rl_vlm.safe_text import one_line
 from rl_vlm.types import Message, Observation, Part, Split, UserInputError
 
 # vlm-gym's own words around a statement, and the question that its prompt leaves out.
