@@ -121,7 +121,7 @@ def test_metaworld_reach_is_played_with_named_moves():
         max_turns=40, reward="success", camera="corner2",
     )  # fmt: skip
     observation, _ = opened(env, 1)
-    assert env.words[:6] == ("left", "right", "forward", "back", "up", "down")
+    assert tuple(env.words)[:6] == ("left", "right", "forward", "back", "up", "down")
     assert observation.messages[0].text.startswith("Move the hand to the red ball. In each")
     inner = env._inner._inner
     done = False

@@ -60,15 +60,12 @@ class GeoSpotEnv(EpisodeEnv):
     """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and
     longitude.
 
-    data: street views (see `STREET_VIEWS`); without it, maps are drawn: a pin in one of the `countries` largest
-    countries, whose city is the nearest of that country's `cities` largest. seed, num_train, num_test: which set of
-    maps and how many. image_size: pixels per side of a map, and the longest side of a street view.
-    prompt: "full", or "brief" for the tiny model.
+    data: street views (see `STREET_VIEWS`); without it maps are drawn: a pin in one of the `countries` largest
+    countries, whose city is the nearest of that country's `cities` largest. docs/geospot.md lists the other arguments.
 
     stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two
-    stages.
-    weights: (country, region, city) instead of a stage's; coordinates weigh max(city, region / 2).
-    taus: kernel widths in km by field (country, region, city, coords), in place of 2000, 500, 100 and 25.
+    stages. weights: (country, region, city) instead of a stage's; coordinates weigh max(city, region / 2). taus: kernel
+    widths in km by field, in place of `TAUS_KM`.
 
     The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is
     missing, ambiguous or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`,
@@ -112,11 +109,9 @@ class GeoSpotEnv(EpisodeEnv):
         self._seed = seed
 
     def validate(self, split: Split, limit: int | None = 32) -> int:
-        """Read some rows of the split. Raises UserInputError if there are none or none of them can be read."""
         return super().validate(split, limit)
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Show the picture."""
         view = self.row(item)
         shown: tuple[EncodedImage, GroundTruth] = view or world.pin_item(
             *self._drawn, item.split, item.index, self._seed
@@ -128,10 +123,9 @@ class GeoSpotEnv(EpisodeEnv):
         return Observation.user(image, text), {"stage_idx": self.stage, **_UNANSWERED}
 
     def reply(self, text: str) -> Reply:
-        """Grade the answer; the episode ends."""
         truth, answer = self._truth, parse_answer(text)
         distances = truth.distances_km(answer, open_gazetteer())
-        scored = score(distances, self.weights, self.taus)
+        reward, kernels = score(distances, self.weights, self.taus)
         off = distances["coords"]
         info: Info = {
             "response": text,
@@ -139,13 +133,13 @@ class GeoSpotEnv(EpisodeEnv):
             "stage_weights": self.weights,
             "parsed": {name: getattr(answer, name) for name in ("city", "region", "country", "coords", "format_valid")},
             "ground_truth": {**truth.names, "latitude": truth.position[0], "longitude": truth.position[1]},
-            "reward": scored.reward,
+            "reward": reward,
             **{f"d_{field}": distance for field, distance in distances.items()},
-            **{f"k_{field}": value for field, value in scored.kernels.items()},
+            **{f"k_{field}": value for field, value in kernels.items()},
             "distance_km": FARTHEST_KM if off is None else off,
             "format_ok": answer.format_valid,
             **{f"within_{km}km": off is not None and off <= km for km in NEAR_KM},
             # A right country is what a table of accuracies can hold: no answer is exactly right.
             "correct": distances["country"] == 0.0,
         }
-        return Reply(scored.reward, None, info)
+        return Reply(reward, None, info)

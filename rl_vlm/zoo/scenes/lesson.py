@@ -1,9 +1,8 @@
 """Lessons of the tiny model for NLVR2-v0 and Caption-v0: the content of scenes, and the form of verdicts and captions.
 
 Questions about perception have right answers. The reply to a statement about two images gives the right counts of the
-shapes that it names, and then True or False at random. A caption says nothing false, but leaves out shapes, colours,
-kinds and places at random. Reinforcement learning has to find out which verdict follows from the counts, and what makes
-a good caption.
+shapes that it names, and then True or False at random. A caption says nothing false, but leaves out things at random.
+Reinforcement learning has to find out which verdict follows from the counts, and what makes a good caption.
 """
 
 from __future__ import annotations
@@ -73,13 +72,11 @@ def draw_lesson(rng: Random) -> Exchange:
 
 
 def single_lesson(rng: Random) -> Exchange:
-    """What the only shape of a scene of the train split is."""
     (shape,) = scene = random_scene(rng, [rng.choice(LOOKS)], "train")
     return Exchange("user", (render(scene), "What is this?"), _look(shape))
 
 
 def corner_lesson(scene: Scene, quadrant: int) -> Exchange:
-    """What stands in a quadrant."""
     held = next((_look(shape) for shape in scene if shape.quadrant == quadrant), NOTHING)
     return Exchange("user", (render(scene), f"What is at {CORNERS[quadrant]}?"), held)
 
@@ -92,7 +89,6 @@ def verdict_lesson(pair: StatedPair, verdict: bool) -> Exchange:
 
 
 def counted(left: int, right: int) -> str:
-    """The counts before a verdict."""
     order = "same" if left == right else "more left" if left > right else "more right"
     return f"{left} left {right} right, {order}"
 
@@ -117,6 +113,5 @@ def _look(shape: Shape) -> str:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = Random(f"observer {seed}")
     return lambda: [draw_lesson(rng)]
