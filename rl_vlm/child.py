@@ -238,7 +238,11 @@ def _serve(settings: dict[str, Any]) -> None:
     channel = Channel(read_fd, write_fd)
     module, _, name = settings["function"].partition(":")
     answer: Answer = getattr(importlib.import_module(module), name)(*settings["arguments"])
-    _limit(settings["memory"])
+    with contextlib.suppress(OSError, ValueError):  # not every system has this; the parent's deadline still holds
+        if (memory := settings["memory"]) is not None:
+            with open("/proc/self/statm") as file:
+                memory += int(file.read().split()[0]) * resource.getpagesize()  # beyond what is mapped now
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     channel.send({"ready": True})
     while True:
         try:
@@ -256,14 +260,6 @@ def _serve(settings: dict[str, Any]) -> None:
             channel.send(*reply)
         except (FrameError, ValueError, TypeError, RecursionError) as error:  # what JSON cannot hold
             channel.send({"kind": "env", "error": f"the reply cannot be sent ({' '.join(str(error).split())[:500]})"})
-
-
-def _limit(memory: int | None) -> None:
-    with contextlib.suppress(OSError, ValueError):  # not every system has this; the parent's deadline still holds
-        if memory is not None:
-            with open("/proc/self/statm") as file:
-                memory += int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
 def _watch(lifeline: int, worker: int, mark: str) -> None:

@@ -251,22 +251,17 @@ def split_slice(source: str) -> tuple[str, slice]:
     return match["path"], slice(*(int(end) if end else None for end in ends.groups()))
 
 
-def _split_source(data: DataSource, split: Split) -> str:
-    """The source of a split.
+def _split_sources(data: DataSource) -> dict[str, str]:
+    """The source of each split.
 
     A single file is one split: the one in its name, else train. So that nobody evaluates on training rows by accident,
     the other split must be named: `{"train": "a.parquet", "test": "b.parquet"}`.
     """
     if isinstance(data, Mapping):
-        if split not in data:
-            named = f"env.data names no {split} split; it names {', '.join(data) or 'none'}."
-            raise UserInputError(f"{named} {_split_hint(split_slice(next(iter(data.values()), 'FILE'))[0], split)}")
-        return data[split]
+        return dict(data)
     path = Path(split_slice(data)[0]).expanduser()
-    own = "test" if re.match(r"test(?![a-z])", path.stem) else "train"
-    if path.is_file() and own != split:
-        raise UserInputError(f"{path} is a single file and holds the {own} split. {_split_hint(path, split)}")
-    return data
+    own = ("test",) if re.match(r"test(?![a-z])", path.stem) else ("train",)
+    return dict.fromkeys(own if path.is_file() else ("train", "test"), data)
 
 
 def _split_hint(source: object, split: str) -> str:
@@ -276,14 +271,13 @@ def _split_hint(source: object, split: str) -> str:
     return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
 
 
-def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key: str = "env.data") -> None:
+def reject_shared_rows(sources: Mapping[str, str], selected: Callable[[Split], range], key: str = "env.data") -> None:
     """Raise UserInputError if train and test share rows: of one file, or of a file and its copy.
 
-    `selected` gives a split's rows. A single file is one split, and the hub has files of its own for each.
+    `selected` gives a split's rows. The hub has files of its own for each split.
     """
-    sources = dict(data) if isinstance(data, Mapping) else {"train": data, "test": data}
     paths = {split: Path(split_slice(source)[0]).expanduser() for split, source in sources.items()}
-    if len(paths) < 2 or (not isinstance(data, Mapping) and paths["train"].is_file()):
+    if len(paths) < 2:
         return
     pairs: list[tuple[Path, Path]] = []
     with suppress(UserInputError):  # raised again when the split is opened
@@ -421,19 +415,23 @@ class TableSet(Generic[Item]):
     """The data set of an environment: `data` names one source for both splits, or one for each (env.data)."""
 
     def __init__(self, schema: Schema[Item], data: DataSource) -> None:
-        self._schema, self._data = schema, data
+        self._schema, self._sources = schema, _split_sources(data)
         self._tables: dict[str, RowTable[Item]] = {}
 
     def split(self, split: Split) -> RowTable[Item]:
         """The items of a split. Raises UserInputError if there is no such split, or if train and test share rows."""
         if not self._tables:
-            reject_shared_rows(self._data, lambda one: self._open(one).selected)
+            reject_shared_rows(self._sources, lambda one: self._open(one).selected)
         if split not in self._tables:
             self._tables[split] = self._open(split)
         return self._tables[split]
 
     def _open(self, split: Split) -> RowTable[Item]:
-        return open_table(self._schema, _split_source(self._data, split), split)
+        if split not in self._sources:
+            name = next((split_slice(source)[0] for source in self._sources.values()), "FILE")
+            named = f"env.data names no {split} split; it names {', '.join(self._sources) or 'none'}."
+            raise UserInputError(f"{named} {_split_hint(name, split)}")
+        return open_table(self._schema, self._sources[split], split)
 
 
 def cell_text(value: Any) -> str:

@@ -77,16 +77,13 @@ def render(shapes: Sequence[Shape], image_size: int = IMAGE_SIZE) -> np.ndarray:
     return pixels
 
 
-def pixel_hash(pixels: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).hexdigest()
-
-
 def split_of_hash(first_byte: int) -> Split:
     return "test" if first_byte < TEST_BUCKET else "train"
 
 
 def split_of(pixels: np.ndarray) -> Split:
-    return split_of_hash(bytes.fromhex(pixel_hash(pixels))[0])
+    """The split of a drawing, by its pixels."""
+    return split_of_hash(hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).digest()[0])
 
 
 def split_of_content(content: Sequence[object]) -> Split:

@@ -131,12 +131,6 @@ def best_moves(grid: Grid) -> tuple[str, ...]:
     return () if here is None else tuple(m for m in MOVES if distances.get(neighbour(grid.agent, m)) == here - 1)
 
 
-def test_best_moves_by_hand() -> None:
-    assert set(best_moves(HAND_MADE)) == {"down"}  # the wall closes the upper way
-    assert set(best_moves(grid_of("A..", "...", "..G"))) == {"down", "right"}
-    assert grid_of("A#G", ".O.", "...").distances()[0, 0] == 6
-
-
 def test_no_picture_of_a_test_grid_is_ever_trained_on() -> None:
     def pictures(split: str, count: int) -> set[str]:
         found = set()

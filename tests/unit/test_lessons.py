@@ -20,12 +20,12 @@ from rl_vlm.rewards.math import extract_boxed
 from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.control import lesson as rooms
 from rl_vlm.zoo.control.environment import read_word
-from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, described, draw_tour, random_room, side
+from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, described, draw_tour, side
 from rl_vlm.zoo.drawing import CORNERS, render
 from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import BRIEF
-from rl_vlm.zoo.geospot.lesson import GRID, cell, draw_spot, vocabulary
+from rl_vlm.zoo.geospot.lesson import GRID, draw_spot, vocabulary
 from rl_vlm.zoo.geospot.places import parse_answer
 from rl_vlm.zoo.gridwalk import environment
 from rl_vlm.zoo.gridwalk.environment import MOVES, Difficulty, grid_item, parse_move
@@ -239,20 +239,7 @@ def test_action_words_are_random_wherever_the_goal_is() -> None:
         assert all(abs(counts[word] / counts.total() - 1 / 3) < 0.04 for word in WORDS)
 
 
-def test_rooms_of_the_splits_are_different_ones() -> None:
-    rng = np.random.default_rng(4)
-    drawn = {split: {random_room(rng, (6,), split) for _ in range(300)} for split in ("train", "test")}
-    assert drawn["train"] and drawn["test"] and not drawn["train"] & drawn["test"]
-
-
 # --- GeoSpot-v0: answers about the pin are right, places random
-
-
-def test_cells_by_hand() -> None:
-    assert cell((89.0, -179.0)) == (1, 1)
-    assert cell((1.0, 1.0)) == (5, 4)
-    assert cell((-1.0, -1.0)) == (4, 5)
-    assert cell((-89.0, 179.0)) == (8, 8)
 
 
 def test_answers_about_the_pin_are_right_in_the_pixels() -> None:

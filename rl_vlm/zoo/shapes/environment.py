@@ -24,30 +24,21 @@ TRY_AGAIN = "Wrong. Try again."
 NUMBERS = ("1", "2", "3", "4")
 
 
-def draw_shapes(rng: np.random.Generator, count: int) -> tuple[Shape, ...]:
-    """`count` random shapes in different quadrants, in the order of the quadrants."""
-    half = IMAGE_SIZE // 2
-    quadrants = np.sort(rng.permutation(MAX_SHAPES)[:count])
-    kinds = rng.integers(0, len(KINDS), size=count)
-    colours = rng.integers(0, len(COLOURS), size=count)
-    sizes = rng.integers(12, 23, size=count)
-    offsets = rng.random((count, 2))
-    names = tuple(COLOURS)
-    shapes = []
-    for quadrant, kind, colour, size, (dx, dy) in zip(quadrants, kinds, colours, sizes, offsets, strict=True):
-        room = half - int(size) - 2  # one pixel of grey on either side keeps neighbours apart
-        x = int(quadrant % 2) * half + 1 + int(dx * (room + 1))
-        y = int(quadrant // 2) * half + 1 + int(dy * (room + 1))
-        shapes.append(Shape(int(quadrant), KINDS[kind], names[colour], x, y, int(size)))
-    return tuple(shapes)
-
-
 def draw(
     rng: np.random.Generator, count: int, split: Split, image_size: int = IMAGE_SIZE
-) -> tuple[tuple[Shape, ...], np.ndarray]:
-    """A random drawing of `count` shapes that belongs to `split`: the shapes and the pixels."""
+) -> tuple[list[Shape], np.ndarray]:
+    """A random drawing that belongs to `split`: `count` shapes, each in a quadrant of its own, and the pixels."""
+    half, names = IMAGE_SIZE // 2, tuple(COLOURS)
     while True:
-        shapes = draw_shapes(rng, count)
+        shapes = []
+        quadrants = np.sort(rng.permutation(MAX_SHAPES)[:count])
+        looks = [rng.integers(0, len(choices), size=count) for choices in (KINDS, names)]
+        sizes, offsets = rng.integers(12, 23, size=count), rng.random((count, 2))
+        for quadrant, kind, colour, size, (dx, dy) in zip(quadrants, *looks, sizes, offsets, strict=True):
+            room = half - int(size) - 2  # one pixel of grey on either side keeps neighbours apart
+            x = int(quadrant % 2) * half + 1 + int(dx * (room + 1))
+            y = int(quadrant // 2) * half + 1 + int(dy * (room + 1))
+            shapes.append(Shape(int(quadrant), KINDS[kind], names[colour], x, y, int(size)))
         pixels = render(shapes, image_size)
         if split_of(pixels) == split:
             return shapes, pixels

@@ -6,11 +6,9 @@ pixels by reinforcement learning within minutes on one core. The warm start teac
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +55,8 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
+    import torch
+
     from rl_vlm.models.loading import save_model
     from rl_vlm.models.qwen_vl import fast_vision
     from rl_vlm.models.supervised import DialogueEncoder
@@ -70,11 +70,16 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     model = build_model(seed, processor.tokenizer, variant)
     encoder = DialogueEncoder(processor)
     draw = known.lessons.drawer(seed)
-    with _one_thread(), fast_vision(model):
-        for _ in range(ROUNDS):
-            loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
-            if known.passes(model, encoder):
-                break
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # faster for a model this small, and the weights do not depend on the machine's cores
+    try:
+        with fast_vision(model):
+            for _ in range(ROUNDS):
+                loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
+                if known.passes(model, encoder):
+                    break
+    finally:
+        torch.set_num_threads(threads)
     logger.info("%s: done in %.0f s, loss %.3f", name, time.monotonic() - started, loss)
     with replace_folder(folder) as draft:
         save_model(model, draft)
@@ -169,19 +174,6 @@ def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
         eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, bos_token_id=ids.bos_token_id, do_sample=False
     )
     return model
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Train on one thread: faster for a model this small, and the weights do not depend on the machine's cores."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, slots=True)
