@@ -84,6 +84,8 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     with replace_folder(folder) as draft:
         save_model(model, draft)
         processor.save_pretrained(draft)
+        for file in draft.iterdir():
+            file.chmod(0o644)  # a cache may be shared
     return folder
 
 
