@@ -100,15 +100,13 @@ class RemoteEnv(EnvClient):
         return checked_observation(reply, blobs)
 
     def _post(self, request: dict[str, Any], retry_s: float) -> Frame:
-        body = pack_frame(request, [])
+        body, what = pack_frame(request, []), f"{self._url}: {request['op']}"
 
         def ask() -> Frame:
             try:
                 status, data = self._send(body, self._timeout_s)
             except httpx.ReadTimeout as error:
-                raise EnvTimeoutError(
-                    f"{self._url}: {request['op']} took longer than {self._timeout_s:g} s."
-                ) from error
+                raise EnvTimeoutError(f"{what} took longer than {self._timeout_s:g} s.") from error
             except httpx.TransportError as error:
                 why = excerpt(f"{type(error).__name__}: {error}", 300)
                 raise _UnansweredError(

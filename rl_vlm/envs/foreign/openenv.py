@@ -239,16 +239,12 @@ class ActionError(RLVLMError):
 
 @dataclass(frozen=True)
 class ActionForm:
-    """How an action is written: `field` is the only one to fill, or "" where a JSON object is expected.
+    """How an action is written."""
 
-    `kind` is the field's JSON type, `choices` its allowed values as the server writes them, `instructions` what the
-    policy is told to write.
-    """
-
-    field: str
-    kind: str
-    choices: tuple[Any, ...]
-    instructions: str
+    field: str  # the only one to fill; "" if a JSON object is expected
+    kind: str  # its JSON type, "enum", or "object"
+    choices: tuple[Any, ...]  # its allowed values as the server writes them
+    instructions: str  # what the policy is told to write
 
     @classmethod
     def of(cls, schema: dict[str, Any], field: str | None = None) -> ActionForm:
@@ -279,27 +275,23 @@ class ActionForm:
         if len(text) > MAX_CHARS:
             raise ActionError(f"An action may have {MAX_CHARS} characters, not {len(text)}.")
         spoken = without_thoughts(text)
-        if not self.field:
+        if self.kind == "object":
             try:
                 return dict(json.loads(spoken[spoken.find("{") : spoken.rfind("}") + 1]))
             except (ValueError, TypeError, RecursionError) as error:
                 raise ActionError(f"The answer is no JSON object. {self.instructions}") from error
-        return {self.field: self._value(spoken)}
-
-    def _value(self, text: str) -> Any:
         if self.kind == "string":
-            return text
+            return {self.field: spoken}
         if self.kind in ("integer", "number"):
-            numbers = _NUMBER.findall(text)
-            if not numbers:
+            number = (_NUMBER.findall(spoken) or [""])[-1]
+            if not number:
                 raise ActionError(f"No number was found. {self.instructions}")
-            if self.kind == "integer" and "." not in numbers[-1]:
-                return int(numbers[-1])
-            return float(numbers[-1]) if self.kind == "number" else round(float(numbers[-1]))
+            whole = int(number) if "." not in number else round(float(number))
+            return {self.field: whole if self.kind == "integer" else float(number)}
         # The word that the text ends with; of "up" and "pick up" the longer one.
-        said = text.lower().rstrip(" \n.!。\"'`*_")
+        said = spoken.lower().rstrip(" \n.!。\"'`*_")
         for choice in sorted(self.choices, key=lambda one: -len(str(one))):
             before, word, _ = said.rpartition(str(choice).lower())
             if word and said.endswith(word) and not (word[0].isalnum() and _NO_WORD_BEGINS.search(before)):
-                return choice
+                return {self.field: choice}
         raise ActionError(f"The answer ends with none of the choices. {self.instructions}")

@@ -83,14 +83,11 @@ def corner_lesson(scene: Scene, quadrant: int) -> Exchange:
 
 def verdict_lesson(pair: StatedPair, verdict: bool) -> Exchange:
     """The statement about two scenes, answered with the counts that it speaks of and with `verdict`."""
-    counts = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
-    question = f"{pair.statement}{VERDICT_QUESTION}"
-    return Exchange("user", (render(pair.left), render(pair.right), question), f"{counted(*counts)}: {verdict}")
-
-
-def counted(left: int, right: int) -> str:
+    left, right = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
     order = "same" if left == right else "more left" if left > right else "more right"
-    return f"{left} left {right} right, {order}"
+    pictures = render(pair.left), render(pair.right)
+    reply = f"{left} left {right} right, {order}: {verdict}"
+    return Exchange("user", (*pictures, f"{pair.statement}{VERDICT_QUESTION}"), reply)
 
 
 def vague_caption(rng: Random, scene: Scene) -> str:

@@ -363,7 +363,8 @@ class ZoomEnv(EpisodeEnv):
         self._item: ZoomItem = found
         self._calls = self._call_errors = 0
         image = overview_of(found.source, self._zoom, self._view_size)
-        return Observation.user(image, self._asked()), self._counted()
+        question = BRIEF if self._brief and found.difficulty else found.question + self._instructions
+        return Observation.user(image, question), self._counted()
 
     def reply(self, text: str) -> Reply:
         try:
@@ -375,11 +376,6 @@ class ZoomEnv(EpisodeEnv):
             self._call_errors += 1
             return self._after_call((f"The call could not be carried out: {error}.",))
         return self._after_call((image,) if self._brief else (image, _SHOWN.format(crop)))
-
-    def _asked(self) -> str:
-        if self._brief:
-            return BRIEF if self._item.difficulty else self._item.question
-        return self._item.question + self._instructions
 
     def _after_call(self, parts: tuple[EncodedImage | str, ...]) -> Reply:
         self._calls += 1
