@@ -28,7 +28,7 @@ from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.lesson import GRID, draw_spot, vocabulary
 from rl_vlm.zoo.geospot.places import parse_answer
 from rl_vlm.zoo.gridwalk import environment
-from rl_vlm.zoo.gridwalk.environment import MOVES, Difficulty, grid_item, parse_move
+from rl_vlm.zoo.gridwalk.environment import parse_move
 from rl_vlm.zoo.gridwalk.lesson import draw_walk, random_question
 from rl_vlm.zoo.nlvr2.environment import read_verdict
 from rl_vlm.zoo.scenes.data import LOOKS, caption_of, pair_item
@@ -295,31 +295,6 @@ def test_answers_about_a_grid_by_hand() -> None:
         "What is around?": "floor hole floor floor",
     }  # fmt: skip
     assert by_question == expected
-
-
-def test_answers_about_neighbours_are_right_in_the_pixels() -> None:
-    colours = {
-        "goal": environment.GOAL,
-        "wall": environment.WALL,
-        "hole": environment.HOLE,
-        "floor": (environment.BACKGROUND,) * 3,
-    }
-    rng = np.random.default_rng(1)
-    seen: Counter[str] = Counter()
-    for index in range(300):
-        grid = grid_item(Difficulty(min_distance=1), "train", index)
-        question, answer = random_question(rng, grid)
-        if not question.startswith("What is "):
-            continue
-        asked = tuple(MOVES) if question == "What is around?" else (question[8:-1],)
-        for move, kind in zip(asked, answer.split(), strict=True):
-            seen[kind] += 1
-            row, column = environment.neighbour(grid.agent, move)
-            if 0 <= row < 4 and 0 <= column < 4:
-                assert tuple(environment.render(grid)[16 * row + 8, 16 * column + 8]) == colours[kind]
-            else:
-                assert kind == "wall"
-    assert set(seen) == set(colours)
 
 
 def test_moves_are_random_whatever_is_drawn() -> None:
