@@ -7,7 +7,7 @@ import re
 import sqlite3
 import threading
 import unicodedata
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -92,64 +92,54 @@ class Gazetteer:
         if both:
             places = {self.country(both[part]) for part in ("name", "code")}
             return places.pop() if len(places) == 1 else None
-        return self._best("country", name, None)
+        return _heaviest(self._named("country", name, None))
 
     def region(self, name: str, country: str | None = None) -> Place | None:
         """By name; of several one in the country, else the most populous."""
-        return self._best("region", name, country)
+        return _heaviest(self._named("region", name, country))
 
     def city(
         self, name: str, country: str | None = None, region: Place | None = None, near: Position | None = None
     ) -> Place | None:
         """By name; of several those in the country, of these the nearest to `near`, or the largest in the region."""
-        found = _preferred(self._candidates("city", name), lambda place: place.country == country)
+        found = self._named("city", name, country)
         if near is not None:
             places = [place for place, _ in found]
             return min(places, key=lambda place: haversine_km(place.position, near), default=None)
-        return _heaviest(_preferred(found, lambda place: region is not None and place.region == region.id))
+        inside = tuple(pair for pair in found if region is not None and pair[0].region == region.id)
+        return _heaviest(inside or found)
 
     def cities(self, country: str, count: int) -> list[Place]:
         """The largest cities of a country whose region is known, the most populous first."""
-        order = "ORDER BY population DESC, id LIMIT ?"
-        return self._select(f"kind = 'city' AND country = ? AND region IS NOT NULL {order}", country, count)
+        largest = (
+            "place WHERE kind = 'city' AND country = ? AND region IS NOT NULL ORDER BY population DESC, id LIMIT ?"
+        )
+        return [place for place, _ in self._select(largest, country, count)]
 
     def place(self, number: int) -> Place:
-        return self._select("id = ?", number)[0]
+        return self._select("place WHERE id = ?", number)[0][0]
 
-    def _best(self, kind: Kind, name: str, country: str | None) -> Place | None:
-        return _heaviest(_preferred(self._candidates(kind, name), lambda place: place.country == country))
-
-    def _candidates(self, kind: Kind, name: str) -> Weighted:
+    def _named(self, kind: Kind, name: str, country: str | None) -> Weighted:
+        """The places of that name with their weights: those in the country, if there are any."""
         key = name_key(name, kind)
-        return self._found(kind, key) if key else ()
+        found = self._found(kind, key) if key else ()
+        return tuple(pair for pair in found if pair[0].country == country) or found
 
     def _look_up(self, kind: Kind, key: str) -> Weighted:
-        """The places of that spelling, each with its weight."""
-        query = (
-            "SELECT id, name, country, region, latitude, longitude, population, own FROM spelling JOIN place ON place "
-            "= id WHERE spelling.kind = ? AND key = ? ORDER BY id"
-        )
+        spelt = "spelling JOIN place ON place = id WHERE spelling.kind = ? AND key = ? ORDER BY id"
+        found = self._select(spelt, kind, key, own="own")
+        return tuple((place, (place.population + 1) * (1.0 if own else _SPELLING_WEIGHT)) for place, own in found)
+
+    def _select(self, source: str, *values: object, own: str = "1") -> list[tuple[Place, bool]]:
+        """The places, and whether the spelling that was asked for is their own name."""
+        columns = f"id, name, country, region, latitude, longitude, population, {own}"
         with self._lock:
-            rows = self._database.execute(query, (kind, key)).fetchall()
-        return tuple((_place(row), (row[6] + 1) * (1.0 if row[7] else _SPELLING_WEIGHT)) for row in rows)
-
-    def _select(self, condition: str, *values: object) -> list[Place]:
-        columns = "id, name, country, region, latitude, longitude, population"
-        with self._lock:
-            rows = self._database.execute(f"SELECT {columns} FROM place WHERE {condition}", values).fetchall()
-        return [_place(row) for row in rows]
-
-
-def _preferred(found: Weighted, wanted: Callable[[Place], bool]) -> Weighted:
-    return tuple(pair for pair in found if wanted(pair[0])) or found
+            rows = self._database.execute(f"SELECT {columns} FROM {source}", values).fetchall()
+        return [(Place(row[0], row[1], row[2], row[3], (row[4], row[5]), row[6]), bool(row[7])) for row in rows]
 
 
 def _heaviest(found: Weighted) -> Place | None:
     return max(found, key=lambda pair: pair[1])[0] if found else None
-
-
-def _place(row: tuple[int, str, str, int | None, float, float, int, object]) -> Place:
-    return Place(row[0], row[1], row[2], row[3], (row[4], row[5]), row[6])
 
 
 @cache
