@@ -45,9 +45,8 @@ _FUNCTION_WORDS = frozenset(_NO_CONTENT.split())
 _BREAKS = frozenset(("and", "or", "but", "while"))
 _NEGATIONS = frozenset(("no", "not", "never", "without", "neither", "nor", "cannot"))  # and "isn't"
 _NEGATED = "¬"  # before the stems that follow a negation in its clause: "no circle" does not say that there is one
-_CORNER = re.compile(
-    r"\b(left|right)(?:[- ]hand)?[- ](?:corner|quadrant)\b"
-)  # "at the top left corner": at the top left
+# "at the top left corner": at the top left
+_CORNER = re.compile(r"\b(left|right)(?:[- ]hand)?[- ](?:corner|quadrant)\b")
 # Words that are one in captions, whatever their stems.
 SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("0", "zero"), ("1", "one"), ("2", "two"), ("3", "three"), ("4", "four"), ("5", "five"), ("6", "six"),
