@@ -200,14 +200,9 @@ def test_calls_cost_and_the_first_well_formed_one_pays_a_bonus_once():
     env = opened(max_turns=5, tool_cost=0.25, format_bonus=0.125)
     rewards = [take(env, text)[1] for text in ("<tool_call>{</tool_call>", tool("7"), tool(), rf"\boxed{{{TRUTH}}}")]
     assert rewards == [-0.25, -0.125, -0.25, 1.0]
-
-
-def test_costs_and_bonus_start_afresh_with_each_episode():
-    env = opened(format_bonus=0.5)
-    assert take(env, tool())[1] == 0.5
-    env.reset(options={"index": 0})
+    env.reset(options={"index": 0})  # which starts afresh
     _, reward, *_, info = take(env, tool("7"))
-    assert (reward, info["turn"], info["tool_calls"]) == (0.5, 1, 1)
+    assert (reward, info["turn"], info["tool_calls"]) == (-0.125, 1, 1)
 
 
 @settings(max_examples=60, deadline=None)
