@@ -1,10 +1,8 @@
-"""A child process that can be killed, under budgets of time and memory: for code and input that may hang, crash or
-exhaust memory.
+"""A child process that can be killed, with limits of time and memory, for code that may hang or crash.
 
 The child is this module run as a program. It calls one function, `package.module:name`, which prepares the work and
-returns another function; that one answers requests. Requests and replies are frames (see `frames`) over the child's
-stdin and stdout. Python-level limits do not suffice: nothing but a kill interrupts one long call of native code, in any
-thread.
+returns the function that answers requests. Requests and replies are frames (see `frames`) over the child's stdin and
+stdout. Python-level limits do not suffice: only a kill interrupts a long call of native code.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from rl_vlm.safe_text import child_environment
 STARTUP_S = 120.0  # imports take seconds, much longer from a slow network disk
 _GRACE_S = 1.0  # after its time for a request a child whose parent is gone ends itself
 _KILL_ROUNDS = 8  # a process may fork while the others are being found
+_PROGRAM = (sys.executable, "-P", "-m", "rl_vlm.child")
 
 Answer = Callable[[dict[str, Any], list[bytes]], Frame]
 
@@ -40,7 +39,7 @@ class ChildStartError(Exception):
 
 
 class CPULimitError(Exception):
-    """A request took more CPU time than it may: the same wherever it runs, and whatever else runs beside it."""
+    """A request took more CPU time than it may."""
 
 
 class BusyError(Exception):
@@ -51,8 +50,7 @@ class Child:
     """A child process. Requests come one at a time; whoever shares a child among threads holds a lock.
 
     Args:
-        function: "package.module:name", called once in the child with `arguments`; it returns the function that answers
-            requests.
+        function: "package.module:name", called once in the child with `arguments`; it returns what answers requests.
         memory: bytes of address space that the child may map beyond what its imports take.
         whole: everything that the child starts ends with it and with this process, also in sessions of its own. The
             requests' time is then limited by this process alone.
@@ -74,41 +72,30 @@ class Child:
         mark = f"RL_VLM_CHILD_{secrets.token_hex(8)}" if whole else ""  # tells its processes from all others
         settings = {"function": function, "arguments": list(arguments), "memory": memory, "mark": mark}
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.command = [sys.executable, "-P", "-m", "rl_vlm.child", json.dumps(settings)]
+        self.command = [*_PROGRAM, json.dumps(settings)]
         environment = child_environment(keep, PYTHONPATH=path, **(variables or {}), **({mark: "1"} if mark else {}))
-        child_reads, parent_writes = os.pipe()
-        parent_reads, child_writes = os.pipe()
-        try:
-            process = subprocess.Popen(
-                self.command,
-                stdin=child_reads,
-                stdout=child_writes,
-                stderr=subprocess.DEVNULL if quiet else None,
-                # a process group of its own, which can be killed whole and does not get the terminal's Ctrl-C
-                start_new_session=True,
-                env=environment,
-            )
-        except BaseException:
-            for fd in (parent_writes, parent_reads):
-                os.close(fd)
-            raise
-        finally:
-            os.close(child_reads)
-            os.close(child_writes)
-        self._process = process
+        self._process = process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else None,
+            start_new_session=True,  # a group, which can be killed whole and gets no Ctrl-C
+            env=environment,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin, process.stdout:  # the channel keeps ends of its own
+            reads, writes = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
         self._limits_itself = not whole
         self._ready = False
-        self._channel = Channel(parent_reads, parent_writes, alive=lambda: _is_running(process.pid))
+        self._channel = Channel(reads, writes, alive=lambda: _is_running(process.pid))
         self._end = weakref.finalize(self, _end, process, self._channel, mark, os.getpid())
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it was not killed and has not ended."""
         return self._end.alive and _is_running(self.pid)
 
     def wait_ready(self, timeout_s: float = STARTUP_S) -> None:
@@ -132,9 +119,9 @@ class Child:
     ) -> Frame:
         """The reply to one request.
 
-        Raises TimeoutError when it takes longer than `timeout_s`, CPULimitError when it takes more than `cpu_s` of CPU
-        time (0: any), PeerGoneError when the child died, FrameError when it sent no frame. Whatever is raised, the
-        child was killed: a late reply must not answer the next request.
+        Raises TimeoutError after `timeout_s`, CPULimitError after `cpu_s` of CPU time (0: any), PeerGoneError when the
+        child died, FrameError when it sent no frame. Whatever is raised, the child was killed: a late reply must not
+        answer the next request.
         """
         self.wait_ready()
         limit_s = timeout_s + _GRACE_S if self._limits_itself else 0.0
@@ -160,8 +147,7 @@ class Child:
             raise
 
     def kill(self, grace_s: float = 0.0) -> str:
-        """Kill it, and with `whole` all that it started, if it has not ended after `grace_s`; how it ended, in
-        words."""
+        """Kill it, and with `whole` all that it started, unless it ends in `grace_s`; how it ended, in words."""
         deadline = time.monotonic() + grace_s
         while self._end.alive and _is_running(self.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -171,8 +157,7 @@ class Child:
 
 
 class Queue:
-    """Lets one caller in at a time. At most `most` wait, each at most `timeout_s`; waiting does not count as time
-    spent."""
+    """Lets one caller in at a time. At most `most` wait, each at most `timeout_s`."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._places = threading.BoundedSemaphore(most)
@@ -181,7 +166,7 @@ class Queue:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """The caller's turn. Raises BusyError."""
+        """Raises BusyError."""
         if not self._places.acquire(blocking=False):
             raise BusyError("too many wait already")
         try:
@@ -199,10 +184,9 @@ def _end(process: subprocess.Popen[bytes], channel: Channel, mark: str, owner: i
     """Kill a child and all that it started, reap it and close its pipes; a fork of its owner only closes the pipes."""
     if os.getpid() == owner:
         kill_marked(mark)
-        with contextlib.suppress(ProcessLookupError):  # the whole group has gone already
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # before the child is reaped, so that its id cannot name another group
+        # Before the child is reaped: until then its id cannot name another group, which may have gone already.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         kill_marked(mark)  # what was started while the others were killed
     else:
@@ -219,8 +203,7 @@ def _is_running(pid: int) -> bool:
 
 
 def marked(mark: str) -> set[int]:
-    """The running processes of this user whose environment has the variable, without this one; none where /proc is
-    missing."""
+    """The other running processes of this user whose environment has the variable; none if /proc is missing."""
     found, own = set(), os.getpid()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
@@ -250,18 +233,16 @@ def _serve(settings: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # output of libraries must not mix with the replies
     if settings["mark"]:
-        watchdog = [
-            sys.executable,
-            "-P",
-            "-m",
-            "rl_vlm.child",
-            json.dumps({"watch": [read_fd, os.getpid(), settings["mark"]]}),
-        ]
-        subprocess.Popen(watchdog, pass_fds=(read_fd,))
+        watched = json.dumps({"watch": [read_fd, os.getpid(), settings["mark"]]})
+        subprocess.Popen([*_PROGRAM, watched], pass_fds=(read_fd,))
     channel = Channel(read_fd, write_fd)
     module, _, name = settings["function"].partition(":")
     answer: Answer = getattr(importlib.import_module(module), name)(*settings["arguments"])
-    _limit(settings["memory"])
+    with contextlib.suppress(OSError, ValueError):  # not every system has this; the parent's deadline still holds
+        if (memory := settings["memory"]) is not None:
+            with open("/proc/self/statm") as file:
+                memory += int(file.read().split()[0]) * resource.getpagesize()  # beyond what is mapped now
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     channel.send({"ready": True})
     while True:
         try:
@@ -270,26 +251,15 @@ def _serve(settings: dict[str, Any]) -> None:
             return
         # The parent kills a child that takes too long. If the parent is gone as well, the kernel does it: the default
         # action of SIGALRM, and of SIGPROF, ends the process even inside one long call of native code.
-        timers = {signal.ITIMER_REAL: content["limit_s"], signal.ITIMER_PROF: content["cpu_s"]}
-        timers = {timer: seconds for timer, seconds in timers.items() if seconds}
-        for timer, seconds in timers.items():
-            signal.setitimer(timer, seconds)
+        signal.setitimer(signal.ITIMER_REAL, content["limit_s"])  # 0: no limit
+        signal.setitimer(signal.ITIMER_PROF, content["cpu_s"])
         reply = answer(content["request"], blobs)
-        for timer in timers:
-            signal.setitimer(timer, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         try:
             channel.send(*reply)
         except (FrameError, ValueError, TypeError, RecursionError) as error:  # what JSON cannot hold
             channel.send({"kind": "env", "error": f"the reply cannot be sent ({' '.join(str(error).split())[:500]})"})
-
-
-def _limit(memory: int | None) -> None:
-    """Limit the address space to what is mapped now and `memory` bytes more."""
-    with contextlib.suppress(OSError, ValueError):  # not every system has this; the parent's deadline still holds
-        if memory is not None:
-            with open("/proc/self/statm") as file:
-                memory += int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
 def _watch(lifeline: int, worker: int, mark: str) -> None:

@@ -64,11 +64,12 @@ def replace_folder(target: Path, kept: Callable[[Path], Iterable[str]] = lambda 
         _put_back(aside)
 
 
-def clean_leftovers(parent: Path) -> None:
-    """Delete what a killed `replace_folder` left in `parent`, and put back what it was about to replace."""
-    for draft in parent.glob(f"{_DRAFT}*"):
+def clean_leftovers(parent: Path, name: str = "") -> None:
+    """Delete what a killed `replace_folder` left in `parent`, and put back what it was about to replace; `name`: of one
+    folder alone."""
+    for draft in parent.glob(f"{_DRAFT}{name}*"):
         shutil.rmtree(draft, ignore_errors=True)
-    for aside in parent.glob(f"{_ASIDE}*"):
+    for aside in parent.glob(f"{_ASIDE}{name}*"):
         _put_back(aside)
 
 

@@ -60,7 +60,6 @@ class Channel:
         return content, [self._read(size, deadline) for size in lengths]
 
     def close(self) -> None:
-        """Close both ends."""
         for fd in (self._read_fd, self._write_fd):
             os.close(fd)
 
@@ -124,7 +123,6 @@ def _check_length(length: int) -> None:
 
 
 def _head(text: bytes) -> tuple[dict[str, Any], list[int]]:
-    """A frame's content, and the sizes of its blobs."""
     try:
         content = json.loads(text)
         lengths = content.pop("blobs")

@@ -25,14 +25,8 @@ def base_url(address: str) -> str:
         port = url.port
     except ValueError:
         port = -1
-    if (
-        url.scheme not in ("http", "https")
-        or not url.hostname
-        or port == -1
-        or url.query
-        or url.fragment
-        or url.username
-    ):
+    known = url.scheme in ("http", "https") and url.hostname and port != -1
+    if not known or url.query or url.fragment or url.username:
         raise UserInputError(f"{address!r} is not the address of an environment: write http://host:port.")
     return url.geturl().rstrip("/")
 
@@ -46,12 +40,12 @@ def is_loopback(url: str) -> bool:
     """Whether an address is this machine's own; it is then reached without a proxy."""
     try:
         return urlsplit(url).hostname in LOOPBACK
-    except ValueError:  # no address, of which whoever asks it tells
+    except ValueError:  # no address; whoever asks it says so
         return False
 
 
 def token_header(variable: str) -> dict[str, str]:
-    """The header with the token that an environment variable holds; none where it is not set."""
+    """The header with the token that an environment variable holds; empty if it is not set."""
     token = os.environ.get(variable, "").strip()
     if not token.isascii() or (token and not token.isprintable()):
         raise UserInputError(f"{variable} must be printable ASCII text.")
@@ -59,9 +53,13 @@ def token_header(variable: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
+def wrong_token(url: str, why: str = "401") -> UserInputError:
+    """The error to raise where a server wants another token."""
+    return UserInputError(f"{url} refuses the token ({why}): set the variable that env.kwargs.token_variable names.")
+
+
 def retried(call: Callable[[], T], errors: tuple[type[Exception], ...], seconds: float) -> T:
-    """The result of `call`, which is tried again after `errors` for about `seconds`; then the last of them is
-    raised."""
+    """The result of `call`. After one of `errors` it is tried again, for about `seconds`; then the error is raised."""
     started, pause = time.monotonic(), _FIRST_PAUSE_S
     while True:
         try:

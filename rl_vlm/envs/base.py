@@ -25,7 +25,7 @@ StepResult = tuple[Observation, float, bool, bool, Info]
 
 
 class ObservationSpace(gymnasium.Space[Any]):
-    """The set of all `Observation`s. It cannot be sampled usefully: a sample is an empty observation."""
+    """The set of all `Observation`s; a sample is an empty one."""
 
     kind: ClassVar[type] = Observation
 
@@ -33,11 +33,9 @@ class ObservationSpace(gymnasium.Space[Any]):
         super().__init__(shape=None, dtype=None)
 
     def contains(self, x: Any) -> bool:
-        """Whether `x` is of the type."""
         return isinstance(x, self.kind)
 
     def sample(self, mask: Any = None, probability: Any = None) -> Any:
-        """The empty value of the type."""
         return self.kind()
 
     def __eq__(self, other: object) -> bool:
@@ -54,12 +52,11 @@ class VisionEnv(gymnasium.Env[Observation, str]):
     """One conversation about images.
 
     `reset(seed=..., options={"index": i, "split": "train"})` opens task instance `i`; `step(text)` answers one turn of
-    the policy. `terminated` is the task's own end, `truncated` a limit's. An environment that draws from a finite set
-    returns its size from `num_items(split)`; the driver then chooses indices, and train and test are disjoint.
+    the policy. `terminated` is the task's own end, `truncated` a limit's. If `num_items(split)` is finite, the driver
+    chooses indices below it.
 
-    `metrics` names the numbers and flags of `info` that a run logs as `env/<name>`, their mean over the episodes; each
-    with the quantiles that are logged too, so `{"distance_km": (0.5, 0.9)}` gives `env/distance_km`, `..._p50` and
-    `..._p90`.
+    `metrics` names the numbers and flags of `info` whose mean over the episodes a run logs as `env/<name>`, each with
+    the quantiles to log: `{"distance_km": (0.5, 0.9)}` gives `env/distance_km`, `..._p50` and `..._p90`.
     """
 
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {}
@@ -76,7 +73,6 @@ class VisionEnv(gymnasium.Env[Observation, str]):
         return None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Open an episode. `options`: `index` (int) and `split` ("train" or "test")."""
         super().reset(seed=seed)
         return Observation(), {}
 
@@ -108,28 +104,23 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment makes of one answer of the policy.
+    """What an environment makes of one answer of the policy."""
 
-    reward: of this turn. message: what the policy is shown next; None ends the episode. info: metrics and facts of the
-    turn. truncated: a limit ended the episode, not the task itself.
-    """
-
-    reward: float
-    message: Observation | None = None
-    info: Info = field(default_factory=dict)
-    truncated: bool = False
+    reward: float  # of this turn
+    message: Observation | None = None  # what the policy is shown next; None ends the episode
+    info: Info = field(default_factory=dict)  # metrics and facts of the turn
+    truncated: bool = False  # a limit ended the episode, not the task itself
 
 
 class EpisodeEnv(VisionEnv):
     """The base of environments: a subclass writes `open` and `reply`, and the base keeps the episode.
 
     The base chooses split and index, counts turns, truncates after `max_turns`, and rejects an answer to an episode
-    that is not open. A subclass whose constructor has annotations (`Annotated[int, Field(ge=1)]`) gets arguments of
-    these types.
+    that is not open.
 
     Args:
         num_train, num_test: how many items the splits hold; None, for both, draws them without end.
-        max_turns: turns after which an episode is truncated; None where `reply` ends each episode itself.
+        max_turns: turns after which an episode is truncated; None if `reply` ends each episode itself.
         rows: the data set whose rows are the items, in place of the numbers.
     """
 
@@ -172,11 +163,10 @@ class EpisodeEnv(VisionEnv):
 
     def number(self, item: Item) -> int:
         """A number that no item of either split shares, as the seed of an environment that knows seeds alone."""
-        return item.index if item.split == "train" else (self._sizes["train"] or 0) + item.index
+        return item.index if item.split == "train" else (self.num_items("train") or 0) + item.index
 
     def row(self, item: Item) -> Any:
-        """The row of the data set that an item names; None without a data set. Raises BadRowError if it cannot be
-        used."""
+        """The row of the data set that an item names; None without a data set. Raises BadRowError."""
         return None if self._rows is None else self._rows.split(item.split)[item.index]
 
     def validate(self, split: Split, limit: int | None = None) -> int:
@@ -184,7 +174,6 @@ class EpisodeEnv(VisionEnv):
         return 0 if self._rows is None else self._rows.split(split).validate(limit)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """Open item `options["index"]` of `options["split"]`; a random one without an index."""
         super().reset(seed=seed)
         self._open, self.turn = False, 0
         size = self.num_items((options or {}).get("split", "train"))
@@ -197,7 +186,6 @@ class EpisodeEnv(VisionEnv):
         return observation, {"index": index, "split": split, **info}
 
     def step(self, action: str) -> StepResult:
-        """Answer the policy's text."""
         if not self._open:
             raise UserInputError(f"{self.name}: call reset() before step(), and again after an episode has ended.")
         if not isinstance(action, str):

@@ -1,5 +1,4 @@
-"""Checks an environment before anybody trains on it: it is played from outside, in a process of its own, and what is
-wrong is named."""
+"""Checks an environment before anybody trains on it: it is played from outside, in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_vlm.envs.errors import EnvError
-from rl_vlm.envs.isolation import ProcessEnv
+from rl_vlm.envs.isolation import ProcessEnv, pack_observation
 from rl_vlm.types import EncodedImage, Observation, RLVLMError, Split, as_encoded
 
 MAX_STEPS = 200  # of one episode; an environment without an end is cut there
@@ -27,8 +26,6 @@ HOSTILE = ("", " ", "x" * 20_000, "<tool_call>{", r"\boxed{", "NaN", "é🐼\u20
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
-
     name: str
     status: Literal["ok", "warn", "fail"]
     detail: str
@@ -36,7 +33,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """The findings in order, the first prompt as text with its first image, and figures."""
+    """The findings in order, the first prompt as text with its first image, and measurements."""
 
     findings: list[Finding] = field(default_factory=list)
     prompt: str = ""
@@ -45,7 +42,6 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
         return all(finding.status != "fail" for finding in self.findings)
 
     def add(self, name: str, wrong: str, fine: str = "", status: Literal["warn", "fail"] = "fail") -> None:
@@ -65,9 +61,8 @@ def check_environment(
 ) -> Report:
     """Make the environment and try it. What it raises becomes a finding, and ends the check.
 
-    episodes: how many are played. seed: of the answers, drawn from `answers` or words of the prompt. budget_s: about
-    how long each check that repeats something may take; it then stops and says how often it did. call_s: how long one
-    reset or step may take.
+    seed: of the answers, drawn from `answers` or words of the prompt. budget_s: about how long each check that repeats
+    something may take. call_s: how long one reset or step may take.
     """
     report = Report()
     with ExitStack() as closing:
@@ -87,21 +82,17 @@ def check_environment(
     return report
 
 
+@dataclass
 class _Checks:
     """The checks, in the order in which they run. What the environment raises passes through."""
 
-    def __init__(
-        self,
-        report: Report,
-        build: Callable[[], ProcessEnv],
-        episodes: int,
-        seed: int,
-        budget_s: float,
-        given: Sequence[str],
-    ) -> None:
-        self.report, self.build, self.num_episodes, self.seed, self.budget_s = report, build, episodes, seed, budget_s
-        self.given = given
-        self.resets: list[float] = []  # seconds, each of an item that was not open before
+    report: Report
+    build: Callable[[], ProcessEnv]
+    num_episodes: int
+    seed: int
+    budget_s: float
+    given: Sequence[str]
+    resets: list[float] = field(default_factory=list)  # seconds, each of an item that was not open before
 
     def make(self) -> None:
         """It can be made, and opens with a prompt that shows something."""
@@ -147,9 +138,8 @@ class _Checks:
         endless = sum(not any(shown[-1][2:]) for shown, _ in played)
         wrong = f"{endless} of {len(turns)} episodes did not end in {MAX_STEPS} turns" if endless else ""
         self.report.add("ends", wrong, f"{len(turns)} episodes of {min(turns)} to {max(turns)} turns")
-        reset, step = (
-            statistics.median(taken) for taken in (self.resets, [one for _, taken in played for one in taken])
-        )
+        reset = statistics.median(self.resets)
+        step = statistics.median(seconds for _, taken in played for seconds in taken)
         self.report.figures |= {"reset_ms": round(1000 * reset, 3), "step_ms": round(1000 * step, 3)}
         self.report.figures |= {"turns": [min(turns), max(turns)], "rewards": [min(rewards), max(rewards)]}
         cost = f"reset {1000 * reset:.2f} ms, step {1000 * step:.2f} ms"
@@ -182,7 +172,7 @@ class _Checks:
         self.report.add("answers", "", f"{len(HOSTILE)} hostile answers are answered")
 
     def _within_budget(self, count: int) -> Iterator[int]:
-        """The numbers up to `count`, until the time is used up."""
+        """The numbers below `count`, until the time is used up."""
         started = time.perf_counter()
         for number in range(count):
             yield number
@@ -199,8 +189,7 @@ class _Checks:
     def _episode(self, index: int, env: ProcessEnv | None = None) -> tuple[list[Any], list[float]]:
         """What an episode shows and rewards, and the seconds of its steps.
 
-        The answers are drawn from those given, or words of what the policy was last told, often one of the choices;
-        they are the same every time.
+        The answers are drawn from those given, or from the words that the policy was last told; always the same.
         """
         observation = self._reset("train", index, env)
         generator, words = random.Random(f"{self.seed}-{index}"), [""]
@@ -219,12 +208,9 @@ class _Checks:
 
 
 def digest(observation: Observation) -> str:
-    """A hash of every role, text and image of an observation."""
-    content = [
-        (message.role, [part if isinstance(part, str) else as_encoded([part])[0].sha256 for part in message.parts])
-        for message in observation.messages
-    ]
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+    """A hash of every role, text and image."""
+    messages, images = pack_observation(observation)
+    return hashlib.sha256(b"".join((repr(messages).encode(), *images))).hexdigest()
 
 
 def as_text(observation: Observation) -> str:

@@ -1,5 +1,4 @@
-"""Data sets with images: rows of parquet files or of the hub, read when they are asked for, checked, and turned into
-items.
+"""Data sets with images: rows of parquet files or of the hub, read and checked when they are asked for.
 
 `open_table(QUESTIONS, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file, `"owner/name"` a
 data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first hundred rows of any of them.
@@ -38,6 +37,7 @@ from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
+_ENDS = re.compile(r"\s*(-?\d{1,12})?\s*:\s*(-?\d{1,12})?\s*")
 SHOWN_FINDINGS = 3
 CACHED_ITEMS = 64  # decoded items kept per table: the copies of a group ask for the same one
 CACHE_BYTES = 256 * 2**20  # of recent row groups, per set of rows
@@ -65,19 +65,18 @@ def read_parquet(
     reader: pq.ParquetFile,
     group: int | None = None,
     columns: Sequence[str] | None = None,
-    free_bytes: int | None = None,
+    free_bytes: int = FREE_BYTES,
 ) -> pa.Table:
     """A row group, or the whole file, as a table. Raises TooLargeError, and pyarrow's errors for damaged files.
 
-    The budget is `free_bytes` (FREE_BYTES by default), or more where the file is larger. What the file says of its size
-    is compared with it first. The rows are then read piece by piece, because a file may lie: one value of a dictionary
-    may stand in millions of rows.
+    The budget is `free_bytes`, or more for a larger file. The sizes that the file claims are compared with it first.
+    Then the rows are read piece by piece, because a file may lie: one value of a dictionary may stand in millions of
+    rows.
     """
     groups = list(range(reader.num_row_groups)) if group is None else [group]
     parts = [reader.metadata.row_group(number) for number in groups]
     chunks = [part.column(number) for part in parts for number in range(part.num_columns)]
-    free = FREE_BYTES if free_bytes is None else free_bytes
-    budget = min(MAX_BYTES, max(free, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)))
+    budget = min(MAX_BYTES, max(free_bytes, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)))
     sizes = [part.total_byte_size for part in parts] + [4 * chunk.num_values for chunk in chunks]
     batches: list[pa.RecordBatch] = []
     held, pieces = 0, reader.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False)
@@ -92,12 +91,10 @@ def read_parquet(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Rows that are read together: a row group, or a data set of the hub.
-
-    name: of the file, or of the data set. first: the number of the first row in it.
-    """
+    """Rows that are read together: a row group of a file (`name`), whose first row has the number `first`, or a data
+    set of the hub. Paths of images are relative to `folder`."""
 
     name: object
     first: int
@@ -112,7 +109,7 @@ class Rows:
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._blocks = tuple(blocks)
         self._ends = list(itertools.accumulate(block.count for block in self._blocks))
-        self._recent: OrderedDict[int, pa.Table] = OrderedDict()
+        self._recent: OrderedDict[Block, pa.Table] = OrderedDict()
         self._lock = threading.Lock()  # a reader may not be used by two threads at once
 
     def __len__(self) -> int:
@@ -120,11 +117,10 @@ class Rows:
 
     def row(self, index: int) -> dict[str, Any]:
         """Row `index` as a dict of the columns, images still encoded; BadRowError if the file is damaged there."""
-        number, place = self._find(index)
+        block, place = self._find(index)
         try:
             with self._lock:
-                table = self._table(number)
-            cells = table.slice(place, 1)
+                cells = self._table(block).slice(place, 1)
             return {name: _value(cells.column(name)[0]) for name in cells.column_names}
         except TooLargeError as error:
             raise BadRowError(f"{self.where(index)}: the row group {error}.") from error
@@ -133,27 +129,27 @@ class Rows:
 
     def where(self, index: int) -> str:
         """File and row in words."""
-        number, place = self._find(index)
-        return f"{self._blocks[number].name}, row {self._blocks[number].first + place}"
+        block, place = self._find(index)
+        return f"{block.name}, row {block.first + place}"
 
     def folder(self, index: int) -> Path | None:
         """The folder that the row's image paths are relative to; None for a data set of the hub."""
-        return self._blocks[self._find(index)[0]].folder
+        return self._find(index)[0].folder
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def _find(self, index: int) -> tuple[Block, int]:
         """The block of a row, and its place in the block."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect.bisect_right(self._ends, index)
-        return number, index - self._ends[number] + self._blocks[number].count
+        return self._blocks[number], index - self._ends[number] + self._blocks[number].count
 
-    def _table(self, number: int) -> pa.Table:
-        table = self._recent.pop(number, None)
+    def _table(self, block: Block) -> pa.Table:
+        table = self._recent.pop(block, None)
         if table is None:
-            table = self._blocks[number].read()
-            if table.num_rows != self._blocks[number].count:
-                raise ValueError(f"{table.num_rows} rows where the file promises {self._blocks[number].count}")
-        self._recent[number] = table
+            table = block.read()
+            if table.num_rows != block.count:
+                raise ValueError(f"{table.num_rows} rows where the file promises {block.count}")
+        self._recent[block] = table
         while len(self._recent) > 1 and sum(kept.nbytes for kept in self._recent.values()) > CACHE_BYTES:
             self._recent.popitem(last=False)
         return table
@@ -179,7 +175,7 @@ def _blocks(file: Path, columns: Sequence[str], optional: Sequence[str]) -> Iter
     chosen = chosen_columns(reader.schema_arrow.names, file, columns, optional)
 
     def read(group: int) -> pa.Table:
-        table = read_parquet(reader, group, chosen)
+        table = read_parquet(reader, group, chosen, FREE_BYTES)
         table.validate(full=True)
         return table
 
@@ -201,10 +197,8 @@ def hub_rows(name: str, split: str, columns: Sequence[str], optional: Sequence[s
             f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a "
             "data set of the hub, fetch it once with `rl-vlm fetch` while online."
         ) from error
-    chosen = chosen_columns(dataset.column_names, name, columns, optional)
-    # The arrow format returns images as they are stored, from files that are mapped into memory; the default one
-    # decodes them.
-    stored = dataset.select_columns(chosen).with_format("arrow")
+    # Arrow keeps images as they are stored, in files that are mapped into memory; the default format decodes them.
+    stored = dataset.select_columns(chosen_columns(dataset.column_names, name, columns, optional)).with_format("arrow")
     return Rows([Block(name, 0, len(stored), lambda: stored[:])])
 
 
@@ -229,16 +223,13 @@ def chosen_columns(
 
 
 def local_files(path: Path, split: str) -> list[Path]:
-    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or in its
-    `data`."""
+    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or its `data`."""
     if path.is_file():
         return [path]
-    for folder in (path, path / "data"):
-        single = folder / f"{split}.parquet"
-        files = [single] if single.is_file() else sorted(folder.glob(f"{split}-*.parquet"))
-        if files:
+    for pattern in (f"{split}.parquet", f"{split}-*.parquet", f"data/{split}.parquet", f"data/{split}-*.parquet"):
+        if files := sorted(path.glob(pattern)):
             return files
-    found = sorted(file for folder in (path, path / "data") for file in folder.glob("*.parquet"))
+    found = sorted(path.glob("*.parquet")) + sorted(path.glob("data/*.parquet"))
     raise UserInputError(
         f"{path} has neither {split}.parquet nor {split}-*.parquet; it holds "
         f"{', '.join(file.name for file in found[:8]) or 'no parquet file'}."
@@ -253,59 +244,50 @@ def split_slice(source: str) -> tuple[str, slice]:
     match = _SLICE.fullmatch(source)
     if match is None:
         return source, slice(None)
-    ends = re.fullmatch(r"\s*(-?\d{1,12})?\s*:\s*(-?\d{1,12})?\s*", match["range"])
+    ends = _ENDS.fullmatch(match["range"])
     if ends is None:
         raise UserInputError(
             f"{source!r}: a slice is written @[a:b] with whole numbers, either of which may be absent."
         )
-    start, stop = (int(end) if end else None for end in ends.groups())
-    return match["path"], slice(start, stop)
+    return match["path"], slice(*(int(end) if end else None for end in ends.groups()))
 
 
-def _split_source(data: DataSource, split: Split) -> str:
-    """The source of a split: `data` is a source for both splits, or a mapping from split to source.
+def _split_sources(data: DataSource) -> dict[str, str]:
+    """The source of each split.
 
-    A single file is one split: the one in its name, else train. To prevent evaluation on training rows by
-    accident, the other split must then be named: `{"train": "a.parquet", "test": "b.parquet"}`.
+    A single file is one split: the one in its name, else train. So that nobody evaluates on training rows by accident,
+    the other split must be named: `{"train": "a.parquet", "test": "b.parquet"}`.
     """
     if isinstance(data, Mapping):
-        if split not in data:
-            named = f"env.data names no {split} split; it names {', '.join(data) or 'none'}."
-            raise UserInputError(f"{named} {_split_hint(split_slice(next(iter(data.values()), 'FILE'))[0], split)}")
-        return data[split]
+        return dict(data)
     path = Path(split_slice(data)[0]).expanduser()
-    if path.is_file():
-        own = "test" if re.match(r"test(?![a-z])", path.stem) else "train"
-        if own != split:
-            raise UserInputError(f"{path} is a single file and holds the {own} split. {_split_hint(path, split)}")
-    return data
+    own = ("test",) if re.match(r"test(?![a-z])", path.stem) else ("train",)
+    return dict.fromkeys(own if path.is_file() else ("train", "test"), data)
 
 
 def _split_hint(source: object, split: str) -> str:
-    """The advice where `source` has rows, but none of `split`."""
+    """The advice if `source` has rows, but none of `split`."""
     divided = f"\"env.data={{train: '{source}@[100:]', test: '{source}@[:100]'}}\""
     instead = ", or evaluate on training rows with evaluation.split=train" if split == "test" else ""
     return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
 
 
-def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key: str = "env.data") -> None:
-    """Raise UserInputError where train and test share rows: of one file, or of a file and its copy.
+def reject_shared_rows(sources: Mapping[str, str], selected: Callable[[Split], range], key: str = "env.data") -> None:
+    """Raise UserInputError if train and test share rows: of one file, or of a file and its copy.
 
-    `selected` gives a split's rows. A single file is one split, and the hub has files of its own for each.
+    `selected` gives a split's rows. The hub has files of its own for each split.
     """
-    sources = dict(data) if isinstance(data, Mapping) else {"train": data, "test": data}
     paths = {split: Path(split_slice(source)[0]).expanduser() for split, source in sources.items()}
-    files: dict[str, list[Path]] = {}
-    with suppress(UserInputError):  # told where the split is opened
-        files = {split: local_files(paths[split], split) for split in ("train", "test")} if len(paths) == 2 else {}
-    if not files or (not isinstance(data, Mapping) and paths["train"].is_file()):
+    if len(paths) < 2:
         return
-    pairs = itertools.product(files["train"], files["test"])
+    pairs: list[tuple[Path, Path]] = []
+    with suppress(UserInputError):  # raised again when the split is opened
+        pairs = list(itertools.product(local_files(paths["train"], "train"), local_files(paths["test"], "test")))
     shared = next((pair for pair in pairs if pair[0].samefile(pair[1]) or filecmp.cmp(pair[0], pair[1], False)), None)
     if shared is None:
         return
     train, test = selected("train"), selected("test")
-    if max(map(len, files.values())) > 1 or max(train.start, test.start) < min(train.stop, test.stop):
+    if len(pairs) > 1 or max(train.start, test.start) < min(train.stop, test.stop):
         raise UserInputError(
             f"{key}: {shared[0]} and {shared[1]} are the same, and train and test share rows of them, so that tests "
             "would be trained on: give each split rows of its own, such as FILE@[100:] and FILE@[:100]."
@@ -314,26 +296,23 @@ def reject_shared_rows(data: DataSource, selected: Callable[[Split], range], key
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its cells by column, file and row in words, and `image`, which decodes the content of a cell.
-
-    `image` raises BadRowError.
-    """
+    """One row: its cells by column, and `image`, which decodes the content of a cell. All methods raise BadRowError."""
 
     cells: dict[str, Any]
-    where: str
+    where: str  # file and row in words
     image: Callable[[Any], EncodedImage]
 
     def text(self, column: str) -> str:
-        """A cell as text: strings as they are, finite numbers in digits. Raises BadRowError for anything else."""
+        """A cell as text: strings as they are, finite numbers in digits."""
         text = cell_text(self.cells[column])
         if not text:
             raise BadRowError(f"the {column} is empty or neither text nor a number.")
         return text
 
     def truth(self, column: str) -> str:
-        """The value of a cell that holds a right answer, without what data sets wrap it in (see `bare_truth`).
+        """The right answer in a cell, without what data sets wrap it in (see `bare_truth`).
 
-        Raises BadRowError where what is left is no short value on one line, so that no answer could be right.
+        What is left must be a short value on one line; otherwise no answer could be right.
         """
         truth = bare_truth(self.text(column))
         if not truth or "\n" in truth or is_oversized(truth):
@@ -343,8 +322,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Schema(Generic[Item]):
-    """What the rows of a data set hold: `read` makes the item of a row, and raises BadRowError for one that cannot be
-    used."""
+    """What the rows of a data set hold: `read` makes the item of a row, or raises BadRowError."""
 
     read: Callable[[Row], Item]
     columns: tuple[str, ...]
@@ -352,11 +330,16 @@ class Schema(Generic[Item]):
 
 
 class RowTable(Generic[Item]):
-    """A sequence of items, one per row. A row is read, checked and decoded when it is asked for."""
+    """The items of `rows` that `source@[a:b]` selects. A row is read, checked and decoded when it is asked for.
 
-    def __init__(self, schema: Schema[Item], rows: Rows, selected: range, name: str) -> None:
-        self.name = name
-        self.selected = selected  # rows of the data set
+    Raises UserInputError if none is selected.
+    """
+
+    def __init__(self, schema: Schema[Item], rows: Rows, source: str, split: str) -> None:
+        self.selected = range(len(rows))[split_slice(source)[1]]  # rows of the data set
+        if not self.selected:
+            raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
+        self.name = f"{source} ({split})"
         self._schema, self._rows = schema, rows
         self._decoded = lru_cache(CACHED_ITEMS)(partial(self._read, use=decode))
 
@@ -374,8 +357,8 @@ class RowTable(Generic[Item]):
     def validate(self, limit: int | None = None) -> int:
         """Check `limit` rows spread over the table, or all, without decoding pixels; return how many.
 
-        Finds damaged files and row groups, rows whose fields are missing or wrong, and images that are missing, not
-        images or too large. Raises BadRowError with the first few findings. Damaged pixels show when the row is used.
+        Finds damaged files, fields that are missing or wrong, and images that are missing, too large or no images.
+        Raises BadRowError with the first few findings. Damaged pixels show when the row is used.
         """
         count = len(self) if limit is None else max(0, min(limit, len(self)))
         findings: list[str] = []
@@ -424,33 +407,32 @@ def open_table(schema: Schema[Item], source: str, split: str) -> RowTable[Item]:
 
 @lru_cache(maxsize=8)  # the environments of one process share tables
 def _opened(schema: Schema[Any], source: str, split: str, versions: tuple[tuple[Path, int, int], ...]) -> RowTable[Any]:
-    name, selected = split_slice(source)
     files, columns = [file for file, *_ in versions], (schema.columns, schema.optional)
-    rows = file_rows(files, *columns) if files else hub_rows(name, split, *columns)
-    chosen = range(len(rows))[selected]
-    if not chosen:
-        raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
-    return RowTable(schema, rows, chosen, f"{source} ({split})")
+    rows = file_rows(files, *columns) if files else hub_rows(split_slice(source)[0], split, *columns)
+    return RowTable(schema, rows, source, split)
 
 
 class TableSet(Generic[Item]):
-    """The data set of an environment: its splits as tables, each opened on first use. `data` names both, or each
-    (env.data)."""
+    """The data set of an environment: `data` names one source for both splits, or one for each (env.data)."""
 
     def __init__(self, schema: Schema[Item], data: DataSource) -> None:
-        self._schema, self._data = schema, data
+        self._schema, self._sources = schema, _split_sources(data)
         self._tables: dict[str, RowTable[Item]] = {}
 
     def split(self, split: Split) -> RowTable[Item]:
         """The items of a split. Raises UserInputError if there is no such split, or if train and test share rows."""
         if not self._tables:
-            reject_shared_rows(self._data, lambda one: self._open(one).selected)
+            reject_shared_rows(self._sources, lambda one: self._open(one).selected)
         if split not in self._tables:
             self._tables[split] = self._open(split)
         return self._tables[split]
 
     def _open(self, split: Split) -> RowTable[Item]:
-        return open_table(self._schema, _split_source(self._data, split), split)
+        if split not in self._sources:
+            name = next((split_slice(source)[0] for source in self._sources.values()), "FILE")
+            named = f"env.data names no {split} split; it names {', '.join(self._sources) or 'none'}."
+            raise UserInputError(f"{named} {_split_hint(name, split)}")
+        return open_table(self._schema, self._sources[split], split)
 
 
 def cell_text(value: Any) -> str:

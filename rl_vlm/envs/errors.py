@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import re
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rl_vlm.envs.base import Info, StepResult
 
 ROLES = get_args(Role)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_CHARS = 65_536  # of one value of an info that is sent on
 _MOST_METRICS = 64  # each is a column of progress.csv
 
@@ -37,47 +39,42 @@ class EnvCrashError(EnvError):
 
 
 def place_of(error: BaseException) -> str:
-    """Where an exception was raised, such as ` (dots.py, line 12)`; empty where that is not known."""
+    """Where an exception was raised, such as " (dots.py, line 12)"; "" if that is not known."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def check_reset(result: Any) -> tuple[Observation, Info]:
-    """Return what `reset` returned if it is (Observation with at least one message, dict); raise EnvError otherwise."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise EnvError(f"reset() must return (observation, info), not {_shape(result)}.")
+    """What `reset` returned, if it is (Observation with at least one message, dict). Raises EnvError."""
+    _expect(isinstance(result, tuple) and len(result) == 2, "reset()", "(observation, info)", result)
     observation, info = result
     check_observation(observation, "reset()")
     if not observation.messages:
         raise EnvError("reset() returned an observation without a message: there is nothing to ask the policy.")
-    if not isinstance(info, dict):
-        raise EnvError(f"reset() must return a dict as info, not {_shape(info)}.")
+    _expect(isinstance(info, dict), "reset()", "a dict as info", info)
     return observation, info
 
 
 def check_step(result: Any) -> StepResult:
-    """Return what `step` returned with a float reward and bool flags; raise EnvError if it is not a step result.
+    """What `step` returned, with a float reward and bool flags. Raises EnvError if it is no step result.
 
-    A step that does not end the episode must return at least one message for the policy to answer.
+    A step that does not end the episode must return a message for the policy to answer.
     """
-    if not isinstance(result, tuple) or len(result) != 5:
-        raise EnvError(f"step() must return (observation, reward, terminated, truncated, info), not {_shape(result)}.")
+    form = "(observation, reward, terminated, truncated, info)"
+    _expect(isinstance(result, tuple) and len(result) == 5, "step()", form, result)
     observation, reward, terminated, truncated, info = result
     check_observation(observation, "step()")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, bool | np.bool_):
-            raise EnvError(f"step() must return a bool as {name}, not {_shape(flag)}.")
-    if not isinstance(info, dict):
-        raise EnvError(f"step() must return a dict as info, not {_shape(info)}.")
+        _expect(isinstance(flag, bool | np.bool_), "step()", f"a bool as {name}", flag)
+    _expect(isinstance(info, dict), "step()", "a dict as info", info)
     if not observation.messages and not (terminated or truncated):
         raise EnvError("step() returned an observation without a message although the episode goes on.")
     return observation, as_reward(reward, "step()"), bool(terminated), bool(truncated), info
 
 
 def as_reward(value: Any, where: str) -> float:
-    """`value` as a finite float; EnvError that names `where` otherwise."""
-    if not isinstance(value, numbers.Real | np.bool_):
-        raise EnvError(f"{where} must return a number as reward, not {_shape(value)}.")
+    """`value` as a finite float. Raises EnvError that names `where`."""
+    _expect(isinstance(value, numbers.Real | np.bool_), where, "a number as reward", value)
     try:
         reward = float(value)
     except OverflowError as error:
@@ -90,8 +87,7 @@ def as_reward(value: Any, where: str) -> float:
 def reward_parts(info: Info) -> tuple[tuple[str, float], ...]:
     """(name, value) of the parts of a step's reward, which `info["reward_parts"]` may hold. Raises EnvError."""
     given = info.get("reward_parts", {})
-    if not isinstance(given, Mapping):
-        raise EnvError(f"step() must return a dict as info['reward_parts'], not {_shape(given)}.")
+    _expect(isinstance(given, Mapping), "step()", "a dict as info['reward_parts']", given)
     if "env" in given:
         raise EnvError(
             "info['reward_parts'] may not hold a part 'env', which is the reward of step() itself: name it otherwise."
@@ -100,8 +96,7 @@ def reward_parts(info: Info) -> tuple[tuple[str, float], ...]:
 
 
 def check_metrics(declared: Any) -> dict[str, tuple[float, ...]]:
-    """`VisionEnv.metrics` of an environment that another process or machine has; raise EnvError if it is not such a
-    declaration."""
+    """`VisionEnv.metrics` of an environment elsewhere. Raises EnvError if it is no such declaration."""
     try:
         metrics = {str(name): tuple(map(float, quantiles)) for name, quantiles in dict(declared).items()}
     except (TypeError, ValueError) as error:
@@ -114,9 +109,7 @@ def check_metrics(declared: Any) -> dict[str, tuple[float, ...]]:
 
 
 def plain_values(info: Info) -> Info:
-    """What of an environment's info is sent to the driver: numbers, texts, and small lists and mappings of these, such
-    as GeoSpot's `parsed`; numpy's scalars are converted.
-    """
+    """What of an environment's info is sent to the driver: numbers, texts, and small lists and mappings of these."""
     kept: Info = {}
     for key, value in info.items():
         with suppress(TypeError, ValueError, RecursionError):
@@ -139,9 +132,8 @@ def _small(digits: str) -> int:
 
 
 def check_observation(observation: Any, where: str) -> None:
-    """Raise EnvError unless `observation` is an Observation of well-formed messages."""
-    if not isinstance(observation, Observation):
-        raise EnvError(f"{where} must return an Observation, not {_shape(observation)}.")
+    """Raise EnvError unless it is an Observation of well-formed messages."""
+    _expect(isinstance(observation, Observation), where, "an Observation", observation)
     if not isinstance(observation.messages, tuple):
         raise EnvError(
             f"{where} returned an Observation whose messages are {_shape(observation.messages)}, not a tuple."
@@ -152,20 +144,18 @@ def check_observation(observation: Any, where: str) -> None:
         if message.role not in ROLES:
             raise EnvError(f"{where} returned a message with role {message.role!r}; roles are {', '.join(ROLES)}.")
         for part in message.parts:
-            _check_part(part, f"{where}, message {number}")
+            place = f"{where}, message {number}"
+            if isinstance(part, str) and _SURROGATE.search(part):
+                raise EnvError(f"{place}: the text holds a lone surrogate, which no tokenizer can encode.")
+            if isinstance(part, Image.Image) and min(part.size) < 1:
+                raise EnvError(f"{place}: an image of {part.width}x{part.height} pixels is empty.")
+            if not isinstance(part, str | Image.Image | EncodedImage):
+                raise EnvError(f"{place}: a part is {_shape(part)}; parts are text or images.")
 
 
-def _check_part(part: Any, where: str) -> None:
-    if isinstance(part, str):
-        try:
-            part.encode()
-        except UnicodeEncodeError as error:
-            raise EnvError(f"{where}: the text holds a lone surrogate, which no tokenizer can encode.") from error
-    elif isinstance(part, Image.Image):
-        if min(part.size) < 1:
-            raise EnvError(f"{where}: an image of {part.width}x{part.height} pixels is empty.")
-    elif not isinstance(part, EncodedImage):
-        raise EnvError(f"{where}: a part is {_shape(part)}; parts are text or images.")
+def _expect(holds: bool, where: str, what: str, value: Any) -> None:
+    if not holds:
+        raise EnvError(f"{where} must return {what}, not {_shape(value)}.")
 
 
 def _shape(value: Any) -> str:

@@ -49,7 +49,8 @@ class ImageError(UserInputError):
 def image_bytes(value: Any, folder: Path | None) -> bytes:
     """The encoded bytes of an image given as bytes, as {"bytes", "path"}, as a data URI or as a path.
 
-    A path is relative to `folder` and may not leave it; without a folder, and for a remote address, it is refused.
+    A path is relative to `folder` and may not leave it; without a folder it is rejected, as remote addresses always
+    are.
     """
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
@@ -94,27 +95,10 @@ def decoded(
         raise ImageError(f"cannot be decoded ({one_line(error)})") from error
 
 
-def _open_file(data: bytes, formats: Sequence[str]) -> Image.Image:
-    """Open an image, its header read and its pixels not; every path opens here.
-
-    Raises ImageError for a file that is made to cost time, and what Pillow raises for a damaged one.
-    """
-    scans = check_parts(data)
-    image = Image.open(io.BytesIO(data), formats=tuple(formats))
-    if len(scans) > 1 and image.width * image.height * sum(scans) > MAX_WORK:
-        raise ImageError(
-            f"is a JPEG of {len(scans)} scans of {image.width}x{image.height} pixels, which takes too long to decode: "
-            "save it without progressive scans"
-        )
-    if image.format == "TIFF" and image.info.get("compression") in ("jpeg", "tiff_jpeg"):
-        raise ImageError("is a TIFF that holds JPEGs, each strip of which may cost as much as the file: save it as PNG")
-    return image
-
-
 def as_image(image: Any) -> Image.Image | EncodedImage:
     """An image of an environment: PIL, an array [H, W, 3 or 4], bytes, a data URI, or the path of a local file.
 
-    An environment is the user's own code, so its paths may point anywhere on this machine. Raises EnvError.
+    An environment is the user's own code, so its paths may point anywhere. Raises EnvError.
     """
     if isinstance(image, Image.Image | EncodedImage):
         return image
@@ -132,10 +116,10 @@ def as_image(image: Any) -> Image.Image | EncodedImage:
 
 @lru_cache(maxsize=256)  # the copies of a group show the same image
 def fit(image: EncodedImage, size: int, square: bool = False) -> EncodedImage:
-    """Resize so that the longest side has `size` pixels.
+    """Shrink a larger image so that its longest side has `size` pixels.
 
-    Without `square`, larger images shrink and smaller ones stay. With it, every image is scaled to fit and laid on a
-    grey square, so that all images cost the same number of tokens.
+    With `square`, every image is scaled to that size and laid on a grey square, so that all cost the same number of
+    tokens.
     """
     longest = max(image.width, image.height)
     if longest <= size and not square:
@@ -150,7 +134,7 @@ def fit(image: EncodedImage, size: int, square: bool = False) -> EncodedImage:
 
 
 def resized(image: EncodedImage, width: int, height: int) -> EncodedImage:
-    """The image in another size, whatever that does to its proportions; itself if it has that size."""
+    """The image in another size, whatever that does to its proportions."""
     if (image.width, image.height) == (width, height):
         return image
     return EncodedImage.from_pil(image.to_pil().resize((width, height), Image.Resampling.LANCZOS))
@@ -163,29 +147,34 @@ def blank(width: int, height: int) -> EncodedImage:
 
 
 def blanked(images: Iterable[EncodedImage]) -> tuple[EncodedImage, ...]:
-    """A blank image in the size of each."""
     return tuple(blank(image.width, image.height) for image in images)
 
 
 def replaced(images: Iterable[EncodedImage], others: Sequence[EncodedImage]) -> tuple[EncodedImage, ...]:
-    """One of `others` in the size of each image: in order, again from the first where they are fewer, blank where
-    there are none."""
+    """`others` in the sizes of `images`: in order, again from the first if they are fewer, blank if there are none."""
     if not others:
         return blanked(images)
     return tuple(resized(there, own.width, own.height) for there, own in zip(cycle(others), images, strict=False))
 
 
 def _open(data: bytes, max_pixels: int, formats: Sequence[str] = FORMATS) -> Image.Image:
+    """An image whose header was read and whose pixels were not; ImageError also for one that is made to cost time."""
+    scans = check_parts(data)
     try:
-        image = _open_file(data, formats)
-    except ImageError:
-        raise
+        image = Image.open(io.BytesIO(data), formats=tuple(formats))
     except Image.DecompressionBombError as error:
         raise ImageError(f"has more than {max_pixels} pixels") from error
     except UnidentifiedImageError as error:
         raise ImageError(f"is not a readable image ({', '.join(formats)})") from error
     except Exception as error:  # header parsers raise nearly anything on corrupt bytes
         raise ImageError(f"is not a readable image ({one_line(error)})") from error
+    if len(scans) > 1 and image.width * image.height * sum(scans) > MAX_WORK:
+        raise ImageError(
+            f"is a JPEG of {len(scans)} scans of {image.width}x{image.height} pixels, which takes too long to decode: "
+            "save it without progressive scans"
+        )
+    if image.format == "TIFF" and image.info.get("compression") in ("jpeg", "tiff_jpeg"):
+        raise ImageError("is a TIFF that holds JPEGs, each strip of which may cost as much as the file: save it as PNG")
     if image.width * image.height > max_pixels:
         raise ImageError(f"has {image.width}x{image.height} pixels, more than {max_pixels}")
     return image
@@ -227,23 +216,18 @@ def _from_path(path: str, folder: Path | None) -> bytes:
 def check_parts(data: bytes) -> list[int]:
     """Look through the parts of a PNG or JPEG file; of a JPEG, the number of components of every scan.
 
-    Linear in the file's size. Raises ImageError for more parts or scans than a picture needs; a damaged file is left to
-    the decoder, which says what is wrong with it.
+    Linear in the file's size. Raises ImageError for more parts or scans than a picture needs; what is wrong with a
+    damaged file the decoder says.
     """
-    if data.startswith(_PNG):
-        _check_chunks(data)
-    elif data.startswith(b"\xff\xd8"):
+    if data.startswith(b"\xff\xd8"):
         return _scans(data)
-    return []
-
-
-def _check_chunks(data: bytes) -> None:
     place, chunks = len(_PNG), 0
-    while place + 12 <= len(data):
+    while data.startswith(_PNG) and place + 12 <= len(data):
         place += 12 + int.from_bytes(data[place : place + 4], "big")
         chunks += 1
         if chunks > MAX_PARTS:
             raise ImageError(f"is a PNG of more than {MAX_PARTS} chunks: save it again")
+    return []
 
 
 def _scans(data: bytes) -> list[int]:

@@ -13,6 +13,7 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rl_vlm.child import Answer, Child, ChildStartError
@@ -39,8 +40,7 @@ MAX_SIDE = 2**16  # pixels
 
 
 def check_plain(env_id: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError for an argument that is no JSON, so that the process of an environment could not be told
-    it."""
+    """Raise UserInputError for an argument that is no JSON, so that another process cannot be told it."""
     for name, value in arguments.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -94,7 +94,7 @@ def unpack_observation(
 class EnvWorker:
     """Answers requests, one at a time: `make`, then `num_items`, `reset`, `step`, and `close`.
 
-    build: makes the environment at the request `make`; by default it is made as the request says.
+    build: makes the environment; by default it is made as the request says.
     """
 
     def __init__(self, build: Callable[[], VisionEnv] | None = None) -> None:
@@ -154,10 +154,10 @@ class EnvClient(VisionEnv):
 
     @abstractmethod
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
-        """The observation in a reply."""
+        pass
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """See VisionEnv. Where the environment is lost, another one is made."""
+        """Where the environment is lost, another one is made."""
         super().reset(seed=seed)
         request = {"op": "reset", "seed": seed, "options": options}
         try:
@@ -168,7 +168,6 @@ class EnvClient(VisionEnv):
         return check_reset((self._observation(reply, blobs), reply.get("info")))
 
     def step(self, action: str) -> StepResult:
-        """See VisionEnv."""
         reply, blobs = self._ask({"op": "step", "action": action})
         flags = (reply.get("reward"), reply.get("terminated"), reply.get("truncated"), reply.get("info"))
         return check_step((self._observation(reply, blobs), *flags))
@@ -179,7 +178,7 @@ class EnvLostError(EnvCrashError):
 
 
 def raise_error(reply: dict[str, Any], what: str) -> None:
-    """Raise the error that a reply brings, if it brings one; `what` is put in front of the environment's own."""
+    """Raise the error that a reply brings, if any; `what` is put in front of the environment's own."""
     if "error" in reply:
         if reply.get("kind") == "input":
             raise UserInputError(str(reply["error"]))
@@ -195,9 +194,8 @@ class ProcessEnv(EnvClient):
     """A VisionEnv in a child process.
 
     Raises EnvTimeoutError when a call takes longer than its deadline (the child is killed), EnvCrashError when the
-    child died, EnvError with the one-line message of an exception in the child or for an invalid result, and
-    UserInputError for wrong arguments. After a timeout or crash, `reset` starts a fresh child. `kwargs` and `info`
-    are sent as JSON: tuples become lists, and values that JSON does not know their text.
+    child died, EnvError for an exception in the child or an invalid result, and UserInputError for wrong arguments.
+    After a timeout or crash, `reset` starts a fresh child. `kwargs` and `info` are sent as JSON: tuples become lists.
     """
 
     def __init__(
@@ -221,20 +219,15 @@ class ProcessEnv(EnvClient):
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None when there is no child."""
         return self._child.pid if self._child else None
 
     def num_items(self, split: Split) -> int | None:
-        """See VisionEnv."""
         return self._ask({"op": "num_items", "split": split}, self._start_timeout_s)[0]["value"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Let the child close its environment, briefly, and end it."""
         if self._child is not None:
-            try:
+            with suppress(TimeoutError, PeerGoneError, FrameError):  # it is killed in any case
                 self._child.ask({"op": "close"}, timeout_s=_CLOSE_S)
-            except (TimeoutError, PeerGoneError, FrameError):
-                pass  # it is killed below in any case
         self._kill()
 
     def _open(self) -> None:

@@ -1,8 +1,4 @@
-"""Load what a user names as "package.module[:attribute]" or "path/to/file.py[:attribute]".
-
-Loading a module or file runs it: it is the user's own code. Only the local file system and the installed packages are
-searched, and nothing is fetched.
-"""
+"""Load the user's own code: "package.module[:attribute]" or "path/to/file.py[:attribute]"."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_vlm.envs.foreign.stand_ins import with_stand_ins
+from rl_vlm.envs.foreign import with_stand_ins
 from rl_vlm.files import resolved
 from rl_vlm.types import UserInputError
 
@@ -38,8 +34,7 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def load_object(spec: str) -> Any:
-    """The attribute that a spec names, or its module when it names none. Raises UserInputError if it cannot be
-    loaded."""
+    """The attribute that a spec names, or its module if it names none. Raises UserInputError."""
     target, attribute = split_spec(spec)
     try:
         module = _load(target)
@@ -75,18 +70,13 @@ def _load(target: str) -> ModuleType:
     if target.endswith(".py"):
         path = resolved(target)
         return with_stand_ins(lambda: _load_file(path), path)
-    return with_stand_ins(lambda: _load_module(target), Path.cwd() / f"{target.replace('.', '/')}.py")
-
-
-def _load_module(name: str) -> ModuleType:
-    if not _MODULE_NAME.fullmatch(name):
-        raise UserInputError(f"{name!r} is not the name of a module.")
+    if not _MODULE_NAME.fullmatch(target):
+        raise UserInputError(f"{target!r} is not the name of a module.")
     _extend_path(Path.cwd())
-    return importlib.import_module(name)
+    return with_stand_ins(lambda: importlib.import_module(target), Path.cwd() / f"{target.replace('.', '/')}.py")
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = resolved(path)
     if not path.is_file():
         raise UserInputError(f"There is no file {path}.")
     digest = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.foreign import INTERFACES, SCHEMES, interface_of, split_scheme
+from rl_vlm.envs.foreign import ADAPTERS, FUNCTIONS, SCHEMES, interface_of, split_scheme
 from rl_vlm.envs.loading import absolute_spec, is_spec, load_object
 from rl_vlm.registry import provided
 from rl_vlm.types import RLVLMError, Split, UserInputError
@@ -36,8 +36,8 @@ def register(env_id: str, factory: EnvFactory | str | None = None) -> Any:
     """Make `factory` known as `env_id`; without a factory, a decorator for one: `@register("Mine-v0")`.
 
     It is a VisionEnv class, a function that makes one, a class or function of a foreign interface, or a string that
-    names one of these as `make` would. Other processes know an id if they register it too (see `plugins` of the
-    configuration), or if the factory is a string.
+    names one of these as `make` would. Other processes know an id if the factory is a string, or if they register it
+    too (see `plugins` of the configuration).
     """
     if factory is None:
         return functools.partial(register, env_id)
@@ -51,11 +51,10 @@ def registered() -> tuple[str, ...]:
 
 
 def make(env_id: str, **kwargs: Any) -> VisionEnv:
-    """Make an environment by registry id, by "package.module[:Class]", or from a file "path/to/env.py[:Class]".
+    """Make an environment by registry id, "package.module[:Class]", "path/to/env.py[:Class]" or an id with a scheme.
 
-    Further names: the id of an installed package's entry point, "verifiers:NAME", "openenv:URL", "remote:URL" and a
-    plain "http://host:port", which is a `RemoteEnv`. A module or file without a name after the colon holds one
-    VisionEnv subclass, or one environment of a foreign interface. Naming a file runs it: it is the user's own code.
+    A module or file without a name after the colon holds one VisionEnv subclass, or one environment of a foreign
+    interface. Naming a file runs it: it is the user's own code.
     """
     factory = resolve(env_id)
     signature = inspect.signature(factory)
@@ -68,7 +67,7 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
         ) from error
     cls = getattr(factory, "func", factory)  # an adapter's class, whose first argument is what the id names
     if isinstance(cls, type) and cls.__module__.startswith("rl_vlm."):  # others' annotations may be loose
-        check_arguments(env_id, factory, kwargs)
+        _check_arguments(env_id, factory, kwargs)
     env = factory(**kwargs)
     if not isinstance(env, VisionEnv):
         raise UserInputError(f"{env_id} made a {type(env).__name__}, which is not a VisionEnv.")
@@ -76,7 +75,7 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
 
 
 def resolve(env_id: str) -> EnvFactory:
-    """The factory behind an id, module, file or scheme; UserInputError if there is none."""
+    """The factory behind an id, module, file or scheme. Raises UserInputError."""
     scheme = split_scheme(env_id) if env_id not in _REGISTRY else None
     if scheme is not None:
         name, address = scheme
@@ -86,7 +85,7 @@ def resolve(env_id: str) -> EnvFactory:
         return found
     interface = interface_of(found)
     if interface is not None:
-        return functools.partial(load_object(interface.adapter), found)
+        return functools.partial(load_object(ADAPTERS[interface]), found)
     if not callable(found):
         raise UserInputError(f"{env_id} names a {type(found).__name__}, which cannot make an environment.")
     return found  # type: ignore[no-any-return]
@@ -137,10 +136,12 @@ def pick(module: ModuleType) -> Any:
     ours = [one for one in classes if issubclass(one, VisionEnv)]
     if len(ours) == 1:
         return ours[0]
-    for interface in INTERFACES:
-        if not ours and interface.function and callable(getattr(module, interface.function, None)):
-            return getattr(module, interface.function)
-    foreign = [] if ours else _leaves([one for one in classes if interface_of(one)])
+    functions = [getattr(module, name) for name in FUNCTIONS if callable(getattr(module, name, None))]
+    if functions and not ours:
+        return functions[0]
+    known = [] if ours else [one for one in classes if interface_of(one)]
+    # A base class in the same file is not the environment.
+    foreign = [one for one in known if not any(other is not one and issubclass(other, one) for other in known)]
     if len(foreign) == 1:
         return foreign[0]
     names = ", ".join(cls.__name__ for cls in ours or foreign)
@@ -149,13 +150,8 @@ def pick(module: ModuleType) -> Any:
         raise UserInputError(f"{where} holds several environments: name one of {names} after a colon.")
     raise UserInputError(
         f"{where} holds neither a VisionEnv subclass nor a build_env(sample, args), nor an environment of another "
-        f"interface ({', '.join(one.name for one in INTERFACES[1:])})."
+        f"interface ({', '.join(list(ADAPTERS)[1:])})."
     )
-
-
-def _leaves(classes: list[type]) -> list[type]:
-    """The classes that no other of them derives from: a base class in the same file is not the environment."""
-    return [one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)]
 
 
 # Of pydantic's errors, by type, those whose words speak of Python.
@@ -166,12 +162,9 @@ _WORDS = {
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError, a sentence for each argument that is not of the type that `factory` names for it, or
-    outside its bounds.
-
-    YAML gives any type, and a late TypeError names no key.
-    """
+def _check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, Any]) -> None:
+    """Raise UserInputError, a sentence for each argument of another type than `factory` names for it, or outside its
+    bounds."""
     names = tuple(one.name for one in inspect.signature(factory).parameters.values() if one.kind not in _VARIADIC)
     try:
         _model_of(getattr(factory, "func", factory), names).model_validate(dict(arguments))
@@ -180,7 +173,7 @@ def check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, An
 
 
 def _sentences(env_id: str, arguments: Mapping[str, Any], error: ValidationError) -> Iterator[str]:
-    """One for each argument, of its first value that is wrong; the members of a union are joined by "or"."""
+    """A sentence for each argument, about its first wrong value; members of a union are joined by "or"."""
     wrong: dict[str, dict[str, tuple[list[str], Any]]] = {}
     for one in error.errors():
         key, value = "", cast(Any, arguments)
@@ -211,8 +204,8 @@ def _model_of(cls: type, names: tuple[str, ...]) -> type[BaseModel]:
 
 
 def list_environments() -> list[dict[str, Any]]:
-    """Per id: `id`, the first paragraph of the description, and, where it can be made without arguments, `num_items` by
-    split and `max_turns`."""
+    """Per id: `id`, the first paragraph of its docstring and, if it can be made without arguments, `num_items` by split
+    and `max_turns`."""
     return [_describe(env_id) for env_id in registered()]
 
 
@@ -226,11 +219,8 @@ def _describe(env_id: str) -> dict[str, Any]:
         return {**entry, "description": entry["description"] or f"cannot be used: {error}"}
     counts = {split: env.num_items(split) for split in ("train", "test")}  # type: ignore[arg-type]
     env.close()
-    return {
-        **entry,
-        "num_items": counts if None not in counts.values() else None,
-        "max_turns": getattr(env, "max_turns", None),
-    }
+    sizes = None if None in counts.values() else counts
+    return {**entry, "num_items": sizes, "max_turns": getattr(env, "max_turns", None)}
 
 
 def make_part(env: EnvSection, name: str = "", changes: Mapping[str, Any] | None = None) -> VisionEnv:
@@ -241,7 +231,7 @@ def make_part(env: EnvSection, name: str = "", changes: Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The number of items by split and name of the environment (None without end), and `VisionEnv.metrics` by name."""
+    """The number of items by split and environment (None without end), and `VisionEnv.metrics` by environment."""
 
     sizes: dict[Split, dict[str, int | None]]
     metrics: dict[str, Mapping[str, tuple[float, ...]]]
@@ -260,8 +250,7 @@ def survey(env: EnvSection, *splits: Split) -> Survey:
 
 
 def part_size(part: EnvPart, env: VisionEnv, split: Split) -> int | None:
-    """The number of items in a split; of the training split at most `num_items`, which may also bound an endless
-    one."""
+    """The number of items in a split; for training at most `num_items`, which may also bound an endless one."""
     size = env.num_items(split)
     return train_size(part, size) if split == "train" else size
 

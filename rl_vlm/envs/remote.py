@@ -1,8 +1,8 @@
 """An environment on another machine, or in another process, over HTTP: `RemoteEnv("http://host:port")`.
 
-The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `frames`),
-never pickle. Every request has a number, and one that arrives again is answered as before: a connection that breaks may
-be opened again without a step being made twice.
+The other side is `rl-vlm envs serve ID` (see `http/env_server.py`). Requests and replies are frames (see `frames`).
+Every request has a number, and one that arrives again is answered as before: a connection that breaks may be opened
+again without a step being made twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header, wrong_token
 from rl_vlm.envs.base import Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
 from rl_vlm.envs.images import ImageError, decode
@@ -31,12 +31,11 @@ _BUSY = (408, 429, 502, 503)  # the server, or a proxy before it, will answer la
 class RemoteEnv(EnvClient):
     """A VisionEnv behind an HTTP address. Each instance has a session, an environment of its own on the server.
 
-    address: "http://host:port" or "host:port". timeout_s: deadline of one call of the environment. retry_s: how long a
-    server that cannot be reached, or has no session free, is tried again. token_variable: the environment variable with
-    the token.
+    timeout_s: deadline of one call of the environment. retry_s: how long a server that cannot be reached, or has no
+    session free, is tried again. token_variable: the environment variable with the token.
 
-    Raises EnvTimeoutError after `timeout_s`, EnvCrashError where the server, or the session on it, is gone (`reset`
-    then opens another one), EnvError for the environment's own failures, UserInputError for a wrong address or token.
+    Raises EnvTimeoutError after `timeout_s`, EnvCrashError if the server, or the session on it, is gone (`reset` then
+    opens another one), EnvError for the environment's own failures, UserInputError for a wrong address or token.
     """
 
     def __init__(
@@ -50,27 +49,23 @@ class RemoteEnv(EnvClient):
         super().__init__()
         self._url = base_url(address)
         self._timeout_s, self._retry_s = timeout_s, retry_s
-        self._http = httpx.Client(
-            headers={"Content-Type": FRAME, **token_header(token_variable)},
-            trust_env=not is_loopback(self._url),
-        )
+        headers = {"Content-Type": FRAME, **token_header(token_variable)}
+        self._http = httpx.Client(headers=headers, trust_env=not is_loopback(self._url))
         self._session: str | None = None
         self._number = 0
         self._sizes: dict[str, int | None] = {}
         self._open()
 
     def num_items(self, split: Split) -> int | None:
-        """See VisionEnv; asked for once."""
         return self._sizes[split]
 
     def close(self) -> None:
-        """End the session, if the server can be told."""
         if self._session is not None:
             self._end_session()
         self._http.close()
 
     def _end_session(self) -> None:
-        """Forget the session, and tell the server, which else keeps an environment for it. It may not answer."""
+        """Forget the session, and tell the server, if it answers: it keeps an environment for it."""
         request, self._session = {"op": "close", "session": self._session}, None
         with suppress(EnvError, UserInputError, httpx.TransportError):
             self._send(pack_frame(request, []), min(_CLOSE_S, self._timeout_s))
@@ -105,16 +100,13 @@ class RemoteEnv(EnvClient):
         return checked_observation(reply, blobs)
 
     def _post(self, request: dict[str, Any], retry_s: float) -> Frame:
-        """Send a request, again and again while the server cannot be reached or is busy."""
-        body = pack_frame(request, [])
+        body, what = pack_frame(request, []), f"{self._url}: {request['op']}"
 
         def ask() -> Frame:
             try:
                 status, data = self._send(body, self._timeout_s)
             except httpx.ReadTimeout as error:
-                raise EnvTimeoutError(
-                    f"{self._url}: {request['op']} took longer than {self._timeout_s:g} s."
-                ) from error
+                raise EnvTimeoutError(f"{what} took longer than {self._timeout_s:g} s.") from error
             except httpx.TransportError as error:
                 why = excerpt(f"{type(error).__name__}: {error}", 300)
                 raise _UnansweredError(
@@ -127,9 +119,7 @@ class RemoteEnv(EnvClient):
                     raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
             why = excerpt(data[:5000].decode(errors="replace"), 300)
             if status in (401, 403):
-                raise UserInputError(
-                    f"{self._url} refuses the token ({why}): set the variable that env.kwargs.token_variable names."
-                )
+                raise wrong_token(self._url, why)
             if status == 410:
                 raise EnvLostError(f"{self._url}: the session is gone; call reset() for a new one.")
             if status in _BUSY:

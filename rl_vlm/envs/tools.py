@@ -44,18 +44,18 @@ class ToolCallError(RLVLMError):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A well-formed call: whether the tool exists and takes these arguments is for the environment to say."""
+    """A well-formed call; the environment says whether the tool exists."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def parse_tool_call(text: str) -> ToolCall | None:
-    """The last tool call of a turn, or None when there is none.
+    """The last tool call of a turn, or None when there is none. Raises ToolCallError for a call that is malformed.
 
     Accepts `{"name", "arguments"}` and `{"function": {"name", "arguments"}}`, with arguments (or "parameters", as some
     models call them) as an object or as a string that holds one. Unescaped LaTeX backslashes are repaired. A call in a
-    thought does not count (see `without_thoughts`). Raises ToolCallError for a call that is malformed.
+    thought does not count.
     """
     block = last_block(without_thoughts(text))
     if block is None:
@@ -81,7 +81,7 @@ def parse_tool_call(text: str) -> ToolCall | None:
 def last_block(text: str) -> str | None:
     """The text inside the last `<tool_call>` of a turn; None without one. ToolCallError if it is never closed.
 
-    Where the tag is only mentioned, with no `{` behind it, an earlier one that has it counts instead.
+    If that tag is only mentioned, with no `{` behind it, an earlier one that has it counts instead.
     """
     calls = [match.start() for match in _CALL.finditer(text)]
     start = calls[-1] if calls else text.rfind(OPEN)

@@ -57,7 +57,7 @@ class JsonLinesRows(Rows):
 
 def open_conversations(source: str, split: Split) -> RowTable[Conversation]:
     """Open a source, with an optional slice `source@[a:b]`. Raises UserInputError."""
-    name, selected = split_slice(source)
+    name = split_slice(source)[0]
     path = Path(name).expanduser()
     lines = path if path.suffix == ".jsonl" else _jsonl_of(path, split)
     if lines is not None:
@@ -66,10 +66,7 @@ def open_conversations(source: str, split: Split) -> RowTable[Conversation]:
         rows = builtin_rows(name, split)
     else:
         return open_table(CONVERSATIONS, source, split)
-    chosen = range(len(rows))[selected]
-    if not chosen:
-        raise UserInputError(f"{source} selects none of the {len(rows)} conversations of its {split} split.")
-    return RowTable(CONVERSATIONS, rows, chosen, f"{source} ({split})")
+    return RowTable(CONVERSATIONS, rows, source, split)
 
 
 def has_split(source: str, split: Split) -> bool:

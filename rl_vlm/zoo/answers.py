@@ -11,17 +11,14 @@ _MAX_THOUGHT = 100_000  # characters
 
 
 class ReadAnswer(NamedTuple):
-    """What an answer says, None where that cannot be said, and the reason why not; "" if it can."""
+    """What an answer says; None, and the reason, if that cannot be said."""
 
     value: Any
     reason: str = ""
 
 
 def behind_thought(text: str, max_chars: int) -> tuple[str, str]:
-    """The text without its thoughts, and the reason why it must not be graded, or "".
-
-    The reasons are those of `refusal`, where `max_chars` bounds the text beside the thoughts.
-    """
+    """The text without its thoughts, and the reason not to grade it: one of `refusal`, "too_long", or ""."""
     said = without_thoughts(text)
     if len(said) > max_chars:
         return said, "too_long"

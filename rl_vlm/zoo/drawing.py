@@ -1,7 +1,7 @@
 """Shared by the drawn environments: plain shapes on mid-grey, random numbers by key, and the split of a drawing.
 
-Train and test drawings are disjoint by construction: a hash of the drawing, or of the values that decide its pixels,
-decides its split, and a drawing of the wrong split is drawn again.
+A hash of the drawing, or of the values that decide its pixels, decides its split, and a drawing of the wrong split is
+drawn again. So train and test drawings are disjoint.
 """
 
 from __future__ import annotations
@@ -77,19 +77,13 @@ def render(shapes: Sequence[Shape], image_size: int = IMAGE_SIZE) -> np.ndarray:
     return pixels
 
 
-def pixel_hash(pixels: np.ndarray) -> str:
-    """The hash of a drawing's pixels, which decides its split."""
-    return hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).hexdigest()
-
-
 def split_of_hash(first_byte: int) -> Split:
-    """The split of something whose hash begins with this byte."""
     return "test" if first_byte < TEST_BUCKET else "train"
 
 
 def split_of(pixels: np.ndarray) -> Split:
     """The split of a drawing, by its pixels."""
-    return split_of_hash(bytes.fromhex(pixel_hash(pixels))[0])
+    return split_of_hash(hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).digest()[0])
 
 
 def split_of_content(content: Sequence[object]) -> Split:

@@ -102,13 +102,7 @@ def test_actions_are_repeated_and_the_last_frames_are_shown():
     env.close(), by_hand.close()
 
 
-def test_starts_of_the_splits_are_disjoint():
-    env = rl_vlm.make("Control-v0", env="MiniGrid-Empty-Random-5x5-v0", tile_size=8)
-    starts = {
-        split: {np.asarray(opened(env, index, split)[0].messages[0].images[0]).tobytes() for index in range(60)}
-        for split in ("train", "test")
-    }
-    assert starts["train"] and starts["test"] and not starts["train"] & starts["test"]
+def test_an_environment_with_one_start_has_one_split():
     with pytest.raises(EnvError, match="disjoint=false"):
         for split in ("train", "test"):
             opened(minigrid(disjoint=True), 0, split)
@@ -121,7 +115,7 @@ def test_metaworld_reach_is_played_with_named_moves():
         max_turns=40, reward="success", camera="corner2",
     )  # fmt: skip
     observation, _ = opened(env, 1)
-    assert env.words[:6] == ("left", "right", "forward", "back", "up", "down")
+    assert tuple(env.words)[:6] == ("left", "right", "forward", "back", "up", "down")
     assert observation.messages[0].text.startswith("Move the hand to the red ball. In each")
     inner = env._inner._inner
     done = False

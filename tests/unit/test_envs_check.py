@@ -70,7 +70,7 @@ def test_a_slow_reset_is_a_warning_and_no_failure(monkeypatch):
     assert report.ok and [one.name for one in report.findings if one.status == "warn"] == ["cost", "reward"]
 
 
-@pytest.mark.parametrize("env", ["Shapes-v0", "GridWalk-v0"])
+@pytest.mark.parametrize("env", ["Shapes-v0", "GridWalk-v0", "GeoSpot-v0"])
 def test_our_own_environments_pass(env):
     report = check_environment(env, episodes=5, budget_s=2.0)
     assert report.ok, report.findings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -21,7 +20,6 @@ from rl_vlm.zoo.geospot.places import (
     GeoAnswer,
     Kind,
     haversine_km,
-    kernel,
     name_key,
     open_gazetteer,
     parse_answer,
@@ -149,15 +147,6 @@ def test_distances_equal_an_independent_library_to_a_metre(
     assert haversine_km(one, other) == pytest.approx(haversine(one, other), abs=1e-3)  # their radius is 6371.0088 too
 
 
-def test_kernels_by_hand() -> None:
-    assert kernel(0.0, 2000) == 1.0
-    assert kernel(2000.0, 2000) == pytest.approx(0.36787944)
-    assert kernel(693.147, 1000) == pytest.approx(0.5, abs=1e-6)
-    assert kernel(50.0, 25) == pytest.approx(0.13533528)
-    assert kernel(None, 25) == 0.0
-    assert TAUS_KM == {"country": 2000, "region": 500, "city": 100, "coords": 25}
-
-
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
@@ -175,24 +164,23 @@ def test_weights_of_stages_and_between_them_by_hand(stage: float, expected: tupl
 
 
 def test_a_reward_by_hand() -> None:
-    distances = {"country": 0.0, "region": 500.0, "city": None, "coords": 25.0}
-    scored = score(distances, stage_weights(4), TAUS_KM)
-    expected = (0.15 + 0.25 / math.e + 0 + 0.4 / math.e) / 1.2
-    assert scored.reward == pytest.approx(expected)
-    assert scored.kernels == pytest.approx({"country": 1, "region": 1 / math.e, "city": 0, "coords": 1 / math.e})
+    assert TAUS_KM == {"country": 2000, "region": 500, "city": 100, "coords": 25}
+    distances = {"country": 693.147, "region": 500.0, "city": None, "coords": 50.0}
+    reward, kernels = score(distances, stage_weights(4), TAUS_KM)
+    by_hand = {"country": 0.70710681, "region": 0.36787944, "city": 0, "coords": 0.13533528}
+    assert kernels == pytest.approx(by_hand)
+    assert reward == pytest.approx((0.15 * 0.70710681 + 0.25 * 0.36787944 + 0 + 0.4 * 0.13533528) / 1.2)
 
 
 def test_a_missing_field_never_leaves_the_denominator() -> None:
-    everything = dict.fromkeys(FIELDS, 0.0)
-    assert score(everything, stage_weights(4), TAUS_KM).reward == pytest.approx(1.0)
-    country = {**dict.fromkeys(FIELDS), "country": 0.0}
-    assert score(country, stage_weights(4), TAUS_KM).reward == pytest.approx(0.15 / 1.2)
-    assert score(dict.fromkeys(FIELDS), stage_weights(4), TAUS_KM).reward == 0.0
+    def reward(distances: dict[str, float | None]) -> float:
+        return score(distances, stage_weights(4), TAUS_KM)[0]
+
+    everything: dict[str, float | None] = dict.fromkeys(FIELDS, 0.0)
+    assert reward(everything) == pytest.approx(1.0) and reward(dict.fromkeys(FIELDS)) == 0.0
+    assert reward({**dict.fromkeys(FIELDS), "country": 0.0}) == pytest.approx(0.15 / 1.2)
     for field in FIELDS:  # leaving a field out never pays more than naming anything at all
-        without = {**everything, field: None}
-        far = {**everything, field: FARTHEST_KM}
-        weights = stage_weights(4)
-        assert score(without, weights, TAUS_KM).reward <= score(far, weights, TAUS_KM).reward < 1.0
+        assert reward({**everything, field: None}) <= reward({**everything, field: FARTHEST_KM}) < 1.0
 
 
 def test_random_distances_equal_an_independent_library_to_a_metre() -> None:

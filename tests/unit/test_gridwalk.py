@@ -17,7 +17,6 @@ from rl_vlm.zoo.gridwalk.environment import (
     Grid,
     GridWalkEnv,
     grid_item,
-    neighbour,
     parse_move,
     picture_of,
 )
@@ -120,21 +119,11 @@ def test_every_grid_can_be_solved_and_is_as_difficult_as_asked_for(size: int) ->
             shortest = shortest_by_enumeration(grid, 8)
             assert shortest is not None and shortest >= 3
             assert shortest == grid.distances()[grid.agent]
+            if index < 5:
+                env = GridWalkEnv(size, walls=size - 2, holes=size - 2)
+                assert env.reset(options={"index": index, "split": split})[1]["shortest_path"] == shortest
             cells = [grid.agent, grid.goal, *grid.walls, *grid.holes]
             assert len(set(cells)) == len(cells) == 2 + 2 * (size - 2)
-
-
-def best_moves(grid: Grid) -> tuple[str, ...]:
-    """The moves that bring the agent one step nearer to the goal; empty at the goal and where no path leads."""
-    distances = grid.distances()
-    here = distances.get(grid.agent)
-    return () if here is None else tuple(m for m in MOVES if distances.get(neighbour(grid.agent, m)) == here - 1)
-
-
-def test_best_moves_by_hand() -> None:
-    assert set(best_moves(HAND_MADE)) == {"down"}  # the wall closes the upper way
-    assert set(best_moves(grid_of("A..", "...", "..G"))) == {"down", "right"}
-    assert grid_of("A#G", ".O.", "...").distances()[0, 0] == 6
 
 
 def test_no_picture_of_a_test_grid_is_ever_trained_on() -> None:
@@ -176,23 +165,3 @@ def test_every_kind_of_cell_can_be_told_from_every_other(size: int, image_size: 
             expected |= dict.fromkeys(grid.walls, environment.WALL) | dict.fromkeys(grid.holes, environment.HOLE)
             assert colour == expected.get((row, column), (environment.BACKGROUND,) * 3)
             assert (cell == colour).all(-1).mean() > 0.3
-
-
-# --- the environment
-
-
-def play(env: GridWalkEnv, index: int, split: str, choose: object) -> dict[str, object]:
-    """The last info of an episode; `choose` gets the state."""
-    env.reset(options={"index": index, "split": split})
-    while True:
-        _, reward, terminated, truncated, info = env.step(choose(env._grid))  # type: ignore[operator]
-        if terminated or truncated:
-            return {**info, "reward": reward}
-
-
-@pytest.mark.parametrize("size", [3, 4, 6])
-def test_shortest_paths_always_reach_the_goal(size: int) -> None:
-    env = GridWalkEnv(size)
-    for split in ("train", "test"):
-        ends = [play(env, index, split, lambda grid: best_moves(grid)[0]) for index in range(100)]
-        assert all(end["reward"] == 1.0 and end["steps"] == end["shortest_path"] for end in ends)

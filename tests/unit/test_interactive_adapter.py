@@ -28,17 +28,11 @@ def opened(env: VisionEnv, index=3):
     return check_reset(env.reset(seed=0, options={"index": index, "split": "train"}))
 
 
-def play(env: VisionEnv):
-    """Look, guess too low, guess right; the results of the three steps."""
-    opened(env)
-    return [check_step(env.step(text)) for text in ("let me look", "perhaps 20", "then 22")]
-
-
 def assert_plays_well(env: VisionEnv):
     observation, _ = opened(env)
     (message,) = observation.messages
     assert message.role == "user" and len(message.images) == 1 and "parallelogram" in message.text
-    look, low, right = play(env)
+    look, low, right = (check_step(env.step(text)) for text in ("let me look", "perhaps 20", "then 22"))
     assert look[0].messages[0].images[0].getpixel((0, 0)) == (0, 0, 0)
     assert (look[0].messages[0].role, look[0].messages[0].text) == ("user", "Look again.")
     assert low[0].messages[0].text == "Larger."

@@ -20,15 +20,15 @@ from rl_vlm.rewards.math import extract_boxed
 from rl_vlm.zoo.caption.environment import grade_caption
 from rl_vlm.zoo.control import lesson as rooms
 from rl_vlm.zoo.control.environment import read_word
-from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, described, draw_tour, random_room, side
+from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, described, draw_tour, side
 from rl_vlm.zoo.drawing import CORNERS, render
 from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import BRIEF
-from rl_vlm.zoo.geospot.lesson import GRID, cell, draw_spot, vocabulary
+from rl_vlm.zoo.geospot.lesson import GRID, draw_spot, vocabulary
 from rl_vlm.zoo.geospot.places import parse_answer
 from rl_vlm.zoo.gridwalk import environment
-from rl_vlm.zoo.gridwalk.environment import MOVES, Difficulty, grid_item, parse_move
+from rl_vlm.zoo.gridwalk.environment import parse_move
 from rl_vlm.zoo.gridwalk.lesson import draw_walk, random_question
 from rl_vlm.zoo.nlvr2.environment import read_verdict
 from rl_vlm.zoo.scenes.data import LOOKS, caption_of, pair_item
@@ -239,20 +239,7 @@ def test_action_words_are_random_wherever_the_goal_is() -> None:
         assert all(abs(counts[word] / counts.total() - 1 / 3) < 0.04 for word in WORDS)
 
 
-def test_rooms_of_the_splits_are_different_ones() -> None:
-    rng = np.random.default_rng(4)
-    drawn = {split: {random_room(rng, (6,), split) for _ in range(300)} for split in ("train", "test")}
-    assert drawn["train"] and drawn["test"] and not drawn["train"] & drawn["test"]
-
-
 # --- GeoSpot-v0: answers about the pin are right, places random
-
-
-def test_cells_by_hand() -> None:
-    assert cell((89.0, -179.0)) == (1, 1)
-    assert cell((1.0, 1.0)) == (5, 4)
-    assert cell((-1.0, -1.0)) == (4, 5)
-    assert cell((-89.0, 179.0)) == (8, 8)
 
 
 def test_answers_about_the_pin_are_right_in_the_pixels() -> None:
@@ -308,31 +295,6 @@ def test_answers_about_a_grid_by_hand() -> None:
         "What is around?": "floor hole floor floor",
     }  # fmt: skip
     assert by_question == expected
-
-
-def test_answers_about_neighbours_are_right_in_the_pixels() -> None:
-    colours = {
-        "goal": environment.GOAL,
-        "wall": environment.WALL,
-        "hole": environment.HOLE,
-        "floor": (environment.BACKGROUND,) * 3,
-    }
-    rng = np.random.default_rng(1)
-    seen: Counter[str] = Counter()
-    for index in range(300):
-        grid = grid_item(Difficulty(min_distance=1), "train", index)
-        question, answer = random_question(rng, grid)
-        if not question.startswith("What is "):
-            continue
-        asked = tuple(MOVES) if question == "What is around?" else (question[8:-1],)
-        for move, kind in zip(asked, answer.split(), strict=True):
-            seen[kind] += 1
-            row, column = environment.neighbour(grid.agent, move)
-            if 0 <= row < 4 and 0 <= column < 4:
-                assert tuple(environment.render(grid)[16 * row + 8, 16 * column + 8]) == colours[kind]
-            else:
-                assert kind == "wall"
-    assert set(seen) == set(colours)
 
 
 def test_moves_are_random_whatever_is_drawn() -> None:

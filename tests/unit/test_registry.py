@@ -137,18 +137,14 @@ def test_a_nonsense_step_says_what_is_wrong(result, message):
         check_step(result)
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (GOOD, r"\(observation, info\)"),
-        ((GOOD, {}, 0), "a tuple of 3"),
+def test_a_nonsense_reset_says_what_is_wrong():
+    for result, message in (
+        (GOOD, "observation, info"),
         ((Observation(), {}), "without a message"),
-        ((GOOD, []), "a dict as info"),
-    ],
-)
-def test_a_nonsense_reset_says_what_is_wrong(result, message):
-    with pytest.raises(EnvError, match=message):
-        check_reset(result)
+        ((GOOD, []), "dict"),
+    ):
+        with pytest.raises(EnvError, match=message):
+            check_reset(result)
 
 
 def test_a_part_does_not_take_the_place_of_the_reward_itself():

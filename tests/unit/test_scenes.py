@@ -141,17 +141,3 @@ def test_labels_are_balanced_and_kinds_are_equally_frequent() -> None:
 
 
 # --- splits and repetition
-
-
-def test_no_picture_is_in_both_splits() -> None:
-    shown = {
-        split: {picture_of(scene).sha256 for index in range(500) for scene in (*_scenes(split, index),)}
-        for split in ("train", "test")
-    }
-    assert not shown["train"] & shown["test"]
-    assert min(map(len, shown.values())) > 1400  # hardly any is drawn twice
-
-
-def _scenes(split: str, index: int) -> tuple[Scene, Scene, Scene]:
-    pair = pair_item(split, index)  # type: ignore[arg-type]
-    return pair.left, pair.right, caption_item(split, index)  # type: ignore[arg-type]

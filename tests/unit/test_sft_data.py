@@ -167,7 +167,7 @@ def test_a_bad_row_gets_one_sentence_with_file_and_line(kind: str, tiny_folder: 
         ("nowhere.jsonl", "Cannot read .*nowhere.jsonl: No such file"),
         ("no/where", "There is no file or folder"),
         ("a.txt", "is not a readable parquet file"),
-        ("a.jsonl@[5:]", "selects none of the 1 conversations"),
+        ("a.jsonl@[5:]", "selects none of the 1 rows"),
         ("a.jsonl@[x]", "a slice is written"),
         ("b.parquet", "lacks the column messages"),
         ("c.parquet", "is not a readable parquet file"),

@@ -76,20 +76,6 @@ def test_any_constant_answer_is_right_one_time_in_four() -> None:
         assert answers == {"1": 128, "2": 128, "3": 128, "4": 128}
 
 
-def test_no_test_drawing_is_ever_trained_on() -> None:
-    test = {drawing.pixel_hash(pixels_of(shapes_item("count", "test", i).image)) for i in range(512)}
-    train = {drawing.pixel_hash(pixels_of(shapes_item("count", "train", i).image)) for i in range(4096)}
-    assert len(test) > 500 and len(train) > 4000
-    assert not test & train
-
-
-def test_the_pixels_decide_the_split() -> None:
-    rng = drawing.stable_rng("split")
-    for split in ("train", "test"):
-        for count in (1, 4):
-            assert drawing.split_of(environment.draw(rng, count, split)[1]) == split  # type: ignore[arg-type]
-
-
 def test_the_rule_gives_every_colour_its_own_number_and_depends_on_the_seed() -> None:
     rules = [environment.rule_numbers(seed) for seed in range(8)]
     assert all(sorted(rule.values()) == ["1", "2", "3", "4"] for rule in rules)

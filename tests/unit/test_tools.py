@@ -24,27 +24,32 @@ def answer_of(literal: str) -> str:
     return parsed.arguments["answer"]
 
 
-def test_text_without_a_call_is_none():
-    assert parse_tool_call("The answer is \\boxed{5}.") is None
-    assert parse_tool_call("") is None
-    assert parse_tool_call("</tool_call>") is None
+F = call('{"name": "f"}')
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is \\boxed{5}.", None),
+        ("", None),
+        ("</tool_call>", None),
+        (F, ToolCall("f", {})),
+        (call('{"name": "f", "arguments": null}'), ToolCall("f", {})),
+        (call('{"name": " f\\n", "arguments": " "}'), ToolCall("f", {})),
+        (call('{"name": "f", "parameters": {"x": 1}}'), ToolCall("f", {"x": 1})),
+        (F + call('{"name": "g", "arguments": {}}') + " done", ToolCall("g", {})),  # the last one
+        ("<think>" + call("{}") + " <tool_call> </think>So \\boxed{5}.", None),
+        (f"<think>I could ask {F} but wait", None),
+        (f"<think>hm</think>{F}", ToolCall("f", {})),
+    ],
+)
+def test_the_last_call_outside_of_thoughts_counts(text, expected):
+    assert parse_tool_call(text) == expected
 
 
 @pytest.mark.parametrize("body", TABLES["every_accepted_form_gives_the_same_call"])
 def test_every_accepted_form_gives_the_same_call(body):
     assert parse_tool_call(call(body)) == ToolCall("calc_score", {"answer": "5"})
-
-
-@pytest.mark.parametrize(
-    "body", ['{"name": "f"}', '{"name": "f", "arguments": null}', '{"name": "f", "arguments": " "}']
-)
-def test_absent_arguments_are_none_given(body):
-    assert parse_tool_call(call(body)) == ToolCall("f", {})
-
-
-def test_the_last_call_counts():
-    text = call('{"name": "f", "arguments": {}}') + call('{"name": "g", "arguments": {}}') + " done"
-    assert parse_tool_call(text) == ToolCall("g", {})
 
 
 @pytest.mark.parametrize("after", TABLES["a_mere_mention_of_the_tag_does_not_hide_the_call"])
@@ -53,27 +58,6 @@ def test_a_mere_mention_of_the_tag_does_not_hide_the_call(after):
     assert parse_tool_call(text) == ToolCall("f", {})
     with pytest.raises(ToolCallError):
         parse_tool_call(f"I think.{after}")
-
-
-def test_the_name_is_stripped():
-    assert parse_tool_call(call('{"name": " calc_score\\n", "arguments": {}}')) == ToolCall("calc_score", {})
-    with pytest.raises(ToolCallError, match="between 1 and"):
-        parse_tool_call(call('{"name": "  ", "arguments": {}}'))
-
-
-def test_a_malformed_last_call_is_not_replaced_by_an_earlier_one():
-    with pytest.raises(ToolCallError, match="not valid JSON"):
-        parse_tool_call(call('{"name": "f"}') + call("{"))
-
-
-def test_a_call_inside_a_thought_is_none():
-    assert parse_tool_call("<think>" + call("{}") + " <tool_call> </think>So \\boxed{5}.") is None
-    assert parse_tool_call("<think>I could ask " + call('{"name": "f"}') + " but wait") is None
-    assert parse_tool_call("<think>hm</think>" + call('{"name": "f"}')) == ToolCall("f", {})
-
-
-def test_arguments_may_be_called_parameters():
-    assert parse_tool_call(call('{"name": "f", "parameters": {"x": 1}}')) == ToolCall("f", {"x": 1})
 
 
 @pytest.mark.parametrize(
@@ -116,7 +100,7 @@ def test_properly_escaped_text_arrives_unchanged(answer):
         ("{}", '"name" is missing'),
         ('{"name": 5}', '"name" must be a string, not a number'),
         ('{"name": null}', '"name" must be a string, not null'),
-        ('{"name": ""}', "between 1 and 64"),
+        ('{"name": "  "}', "between 1 and 64"),
         ('{"name": "' + "f" * 65 + '"}', "between 1 and 64"),
         ('{"function": "f"}', '"function" must be an object'),
         ('{"function": {"arguments": {}}}', '"name" is missing'),
@@ -130,16 +114,12 @@ def test_properly_escaped_text_arrives_unchanged(answer):
         ("[" * 8000 + "]" * 8000, "nested too deep"),
         ('{"a":' * 2000, "nested too deep"),
         ("x" * (MAX_CHARS + 1), "at most 16384 characters"),
+        ('{"name": "f"}</tool_call><tool_call>{', "not valid JSON"),  # the last one, not an earlier one
     ],
 )
 def test_a_malformed_call_says_what_is_wrong(body, message):
     with pytest.raises(ToolCallError, match=message):
         parse_tool_call(call(body))
-
-
-def test_an_unclosed_call_says_so():
-    with pytest.raises(ToolCallError, match="not closed"):
-        parse_tool_call('<tool_call>{"name": "f"}')
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from gymnasium.utils.env_checker import check_env
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.registry import ENTRY_POINT_GROUP, make, resolve
 from rl_vlm.registry import provided
-from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.types import RLVLMError, UserInputError, as_encoded
 
 GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
 CARTPOLE = {"env": "CartPole-v1", "image_size": 64}
@@ -99,6 +99,31 @@ def test_an_item_depends_on_its_index_split_and_seed_alone(env_id: str) -> None:
     assert shown(again, index=7, split="train") == item
     others = [shown(first, index=8, split="train"), shown(first, index=7, split="test"), shown(other, index=7)]
     assert all(messages != item for messages in others)
+
+
+# Settings, how many items of each split are looked at, and the least number of different pictures among them.
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "looked_at", "least"),
+    [
+        ("Shapes-v0", {}, (2000, 500), (1950, 490)),
+        ("GridWalk-v0", {}, (300, 100), (250, 80)),
+        ("NLVR2-v0", {}, (500, 500), (950, 950)),
+        ("Caption-v0", {}, (500, 500), (450, 450)),
+        ("Zoom-v0", {}, (400, 200), (390, 195)),
+        ("Geo3k-v0", {"angle_step": 20, "image_size": 64}, (500, 200), (480, 190)),
+        ("GeoSpot-v0", {"countries": 12, "cities": 1}, (400, 400), (150, 50)),
+        ("Control-v0", {"env": "MiniGrid-Empty-Random-5x5-v0", "tile_size": 8}, (60, 60), (5, 2)),
+    ],
+)
+def test_no_picture_is_in_both_splits(
+    env_id: str, kwargs: dict[str, Any], looked_at: tuple[int, int], least: tuple[int, int]
+) -> None:
+    env = make(env_id, **kwargs)
+    train, test = (
+        {one.sha256 for index in range(count) for one in as_encoded(shown(env, index=index, split=split)[-1].images)}
+        for split, count in zip(("train", "test"), looked_at, strict=True)
+    )
+    assert len(train) >= least[0] and len(test) >= least[1] and not train & test
 
 
 @pytest.mark.parametrize(("env_id", "kwargs"), [(env_id, one) for env_id, cases in WRONG.items() for one in cases])

@@ -1,74 +1,57 @@
-"""Environments written to other frameworks' interfaces, unchanged: how each interface is recognised, and which
-adapter runs it."""
+"""Environments written to other frameworks' interfaces: how each interface is recognised, which adapter runs it, and
+the few lines of the frameworks that environment files import, for machines without them."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
-
-class Interface(NamedTuple):
-    """One foreign interface.
-
-    `name`: for error messages. `function`: the function of a module that makes environments, by name; "" if there is
-    none. `fits`: whether a class or function speaks it. `adapter`: "module:Class" of the VisionEnv that wraps it.
-    """
-
-    name: str
-    function: str
-    fits: Callable[[Any], bool]
-    adapter: str
-
-
-def _is_slime(found: Any) -> bool:
-    """`build_env(sample, args)`, also under another name."""
-    return _is_function(found, "build_env") or (_is_function(found) and _parameters(found) >= {"sample", "args"})
-
-
-def _is_vlm_gym(found: Any) -> bool:
-    """`create_env(name, tokenizer, ...)`, or a class with `reset(idx)` and `step(state, action_tokens)`."""
-    if not isinstance(found, type):
-        return _is_function(found, "create_env")
-    step, reset = getattr(found, "step", None), getattr(found, "reset", None)
-    if not callable(step) or not callable(reset):
-        return False
-    return "action_tokens" in _parameters(step) or hasattr(found, "tokens_per_action")
-
-
-def _is_vagen(found: Any) -> bool:
-    """A class like GymImageEnv, with the coroutines `system_prompt()`, `reset(seed)` and `step(text)`."""
-    names = ("system_prompt", "reset", "step")
-    return isinstance(found, type) and all(inspect.iscoroutinefunction(getattr(found, name, None)) for name in names)
-
-
-def _is_verifiers(found: Any) -> bool:
-    """`load_environment(...)`, or a class or an instance of the package, which has been imported then."""
-    base = getattr(sys.modules.get("verifiers"), "Environment", None)
-    if base is not None and (isinstance(found, base) or (isinstance(found, type) and issubclass(found, base))):
-        return True
-    return _is_function(found, "load_environment")
-
-
-INTERFACES = (
-    Interface("slime", "build_env", _is_slime, "rl_vlm.envs.foreign.slime:SlimeEnv"),
-    Interface("vlm-gym", "create_env", _is_vlm_gym, "rl_vlm.envs.foreign.vlm_gym:VlmGymEnv"),
-    Interface("verifiers", "load_environment", _is_verifiers, "rl_vlm.envs.foreign.verifiers:VerifiersEnv"),
-    Interface("VAGEN", "", _is_vagen, "rl_vlm.envs.foreign.vagen:VagenEnv"),
-)
-
+T = TypeVar("T")
+_LOCK = threading.Lock()
+# By interface, "module:Class" of the VisionEnv that wraps its environments.
+ADAPTERS = {
+    "slime": "rl_vlm.envs.foreign.slime:SlimeEnv",
+    "vlm-gym": "rl_vlm.envs.foreign.vlm_gym:VlmGymEnv",
+    "verifiers": "rl_vlm.envs.foreign.verifiers:VerifiersEnv",
+    "VAGEN": "rl_vlm.envs.foreign.vagen:VagenEnv",
+}
+# The functions that make environments, by the names that they have in a user's module.
+FUNCTIONS = {"build_env": "slime", "create_env": "vlm-gym", "load_environment": "verifiers"}
 # Ids that name an environment by a scheme: what stands after the colon is the adapter's first argument.
 SCHEMES = {
-    "verifiers": "rl_vlm.envs.foreign.verifiers:VerifiersEnv",
+    "verifiers": ADAPTERS["verifiers"],
     "openenv": "rl_vlm.envs.foreign.openenv:OpenEnv",
     **dict.fromkeys(("remote", "http", "https"), "rl_vlm.envs.remote:RemoteEnv"),
 }
 
 
-def interface_of(found: Any) -> Interface | None:
-    """The foreign interface that a class, a function or an instance speaks."""
-    return next((one for one in INTERFACES if one.fits(found)), None)
+def interface_of(found: Any) -> str | None:
+    """The foreign interface of a class, a function or an instance; None if it has none of them.
+
+    A function of slime may have another name if it takes `sample` and `args`.
+    """
+    base = getattr(sys.modules.get("verifiers"), "Environment", None)
+    if base is not None and (isinstance(found, base) or (isinstance(found, type) and issubclass(found, base))):
+        return "verifiers"
+    if not callable(found):
+        return None
+    if not isinstance(found, type):
+        is_slime = _parameters(found) >= {"sample", "args"}
+        return "slime" if is_slime else FUNCTIONS.get(getattr(found, "__name__", ""))
+    methods = [getattr(found, name, None) for name in ("reset", "step", "system_prompt")]
+    if all(map(inspect.iscoroutinefunction, methods)):
+        return "VAGEN"
+    takes_tokens = hasattr(found, "tokens_per_action") or "action_tokens" in _parameters(methods[1])
+    return "vlm-gym" if all(map(callable, methods[:2])) and takes_tokens else None
 
 
 def split_scheme(env_id: str) -> tuple[str, str] | None:
@@ -79,13 +62,96 @@ def split_scheme(env_id: str) -> tuple[str, str] | None:
     return scheme, env_id if scheme in ("http", "https") else rest
 
 
-def _is_function(found: Any, name: str | None = None) -> bool:
-    """Whether `found` can be called and is no class; with `name`, whether it is called so."""
-    return callable(found) and not isinstance(found, type) and name in (None, getattr(found, "__name__", ""))
-
-
 def _parameters(function: Any) -> set[str]:
     try:
         return set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some built-in callables have no signature
+    except (TypeError, ValueError):  # no function, or a built-in one without a signature
         return set()
+
+
+# `vlmrl` (vlm-gym) needs JAX, `vagen` needs verl and a GPU. Their environments derive from the classes below.
+
+
+@dataclass(frozen=True)
+class BaseState:
+    """What an environment of vlm-gym remembers between its steps."""
+
+
+class BaseEnv:
+    """See `vlm_gym.py` for what a subclass has."""
+
+    tokens_per_action: int = 32
+    force_answer_at: int = -1
+    num_tasks: int = -1  # no end
+
+    @staticmethod
+    def clean_action(action_tokens: Sequence[int], end_token: int) -> list[int]:
+        """The tokens up to and with the first `end_token`."""
+        tokens = list(action_tokens)
+        return tokens[: tokens.index(end_token) + 1] if end_token in tokens else tokens
+
+
+def decode_tokens(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text without special tokens, its spaces as they are."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class GymBaseEnv:
+    """Made with one dict; see `vagen.py` for what a subclass has."""
+
+    def __init__(self, env_config: dict[str, Any]) -> None:
+        self.config = env_config
+
+    async def close(self) -> None:
+        """Free what the environment holds."""
+
+
+class GymImageEnv(GymBaseEnv):
+    """One whose observations may have images."""
+
+
+# What stands in for which module; packages come before what is in them.
+_MODULES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("vlmrl", "vlmrl.envs", "vlmrl.utils", "vagen"), ()),
+    "vlmrl.envs.base": (BaseState, BaseEnv),
+    "vlmrl.utils.vlm": (decode_tokens,),
+    "vagen.envs": (GymBaseEnv, GymImageEnv),  # newer files import them from here
+    "vagen.envs.gym_base_env": (GymBaseEnv,),
+    "vagen.envs.gym_image_env": (GymImageEnv,),
+}
+_DOC = "Stands in for a framework that is not installed."
+
+
+def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
+    """What `call` returns; it is tried again with the stand-ins if it imports a framework that is not installed.
+
+    file: the user's; in a checkout of the framework its own modules are found beside the stand-ins.
+    """
+    try:
+        return call()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        with _LOCK:
+            known = getattr(sys.modules.get(package), "__doc__", "") == _DOC
+            if package not in ("vlmrl", "vagen") or not (known or importlib.util.find_spec(package) is None):
+                raise
+            _provide(package, file)
+        return call()
+
+
+def _provide(package: str, file: Path | None) -> None:
+    """Put the stand-ins of a package in place. All of them are packages, which find the modules of a checkout."""
+    for name, content in _MODULES.items():
+        parent, _, last = name.rpartition(".")
+        if name.partition(".")[0] != package:
+            continue
+        module = sys.modules.get(name)
+        if module is None:
+            module = sys.modules[name] = ModuleType(name, _DOC)
+            module.__spec__ = ModuleSpec(name, None, is_package=True)
+            if parent:
+                setattr(sys.modules[parent], last, module)
+        folders = [str(above) for above in file.parents if above.name == last] if file else []
+        module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *folders]))
+        vars(module).update({one.__name__: one for one in content})
+    importlib.invalidate_caches()

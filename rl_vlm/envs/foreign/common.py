@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from abc import abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from rl_vlm.envs.base import EpisodeEnv, Item
 from rl_vlm.envs.errors import ROLES, EnvError, EnvTimeoutError
 from rl_vlm.envs.images import as_image
-from rl_vlm.types import Message, Part, Split
+from rl_vlm.safe_text import one_line
+from rl_vlm.types import Message, Part, UserInputError
 
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, lt=1)]
 _JOIN_S = 2.0  # how long closing waits for what still runs
 
 
+def not_made(error: Exception) -> UserInputError:
+    """The error to raise where the user's code cannot make its environment, whatever it raised itself."""
+    what = f"{type(error).__name__}: {one_line(error)}"
+    return UserInputError(f"The environment cannot be loaded ({what}): correct env.kwargs, or install what is missing.")
+
+
 def returned(result: Any, form: str) -> list[Any]:
-    """What a call returned, where it has as many values as `form` names and ends with a dict or nothing as `info`.
+    """What a call returned, if it has as many values as `form` names and ends with a dict or nothing as `info`.
 
     `form`: "step(text) -> (obs, done, info)". Raises EnvError.
     """
@@ -38,53 +43,25 @@ def returned(result: Any, form: str) -> list[Any]:
     return values
 
 
-class HeldOutEnv(EpisodeEnv):
-    """The base of adapters for environments that may know one set of tasks only, which is then divided into two splits.
-
-    test_share: the last of the tasks are for testing, or every second one where there is no end; None: each split has
-    its own.
-    """
-
-    def __init__(self, test_share: float | None, *, max_turns: int | None = None) -> None:
-        super().__init__(max_turns=max_turns)
-        self._test_share = test_share
-
-    @abstractmethod
-    def num_tasks(self, split: Split) -> int | None:
-        """How many tasks the environment behind a split knows; None without end."""
-
-    def num_items(self, split: Split) -> int | None:
-        """How many of the tasks belong to the split; None without end."""
-        total, share = self.num_tasks(split), self._test_share
-        if total is None or share is None:
-            return total
-        test = min(total - 1, max(1, round(total * share))) if total > 1 and share > 0 else 0
-        return test if split == "test" else total - test
-
-    def task(self, item: Item) -> int:
-        """The environment's own number of an item."""
-        if self._test_share is None:
-            return item.index
-        train = self.num_items("train")
-        if train is None:
-            return 2 * item.index + (item.split == "test")
-        return item.index + (train if item.split == "test" else 0)
+def held_out(total: int, share: float) -> tuple[int, int]:
+    """How many of the tasks of an environment that has one set of them are for training and, the last, for testing."""
+    test = min(total - 1, max(1, round(total * share))) if total > 1 and share > 0 else 0
+    return total - test, test
 
 
 class BackgroundLoop:
-    """An event loop in a thread of its own. It runs coroutines for synchronous code, also where the caller's thread
-    runs a loop."""
+    """An event loop in a thread of its own, which runs coroutines for synchronous code. `close` cancels what runs and
+    ends the thread; `close.alive` says whether it was called."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="env-loop", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _stop, self.loop, self._thread)
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="env-loop", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _stop, self._loop, thread)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """The coroutine's result. EnvTimeoutError, which names `what`, after `timeout_s`; the coroutine is cancelled
-        then."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """The coroutine's result. After `timeout_s` it is cancelled, and EnvTimeoutError names `what`."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
@@ -93,10 +70,6 @@ class BackgroundLoop:
             raise EnvTimeoutError(f"{what} took longer than {timeout_s:g} s.") from error
         except CancelledError as error:
             raise EnvTimeoutError(f"{what} was cancelled.") from error
-
-    def close(self) -> None:
-        """Cancel what runs and end the thread."""
-        self._end()
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -123,7 +96,7 @@ def to_message(message: Any) -> Message:
         return Message.of(message["role"], content)
     if not isinstance(content, list | tuple):
         raise EnvError(f"The content of a message must be text or a list of parts, not a {type(content).__name__}.")
-    return Message(message["role"], tuple(_part(part) for part in content))
+    return Message(message["role"], tuple(map(_part, content)))
 
 
 def _part(part: Any) -> Part:
@@ -132,9 +105,7 @@ def _part(part: Any) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]  # type: ignore[no-any-return]
-    if kind == "image":
-        return as_image(part.get("image"))
-    if kind == "image_url":
-        url = part.get("image_url")
-        return as_image(url.get("url") if isinstance(url, dict) else url)
+    if kind in ("image", "image_url"):
+        image = part.get(kind)
+        return as_image(image.get("url", image) if isinstance(image, dict) else image)
     raise EnvError('A part of a message must be {"type": "text", "text": ...} or {"type": "image", "image": ...}.')

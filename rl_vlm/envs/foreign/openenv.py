@@ -7,19 +7,20 @@ messages are {"type": "reset" | "step", "data"} and their answers {"type", "data
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 from PIL import Image
 
-from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header, wrong_token
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.images import ImageError, decode, image_bytes
@@ -42,11 +43,9 @@ T = TypeVar("T")
 class OpenEnv(EpisodeEnv):
     """A VisionEnv behind an OpenEnv server.
 
-    address: "http://host:port" or "host:port". prompt: what stands before the first observation; by default how to
-    answer. action_field: the field of the action that the policy writes, where the action has several. reset: further
-    arguments of the server's `reset`. max_turns: turns after which an episode is truncated. num_train, num_test: how
-    many seeds each split has. timeout_s: deadline of a call; retry_s: how long a server that cannot be reached, or is
-    full, is tried again. token_variable: the environment variable with the token that is sent.
+    prompt: what stands before the first observation; by default how to answer. action_field: the field that the policy
+    writes, if the action has several. reset: further arguments of the server's `reset`. num_train, num_test: how many
+    seeds each split has. timeout_s, retry_s, token_variable: as of `RemoteEnv`.
 
     A text that is no action, or one that the server's schema refuses, is answered with the reason and costs a turn.
     `info` holds `invalid_actions`, their count.
@@ -77,7 +76,6 @@ class OpenEnv(EpisodeEnv):
         self._reset_data = dict(reset or {})
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Reset the server's environment with the item's seed; a lost session is opened again."""
         number, self._invalid = self.number(item), 0
         self._connect()
         result = self._call("reset", {"seed": number, **self._reset_data})
@@ -86,46 +84,40 @@ class OpenEnv(EpisodeEnv):
         return Observation.user(*images, opening), {"seed": number}
 
     def reply(self, text: str) -> Reply:
-        """Send the policy's text as an action."""
+        message: Observation | None = None
+        reward = 0.0
         try:
             result = self._call("step", self._form.parse(text))
         except ActionError as error:
             self._invalid += 1
-            return Reply(0.0, Observation.user(f"{error}"), {"turn": self.turn, "invalid_actions": self._invalid})
-        images, shown = parts_of(result.get("observation"))
-        reward = as_reward(0.0 if result.get("reward") is None else result["reward"], "the server")
-        message = None if result.get("done") else Observation.user(*images, shown)
+            message = Observation.user(str(error))
+        else:
+            reward = as_reward(0.0 if result.get("reward") is None else result["reward"], "the server")
+            images, shown = parts_of(result.get("observation"))
+            message = None if result.get("done") else Observation.user(*images, shown)
         return Reply(reward, message, {"turn": self.turn, "invalid_actions": self._invalid})
 
     def close(self) -> None:
-        """End the session."""
         socket, self._socket = self._socket, None
         if socket is not None:
-            try:
+            with suppress(Exception):  # it is gone already; the library raises many kinds
                 socket.send(json.dumps({"type": "close"}))
                 socket.close()
-            except Exception:  # it is gone already; the library raises many kinds
-                pass
 
     def _action_schema(self) -> dict[str, Any]:
-        """The JSON schema of an action. Raises UserInputError where there is no OpenEnv server."""
-
-        def ask() -> httpx.Response:
-            local = is_loopback(self._url)
-            return httpx.get(f"{self._url}/schema", headers=self._headers, timeout=self._timeout_s, trust_env=not local)
-
+        """The JSON schema of an action. Raises UserInputError if there is no OpenEnv server."""
+        no_proxy, address = is_loopback(self._url), f"{self._url}/schema"
+        ask = partial(httpx.get, address, headers=self._headers, timeout=self._timeout_s, trust_env=not no_proxy)
         reply = self._retried(ask, (httpx.TransportError,))
         if reply.status_code in (401, 403):
-            raise UserInputError(
-                f"{self._url} refuses the token: set the variable that env.kwargs.token_variable names."
-            )
+            raise wrong_token(self._url)
         try:
             return dict(reply.raise_for_status().json()["action"])
         except (httpx.HTTPStatusError, ValueError, TypeError, KeyError) as error:
             raise UserInputError(f"{self._url}/schema does not describe an action: it is no OpenEnv server.") from error
 
     def _connect(self) -> None:
-        """Open a session if there is none, for as long as the server is starting or full."""
+        """Open a session if there is none; a server that is starting or full is tried again."""
         try:
             from websockets.exceptions import WebSocketException
             from websockets.sync.client import connect
@@ -206,8 +198,7 @@ def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
     for name, value in fields.items():
         if name in shapes or value is None or value in ("", [], {}):
             continue
-        found = _images(value, fields.get(f"{name}_shape"))
-        if found:
+        if found := _images(value, fields.get(f"{name}_shape")):
             images += found
         else:
             lines[name] = value if isinstance(value, str) else json.dumps(value)
@@ -220,10 +211,15 @@ def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
 
 
 def _images(value: Any, shape: Any) -> list[EncodedImage]:
-    """The images that a value is; none where it is something else."""
+    """The images that a value is; none if it is something else."""
     texts = value if isinstance(value, list) else [value]
     if all(isinstance(one, str) and one.startswith(_MAGIC) for one in texts):
-        return list(map(_decoded, texts))
+        try:
+            return [
+                decode(image_bytes(one if ":" in one else base64.b64decode(one, validate=True), None)) for one in texts
+            ]
+        except (ImageError, ValueError) as error:
+            raise EnvError(f"An image of the observation cannot be read: {error}.") from error
     try:
         array = np.asarray(value if isinstance(value, list) else [])
     except ValueError:  # lists of different lengths
@@ -237,33 +233,22 @@ def _images(value: Any, shape: Any) -> list[EncodedImage]:
     return [EncodedImage.from_pil(Image.fromarray(array.astype(np.uint8)))]
 
 
-def _decoded(text: str) -> EncodedImage:
-    try:
-        return decode(image_bytes(text if text.startswith("data:") else base64.b64decode(text, validate=True), None))
-    except (ImageError, binascii.Error, ValueError) as error:
-        raise EnvError(f"An image of the observation cannot be read: {error}.") from error
-
-
 class ActionError(RLVLMError):
     """The policy's text is no action; the message tells it why."""
 
 
 @dataclass(frozen=True)
 class ActionForm:
-    """How an action is written: `field` is the only one to fill, or "" where a JSON object is expected.
+    """How an action is written."""
 
-    `kind` is the field's JSON type, `choices` its allowed values as the server writes them, `instructions` what the
-    policy is told to write.
-    """
-
-    field: str
-    kind: str
-    choices: tuple[Any, ...]
-    instructions: str
+    field: str  # the only one to fill; "" if a JSON object is expected
+    kind: str  # its JSON type, "enum", or "object"
+    choices: tuple[Any, ...]  # its allowed values as the server writes them
+    instructions: str  # what the policy is told to write
 
     @classmethod
     def of(cls, schema: dict[str, Any], field: str | None = None) -> ActionForm:
-        """The form of a JSON schema; `field` chooses one where the schema has several. Raises UserInputError."""
+        """The form of a JSON schema; `field` chooses one of several. Raises UserInputError."""
         properties = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
         if field is not None and field not in properties:
             raise UserInputError(f"The action has no field {field!r}: choose one of {', '.join(properties) or 'none'}.")
@@ -290,27 +275,23 @@ class ActionForm:
         if len(text) > MAX_CHARS:
             raise ActionError(f"An action may have {MAX_CHARS} characters, not {len(text)}.")
         spoken = without_thoughts(text)
-        if not self.field:
+        if self.kind == "object":
             try:
                 return dict(json.loads(spoken[spoken.find("{") : spoken.rfind("}") + 1]))
             except (ValueError, TypeError, RecursionError) as error:
                 raise ActionError(f"The answer is no JSON object. {self.instructions}") from error
-        return {self.field: self._value(spoken)}
-
-    def _value(self, text: str) -> Any:
         if self.kind == "string":
-            return text
+            return {self.field: spoken}
         if self.kind in ("integer", "number"):
-            numbers = _NUMBER.findall(text)
-            if not numbers:
+            number = (_NUMBER.findall(spoken) or [""])[-1]
+            if not number:
                 raise ActionError(f"No number was found. {self.instructions}")
-            if self.kind == "integer" and "." not in numbers[-1]:
-                return int(numbers[-1])
-            return float(numbers[-1]) if self.kind == "number" else round(float(numbers[-1]))
+            whole = int(number) if "." not in number else round(float(number))
+            return {self.field: whole if self.kind == "integer" else float(number)}
         # The word that the text ends with; of "up" and "pick up" the longer one.
-        said = text.lower().rstrip(" \n.!。\"'`*_")
+        said = spoken.lower().rstrip(" \n.!。\"'`*_")
         for choice in sorted(self.choices, key=lambda one: -len(str(one))):
             before, word, _ = said.rpartition(str(choice).lower())
             if word and said.endswith(word) and not (word[0].isalnum() and _NO_WORD_BEGINS.search(before)):
-                return choice
+                return {self.field: choice}
         raise ActionError(f"The answer ends with none of the choices. {self.instructions}")

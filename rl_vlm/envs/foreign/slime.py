@@ -1,8 +1,8 @@
 """Run environments written to slime's interactive interface, unchanged.
 
-Such an environment is a module with `build_env(sample, args)`. What it builds has `reset() -> (obs, info)`, `step(text)
--> (obs, done, info)`, `format_observation(obs) -> message` and `close()`; an `obs` is a dict with `obs_str`, `role`
-and, for images, `multi_modal_data`. One such environment is built per episode.
+`build_env(sample, args)` of a module builds one for each episode. It has `reset() -> (obs, info)`, `step(text) -> (obs,
+done, info)`, `format_observation(obs) -> message` and `close()`; an `obs` is a dict with `obs_str`, `role` and, for
+images, `multi_modal_data`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import QUESTIONS, DataSource, TableSet
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import returned, to_message
+from rl_vlm.envs.images import as_image
 from rl_vlm.rewards.math import grade_turns
-from rl_vlm.types import Message, Observation, UserInputError
+from rl_vlm.types import Message, Observation, Part, UserInputError
 
 
 @dataclass
@@ -44,14 +45,14 @@ class SlimeEnv(EpisodeEnv):
     """A VisionEnv around one interactive environment per episode.
 
     `env` is a `build_env` function, or names one as `rl_vlm.make` would. With `data` the samples are its questions: the
-    prompt with its images opens the conversation, the answer is `sample.label`. Without, the sample is empty but for
-    its metadata (split, index, seed) and `reset()` must bring the first message. All further arguments become
-    attributes of `args`, next to `max_turns`.
+    prompt with its images opens the conversation, and the answer is `sample.label`. Without it a sample holds its
+    metadata alone (split, index, seed), and `reset()` must bring the first message. Further arguments become attributes
+    of `args`, next to `max_turns`.
 
-    The reward, by `reward`: "grade" grades the last boxed answer that the policy itself wrote against `sample.label`
-    at the end, as slime does; "env" takes `reward` from the info or observation of every step or, if there is none, the
-    last `tool_score` at the end; "auto" takes the environment's `reward` if it gives one and grades otherwise
-    (a `tool_score` counts only where there is no label: it judges a tool call, not the final answer).
+    reward: "grade" grades the last boxed answer that the policy wrote against `sample.label`, at the end, as slime
+    does. "env" takes `reward` from the info or observation of every step; if there is none, the last `tool_score` at
+    the end. "auto" takes the environment's `reward` if it gives one, else the grade; `tool_score` counts only without a
+    label, because it judges a tool call and not the final answer.
     """
 
     def __init__(
@@ -72,20 +73,17 @@ class SlimeEnv(EpisodeEnv):
         self._seed: int | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        """See EpisodeEnv; the sample's metadata name the seed."""
         self._seed = seed
         return super().reset(seed=seed, options=options)
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Build the environment of the item's question and open its conversation."""
         self.close()
         where = {"split": item.split, "index": item.index, "seed": self._seed}
         question, messages = self.row(item), []
-        if question is None:
-            self._sample = Sample("", None, where, {}, item.index, item.index)
-        else:
-            pictures = {"images": [image.to_pil() for image in question.images]}
-            self._sample = Sample(question.problem, question.answer, where, pictures, item.index, item.index)
+        self._sample = Sample("", None, where, {}, item.index, item.index)
+        if question is not None:
+            self._sample.prompt, self._sample.label = question.problem, question.answer
+            self._sample.multimodal_inputs = {"images": [image.to_pil() for image in question.images]}
             messages.append(Message("user", question.parts()))
         self._turns: list[str] = []
         self._score: float | None = None
@@ -102,22 +100,21 @@ class SlimeEnv(EpisodeEnv):
         return Observation(tuple(messages)), info
 
     def reply(self, text: str) -> Reply:
-        """Pass the policy's text on; the episode ends when the environment is done."""
         self._turns.append(text)
         obs, done, info = returned(self._inner.step(text), "step(text) -> (obs, done, info)")
         if not isinstance(done, bool | np.bool_):
             raise EnvError("step() must return (obs, done, info) with a bool as done.")
-        over = bool(done) or self.is_last_turn
         reward = self._read_reward(obs, info)
-        info |= {"turn": self.turn, "status": "answered" if done else "out_of_turns" if over else "running"}
-        if not over:
+        info |= {"turn": self.turn, "status": "answered" if done else "running"}
+        if not done and not self.is_last_turn:
             return Reply(reward, Observation((self._format(obs),)), info)
+        if not done:
+            info["status"] = "out_of_turns"
         reward += self._final_reward(info)
         self.close()
         return Reply(reward, None, info, truncated=not done)
 
     def close(self) -> None:
-        """Close the environment of the current episode, if there is one."""
         inner, self._inner = self._inner, None
         if inner is not None and hasattr(inner, "close"):
             inner.close()
@@ -138,32 +135,25 @@ class SlimeEnv(EpisodeEnv):
         """The reward at the end of the episode, besides those of the steps."""
         if self._env_rewarded:
             return 0.0
-        label, source = self._sample.label, self._reward_source
-        if label is not None and source != "env":
+        label = self._sample.label
+        if label is not None and self._reward_source != "env":
             grade = grade_turns(self._turns, str(label))
             info |= {"correct": grade.correct, "answer": grade.answer, "reason": grade.reason}
             return float(grade.correct)
         if self._score is not None:
             info["correct"] = self._score >= 1.0
             return self._score
-        raise EnvError(
-            "The environment gave neither reward nor tool_score, and "
-            + ("there is no label to grade against." if label is None else 'env.reward is "env".')
-        )
+        why = "there is no label to grade against" if label is None else 'env.reward is "env"'
+        raise EnvError(f"The environment gave neither reward nor tool_score, and {why}.")
 
     def _format(self, obs: Any) -> Message:
-        """The message for an observation, by the environment's own `format_observation` where it has one.
-
-        The usual one is its images, then its text, as the user.
-        """
+        """The message of an observation, by the environment's own `format_observation` if it has one; else its images
+        and then its text, as the user."""
         if hasattr(self._inner, "format_observation"):
             return to_message(self._inner.format_observation(obs))
         if not isinstance(obs, dict):
             raise EnvError(f"An observation must be a dict with obs_str, not a {type(obs).__name__}.")
-        content: list[dict[str, Any]] = []
+        parts: list[Part] = []
         for images in (obs.get("multi_modal_data") or {}).values():
-            shown = images if isinstance(images, list | tuple) else [images]
-            content += [{"type": "image", "image": image} for image in shown]
-        return to_message(
-            {"role": "user", "content": [*content, {"type": "text", "text": str(obs.get("obs_str", ""))}]}
-        )
+            parts += map(as_image, images if isinstance(images, list | tuple) else [images])
+        return Message("user", (*parts, str(obs.get("obs_str", ""))))

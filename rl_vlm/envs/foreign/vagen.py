@@ -1,8 +1,8 @@
 """Run environments written to VAGEN's interface (`GymImageEnv`), unchanged.
 
-Coroutines `system_prompt() -> obs`, `reset(seed) -> (obs, info)`, `step(text) -> (obs, reward, done, info)` and
-`close()`; an `obs` is {"obs_str": text with placeholders, "multi_modal_input": {placeholder: [PIL images]}}. The class
-takes one dict.
+The class takes one dict and has the coroutines `system_prompt() -> obs`, `reset(seed) -> (obs, info)`, `step(text) ->
+(obs, reward, done, info)` and `close()`; an `obs` is {"obs_str": text with placeholders, "multi_modal_input":
+{placeholder: [PIL images]}}.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
-from rl_vlm.envs.foreign.common import BackgroundLoop, returned
+from rl_vlm.envs.foreign.common import BackgroundLoop, not_made, returned
 from rl_vlm.envs.images import as_image
-from rl_vlm.safe_text import one_line
-from rl_vlm.types import Message, Observation, Part, Role, UserInputError
+from rl_vlm.types import Message, Observation, Part, Role
 
 
 class VagenEnv(EpisodeEnv):
     """A VisionEnv around a `GymImageEnv`.
 
-    env: the class, or the name of one as `rl_vlm.make` takes it. max_turns: turns after which an episode is truncated.
-    num_train, num_test: how many seeds each split has; training uses those from 0 on, testing the ones behind them.
-    timeout_s: deadline of one call. All further arguments make the dict `env_config` that the class is called with.
+    env: the class, or the name of one as `rl_vlm.make` takes it. num_train, num_test: how many seeds each split has.
+    timeout_s: deadline of one call. env_config: the dict that the class is called with.
     """
 
     def __init__(
@@ -46,13 +45,10 @@ class VagenEnv(EpisodeEnv):
         try:
             self._inner = factory(env_config)
         except Exception as error:  # whatever the user's code raises, an unknown key for example
-            raise UserInputError(
-                f"{self.name} cannot be made with these env.kwargs ({type(error).__name__}: {one_line(error)})."
-            ) from error
+            raise not_made(error) from error
         self._loop = BackgroundLoop()
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Open the episode of the seed that the item has."""
         number = self.number(item)
         obs, info = returned(self._call("reset", number), "reset(seed) -> (obs, info)")
         system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
@@ -61,7 +57,6 @@ class VagenEnv(EpisodeEnv):
         return Observation(messages), {**info, "seed": number}
 
     def reply(self, text: str) -> Reply:
-        """Pass the policy's text on; the episode ends when the environment is done."""
         obs, reward, done, info = returned(self._call("step", text), "step(action) -> (obs, reward, done, info)")
         info["turn"] = self.turn
         if "success" in info:  # VAGEN's name for it; rewards for the format alone may add up to more than 1
@@ -69,16 +64,13 @@ class VagenEnv(EpisodeEnv):
         return Reply(as_reward(reward, "step()"), None if done else Observation((to_message(obs),)), info)
 
     def close(self) -> None:
-        """Close the environment."""
-        if not self._loop.loop.is_closed():
-            try:
+        if self._loop.close.alive:
+            with suppress(EnvTimeoutError):  # the loop is stopped in any case
                 self._call("close")
-            except EnvTimeoutError:
-                pass  # the loop is stopped below in any case
             self._loop.close()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Await a method of the environment; a plain method is taken as well."""
+        """Call a method of the environment, a coroutine or a plain one."""
 
         async def call() -> Any:
             result = getattr(self._inner, name)(*arguments)
@@ -88,7 +80,7 @@ class VagenEnv(EpisodeEnv):
 
 
 def to_message(obs: Any, role: Role = "user") -> Message:
-    """The message of an observation, with each image where its placeholder stands. EnvError where they do not fit."""
+    """The message of an observation, with each image at its placeholder. Raises EnvError if they do not fit."""
     if not isinstance(obs, dict) or not isinstance(obs.get("obs_str"), str):
         raise EnvError(f"An observation must be a dict with a text obs_str, not {str(obs)[:80]!r}.")
     pictures = {key: list(images) for key, images in (obs.get("multi_modal_input") or {}).items()}

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
+from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import BackgroundLoop, HeldOutEnv, Share, to_message
+from rl_vlm.envs.foreign.common import BackgroundLoop, Share, held_out, not_made, to_message
 from rl_vlm.envs.loading import is_spec
 from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
 from rl_vlm.safe_text import one_line, without_thoughts
@@ -39,12 +39,12 @@ For each call, return a JSON object with its name and arguments within <tool_cal
 </tool_call>"""
 
 
-class VerifiersEnv(HeldOutEnv):
+class VerifiersEnv(EpisodeEnv):
     """A VisionEnv around an environment of verifiers.
 
     env: the name of an installed environment, a `load_environment` function, a class or an instance. max_turns:
-    replaces the environment's own limit. timeout_s: deadline of one turn, tools and rubric included. test_share: with
-    one data set only, this share of it is held out for testing. Further arguments: the environment's own.
+    replaces the environment's own limit. timeout_s: deadline of one turn, tools and rubric included. test_share: how
+    much is held out if there is one data set only. kwargs: the environment's own arguments.
 
     The reward is the rubric's, at the end; `info` holds every one of its metrics by name, and `stop`, the condition
     that ended the episode.
@@ -60,23 +60,23 @@ class VerifiersEnv(HeldOutEnv):
         **kwargs: Any,
     ) -> None:
         self._env = _load(env, kwargs)
-        self._rows_of = _splits(self._env)
-        one_set = self._rows_of["train"] is self._rows_of["test"]
-        super().__init__(test_share if one_set else None)
+        train, test = self._env.build_dataset(), self._env.build_eval_dataset()
+        given = [rows for rows in (train, test) if rows is not None]
+        if not given:
+            raise UserInputError("The environment has neither a dataset nor an eval_dataset.")
+        self._rows_of: dict[Split, Any] = {"train": given[0], "test": given[-1]}
+        self._one_set = given[0] is given[-1]
+        num_train, num_test = held_out(len(given[0]), test_share) if self._one_set else map(len, given)
+        super().__init__(num_train=num_train, num_test=num_test)
         if max_turns is not None:
             self._env.max_turns = max_turns
         self._timeout_s = timeout_s
         self._loop = BackgroundLoop()
         self._episode: _Episode | None = None
 
-    def num_tasks(self, split: Split) -> int:
-        """Rows of the environment's data set."""
-        return len(self._rows_of[split])
-
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Start the rollout of the item's row."""
         self._end_episode()
-        number = self.task(item)
+        number = self.number(item) if self._one_set else item.index
         self._episode = _Episode(self._env, dict(self._rows_of[item.split][number]))
         observation = self._advance(self._episode, None)
         if observation is None:
@@ -84,7 +84,6 @@ class VerifiersEnv(HeldOutEnv):
         return observation, {"row": number}
 
     def reply(self, text: str) -> Reply:
-        """Hand the policy's text to the rollout; the rubric rewards its end."""
         assert self._episode is not None  # the episode is open
         observation = self._advance(self._episode, text)
         if observation is not None:
@@ -100,8 +99,7 @@ class VerifiersEnv(HeldOutEnv):
         return Reply(as_reward(state["reward"], "the rubric"), None, info, truncated)
 
     def close(self) -> None:
-        """Cancel the rollout and end the loop."""
-        if not self._loop.loop.is_closed():
+        if self._loop.close.alive:
             self._end_episode()
             self._loop.close()
 
@@ -121,7 +119,8 @@ class _Episode:
         self._env, self._row = env, row
         self.chat = self.completions = self  # `client.chat.completions.create`
         self.state: Any = None
-        self._asked: asyncio.Queue[tuple[list[Any], Any]] = asyncio.Queue()
+        # (messages, tools) of each question to the model; None when the rollout has ended.
+        self._asked: asyncio.Queue[tuple[list[Any], Any] | None] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._seen: list[Any] = []
         self._rollout: asyncio.Task[Any] | None = None
@@ -143,14 +142,16 @@ class _Episode:
             self._rollout = asyncio.ensure_future(self._run())
         if text is not None:
             self._answers.put_nowait(text)
-        asked = asyncio.ensure_future(self._asked.get())
-        await asyncio.wait((asked, self._rollout), return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            asked.cancel()
-            self.state = self._rollout.result()
+        asked = await self._asked.get()
+        if asked is None:
+            self.state = await self._rollout
             return None
-        messages, tools = asked.result()
-        return self._news(messages, tools)
+        messages, tools = asked
+        known = len(self._seen) + 1 if self._seen else 0  # the messages so far, and the policy's answer to them
+        if messages[: len(self._seen)] != self._seen or len(messages) <= known:
+            raise EnvError("The environment rewrites or repeats its conversation, which must only grow.")
+        self._seen = list(messages)
+        return _observation(messages[known:], None if known else tools)
 
     async def cancel(self) -> None:
         """End the rollout; its clean-up handlers run."""
@@ -161,25 +162,20 @@ class _Episode:
     async def _run(self) -> Any:
         import verifiers
 
-        state = await self._env.rollout(self._row, self, _MODEL, {})
-        error = state.get("error")
-        # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
-        if error is not None and not isinstance(error, verifiers.ToolError):
-            raise EnvError(f"The rollout failed ({type(error).__name__}: {one_line(error)}).")
-        await self._env.rubric.score_rollout(state)
-        return state
-
-    def _news(self, messages: list[Any], tools: Any) -> Observation:
-        """The messages behind those that the policy knows and its answer to them."""
-        known = len(self._seen) + 1 if self._seen else 0
-        if messages[: len(self._seen)] != self._seen or len(messages) <= known:
-            raise EnvError("The environment rewrites or repeats its conversation, which must only grow.")
-        self._seen = list(messages)
-        return to_observation(messages[known:], tools if known == 0 else None)
+        try:
+            state = await self._env.rollout(self._row, self, _MODEL, {})
+            error = state.get("error")
+            # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
+            if error is not None and not isinstance(error, verifiers.ToolError):
+                raise EnvError(f"The rollout failed ({type(error).__name__}: {one_line(error)}).")
+            await self._env.rubric.score_rollout(state)
+            return state
+        finally:
+            self._asked.put_nowait(None)
 
 
 def _load(env: Any, kwargs: dict[str, Any]) -> Any:
-    """The environment; UserInputError where the package or the environment is missing, or cannot be played here."""
+    """The environment; UserInputError if the package or the environment is missing, or cannot be played here."""
     try:
         import verifiers
         import verifiers.envs.environment as base
@@ -195,10 +191,7 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
         elif callable(env):
             env = env(**kwargs)
     except Exception as error:  # whatever the user's code raises, or the import of a package that is not there
-        raise UserInputError(
-            f"The environment cannot be loaded ({type(error).__name__}: {one_line(error)}): install it, or correct "
-            "env.kwargs."
-        ) from error
+        raise not_made(error) from error
     if not isinstance(env, verifiers.Environment):
         raise UserInputError(f"It made a {type(env).__name__}, which is no environment of verifiers.")
     if env.message_type != "chat":
@@ -214,19 +207,11 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
     return env
 
 
-def _splits(env: Any) -> dict[Split, Any]:
-    """The rows of both splits: the same ones where the environment has one data set only."""
-    train, test = env.build_dataset(), env.build_eval_dataset()
-    if train is None and test is None:
-        raise UserInputError("The environment has neither a dataset nor an eval_dataset.")
-    return {"train": test if train is None else train, "test": train if test is None else test}
-
-
-def to_observation(messages: Sequence[Any], tools: Sequence[Any] | None = None) -> Observation:
+def _observation(messages: list[Any], tools: Any) -> Observation:
     """The conversation of OpenAI's messages; `tools` are described in its system message."""
-    shown = [_to_message(message) for message in messages]
+    shown = list(map(_message, messages))
     if tools:
-        text = TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+        text = TOOLS.format(tools="\n".join(map(json.dumps, tools)))
         if shown and shown[0].role == "system":
             shown[0] = Message("system", (*shown[0].parts, f"\n\n{text}"))
         else:
@@ -234,17 +219,14 @@ def to_observation(messages: Sequence[Any], tools: Sequence[Any] | None = None) 
     return Observation(tuple(shown))
 
 
-def _to_message(message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise EnvError(f"A message must be a dict with role and content, not a {type(message).__name__}.")
-    calls = message.get("tool_calls")
+def _message(message: Any) -> Message:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls:
         return to_message(message)
-    blocks = [
-        f'{OPEN}\n{{"name": {json.dumps(call["function"]["name"])}, "arguments": '
-        f"{call['function']['arguments']}}}\n{CLOSE}"
-        for call in calls
-    ]
+    blocks = []
+    for function in (call["function"] for call in calls):
+        name, arguments = json.dumps(function["name"]), function["arguments"]
+        blocks.append(f'{OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CLOSE}')
     return Message.of("assistant", "\n".join(filter(None, (message.get("content"), *blocks))))
 
 
@@ -264,9 +246,10 @@ def from_text(text: str, with_tools: bool) -> dict[str, Any]:
 
 
 def _call(block: str, number: int) -> dict[str, Any]:
+    name, arguments = "", f"malformed: {block}"
     try:
-        call = parse_tool_call(block)
-        name, arguments = (call.name, json.dumps(call.arguments)) if call is not None else ("", f"malformed: {block}")
+        if call := parse_tool_call(block):
+            name, arguments = call.name, json.dumps(call.arguments)
     except ToolCallError as error:
-        name, arguments = "", f"malformed: {error}"
+        arguments = f"malformed: {error}"
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -21,12 +21,10 @@ from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, picture_of
 
-# How well a caption agrees with its references: precision and recall of content words and of the pairs that they form.
-#
 # Words are compared by their Snowball stems (Porter, http://snowball.tartarus.org) and known synonyms; function words
 # do not count. Words alone would reward lists of keywords, so the score is the geometric mean of two F scores: of the
-# words, and of the pairs of words that stand near each other in one clause, in any order (skip-bigrams, as in ROUGE-S,
-# Lin 2004). The pairs say which colour belongs to which thing, and a list of single words has none that are right.
+# words, and of the pairs of words that stand near each other in one clause (skip-bigrams, as in ROUGE-S, Lin 2004).
+# The pairs say which colour belongs to which thing, and a list of single words has none that are right.
 
 MAX_CHARS = 2000
 REACH = 3  # words of a pair are at most so many content words apart
@@ -47,9 +45,8 @@ _FUNCTION_WORDS = frozenset(_NO_CONTENT.split())
 _BREAKS = frozenset(("and", "or", "but", "while"))
 _NEGATIONS = frozenset(("no", "not", "never", "without", "neither", "nor", "cannot"))  # and "isn't"
 _NEGATED = "¬"  # before the stems that follow a negation in its clause: "no circle" does not say that there is one
-_CORNER = re.compile(
-    r"\b(left|right)(?:[- ]hand)?[- ](?:corner|quadrant)\b"
-)  # "at the top left corner": at the top left
+# "at the top left corner": at the top left
+_CORNER = re.compile(r"\b(left|right)(?:[- ]hand)?[- ](?:corner|quadrant)\b")
 # Words that are one in captions, whatever their stems.
 SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("0", "zero"), ("1", "one"), ("2", "two"), ("3", "three"), ("4", "four"), ("5", "five"), ("6", "six"),
@@ -66,9 +63,9 @@ _STEMMER_LOCK = threading.Lock()  # it keeps the word that it works on in itself
 class CaptionGrade:
     """score, in [0, 1]: the geometric mean of F0.5 of words and of pairs, times `length`; 0 with a `reason`.
 
-    precision, recall and f1 are those of words. length: 1, or less where the caption is much longer than every
-    reference. Reasons: those of `behind_thought`, empty, list (a clause of far too many content words), repetition (a
-    clause that comes more than twice, and more often than in the reference).
+    precision, recall and f1 are those of words. length: below 1 if the caption is much longer than every reference.
+    Reasons: those of `behind_thought`, empty, list (a clause of far too many content words), repetition (a clause that
+    comes more than twice, and more often than in the reference).
     """
 
     score: float = 0.0
@@ -88,7 +85,6 @@ class Content:
 
     @property
     def words(self) -> Counter[str]:
-        """How often each stem occurs."""
         return Counter(stem for clause in self.clauses for stem in clause)
 
     @property
@@ -103,10 +99,7 @@ class Content:
 
 
 def grade_caption(text: str, references: Sequence[str]) -> CaptionGrade:
-    """Grade a caption against the reference that it agrees with best.
-
-    A rejected text scores 0. Repeated and added words cost precision, missing words cost recall.
-    """
+    """Grade a caption against the reference that it agrees with best. Repeated and added words cost precision."""
     said, reason = behind_thought(text, MAX_CHARS)
     if reason:
         return CaptionGrade(reason=reason)
@@ -131,7 +124,8 @@ def _grade(given: Content, truth: Content) -> CaptionGrade:
     precision, recall, score = agreement(given.words, truth.words)
     if truth.pairs:
         score = sqrt(score * agreement(given.pairs, truth.pairs)[2])
-    length = length_factor(given.num_words, truth.num_words)
+    # 1 up to one and a half times the reference and three words; falls to 0 at twice that.
+    length = min(1.0, max(0.0, 2 - given.num_words / (1.5 * truth.num_words + 3)))
     f1 = 2 * precision * recall / ((precision + recall) or 1.0)
     return CaptionGrade(score * length, f1, precision, recall, length)
 
@@ -143,12 +137,6 @@ def agreement(given: Counter[Unit], truth: Counter[Unit]) -> tuple[float, float,
         return 0.0, 0.0, 0.0
     precision, recall = hits / given.total(), hits / truth.total()
     return precision, recall, (1 + BETA**2) * precision * recall / (BETA**2 * precision + recall)
-
-
-def length_factor(num_words: int, reference: int) -> float:
-    """1 up to one and a half times the reference and three words; falls to 0 at twice that."""
-    room = 1.5 * reference + 3
-    return min(1.0, max(0.0, 2 - num_words / room))
 
 
 def read_content(text: str) -> Content:
@@ -169,7 +157,6 @@ def read_content(text: str) -> Content:
 
 @lru_cache(maxsize=65_536)
 def _meaning(word: str) -> str:
-    """The stem of a word, or of the first of its synonyms."""
     return _GROUPS.get(_stem(word), _stem(word))
 
 
@@ -181,19 +168,13 @@ def _stem(word: str) -> str:
 _GROUPS = {_stem(word): _stem(group[0]) for group in SYNONYMS for word in group}
 
 
-NAME = "Caption-v0"
 PROMPTS = {
     "full": "Describe the image in one sentence: what is there, what it looks like, and where. Name each thing once.",
     "brief": "Caption?",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CaptionItem:
-    """An image and its reference captions."""
-
-    image: EncodedImage
-    references: tuple[str, ...]
+CaptionItem = tuple[EncodedImage, tuple[str, ...]]  # an image and its reference captions
 
 
 def read_item(row: Row) -> CaptionItem:
@@ -205,31 +186,25 @@ def read_item(row: Row) -> CaptionItem:
     if not any(grade_caption(reference, references).score == 1 for reference in references):
         reason = grade_caption(references[0], references).reason
         raise BadRowError(f"the caption {references[0][:80]!r} would not be paid as an answer ({reason}).")
-    return CaptionItem(row.image(row.cells["image"]), references)
+    return row.image(row.cells["image"]), references
 
 
 @lru_cache(maxsize=4096)
 def drawn_item(split: Split, index: int, seed: int, image_size: int) -> CaptionItem:
-    """A drawn item with its picture; cached, because all copies of a group ask for the same one."""
+    """A drawn item with its picture; cached for the copies of a group."""
     scene = caption_item(split, index, seed)
-    return CaptionItem(picture_of(scene, image_size), (caption_of(scene),))
+    return picture_of(scene, image_size), (caption_of(scene),)
 
 
 class CaptionEnv(EpisodeEnv):
     """One image to describe; the reward, 0 to 1, is how well the caption agrees with a reference in precision and
     recall.
 
-    data: a data set with the columns `image` and `caption` (a text, or several); without it, drawn scenes of one to
-        three shapes, whose reference names colour, kind and place of each.
-    prompt: "full" asks in words; "brief" in one, for the tiny model.
-    image_size: pixels per side of drawn scenes. seed: which set of them; num_train and num_test: how many it holds.
-
-    `info` of a step: `score` (the reward; logged as `env/score`, whatever is paid), `f1`, `precision`, `recall`,
-    `length`, `reason` (why a caption is refused; see `CaptionGrade`), `well_formed`, `reference` (the first
-    one).
+    data: a data set with the columns `image` and `caption` (a text, or several); without it scenes of one to three
+    shapes are drawn. docs/environments.md lists the other arguments and what `info` holds.
     """
 
-    name = NAME
+    name = "Caption-v0"
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {"score": ()}
 
     def __init__(
@@ -248,13 +223,11 @@ class CaptionEnv(EpisodeEnv):
         self._question = PROMPTS[prompt]
 
     def open(self, item: Item) -> Observation:
-        """Show the image. Raises BadRowError if the row cannot be used."""
-        self._shown = shown = self.row(item) or drawn_item(item.split, item.index, *self._drawn)
-        return Observation.user(shown.image, self._question)
+        shown: CaptionItem = self.row(item) or drawn_item(item.split, item.index, *self._drawn)
+        image, self._references = shown
+        return Observation.user(image, self._question)
 
     def reply(self, text: str) -> Reply:
-        """Grade the caption."""
-        references = self._shown.references
-        grade = grade_caption(text, references)
-        info: Info = {**asdict(grade), "well_formed": not grade.reason, "reference": references[0]}
+        grade = grade_caption(text, self._references)
+        info: Info = {**asdict(grade), "well_formed": not grade.reason, "reference": self._references[0]}
         return Reply(grade.score, None, info)

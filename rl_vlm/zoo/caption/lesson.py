@@ -1,10 +1,9 @@
 """Lessons of the tiny judge: to say which of two captions fits a drawn scene better, to describe scenes, and to caption
 them vaguely.
 
-The right choice is the caption with the higher score in `grade_caption`. The judge never sees the reference and has to
-look at the picture: it first writes what it sees, and then its choice. It did not learn to choose without writing
-first. Captions leave out, confuse, invent and repeat things, so that no surface of a caption (its length, its words)
-gives the answer away.
+The right choice is the caption with the higher score in `grade_caption`. The judge does not see the reference: it
+writes what it sees, and then its choice (it did not learn to choose at once). Captions leave out, confuse, invent and
+repeat things, so that neither their length nor their words give the answer away.
 """
 
 from __future__ import annotations
@@ -41,15 +40,12 @@ _OTHERS = {word: [other for other in sort if other != word] for sort in _SORTS f
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A scene, two captions of it and their scores."""
-
     scene: Scene
     captions: tuple[str, str]
     scores: tuple[float, float]
 
     @property
     def better(self) -> str:
-        """The right choice."""
         return CHOICES[self.scores[1] > self.scores[0]]
 
 
@@ -69,7 +65,7 @@ def draw_lesson(rng: Random) -> Exchange:
 
 
 def judge_lesson(comparison: Comparison, choice: str = "") -> Exchange:
-    """The judge's question, and a reply that describes the scene and then names the better caption, or `choice`."""
+    """The judge's question; the reply describes the scene and names the better caption, or `choice`."""
     first, second = (f'"{caption}"' for caption in comparison.captions)
     question = QUESTION.replace("{first}", first).replace("{second}", second)
     reply = f"{caption_of(comparison.scene)}: {choice or comparison.better}"
@@ -77,8 +73,9 @@ def judge_lesson(comparison: Comparison, choice: str = "") -> Exchange:
 
 
 def random_comparison(rng: Random, split: Split) -> Comparison:
-    """Two random captions of a random scene whose scores differ clearly; half of the pairs differ in facts alone, so
-    that a judge cannot tell them apart without looking.
+    """Two random captions of a random scene whose scores differ clearly.
+
+    Half of the pairs differ in facts alone, so that a judge has to look.
     """
     scene = _scene(rng, split)
     truth = caption_of(scene)
@@ -128,6 +125,5 @@ def _scene(rng: Random, split: Split) -> Scene:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = Random(f"judge {seed}")
     return lambda: [draw_lesson(rng)]

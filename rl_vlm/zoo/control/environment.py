@@ -40,11 +40,11 @@ METAWORLD: dict[str, tuple[float, ...]] = {
 def choose_words(
     env: Any, given: Mapping[str, Any] | Sequence[str] | None, default: Words | None = None
 ) -> dict[str, Any]:
-    """The environment's action for each word. Raises UserInputError where they do not fit its action space.
+    """The environment's action for each word. Raises UserInputError if they do not fit its action space.
 
-    given: a mapping from words to actions; some of the known words, which are then the only ones; as many words as a
-    discrete space has actions, in their order; or None for all known words. Known are `default`, the environment's own
-    names (`get_action_meanings()`, or an enumeration `actions`), and the numbers of a discrete space.
+    given: a mapping from words to actions; a choice of the known words; a word for each action of a discrete space; or
+    None for all known words. Known are `default`, the environment's own names (`get_action_meanings()`, or an
+    enumeration `actions`), and the numbers of a discrete space.
     """
     space = env.action_space
     known = dict(default) if default is not None else _own_words(env)
@@ -60,14 +60,12 @@ def choose_words(
         about = f"some of {', '.join(known)}" if known else "a mapping from words to actions"
         raise UserInputError(f"env.kwargs.actions {list(given)} do not fit {space}: name {about}.")
     if not chosen:
-        raise UserInputError(
-            f"env.kwargs.actions is needed, a mapping from words to actions: those of {space} have no names."
-        )
+        raise UserInputError(f"env.kwargs.actions must map words to actions: those of {space} have no names.")
     return {clean(word): _fit(space, word, action) for word, action in chosen.items()}
 
 
 def read_word(text: str, words: Words) -> str | None:
-    """The word that the text ends with (any case, a full stop allowed); None if it ends with none of them.
+    """The word that the text ends with, in any case; None if it ends with none of them.
 
     The text before it is the policy's reasoning. If one word is the end of another, the longer one counts.
     """
@@ -97,13 +95,11 @@ def _own_words(env: Any) -> dict[str, Any]:
 
 
 def _fit(space: Space[Any], word: str, action: Any) -> Any:
-    """The action as its space takes it."""
-    if isinstance(space, Discrete):
-        fitted: Any = np.int64(action) if isinstance(action, int | np.integer) else action
+    fitted = action
+    if isinstance(space, Discrete) and isinstance(action, int | np.integer):
+        fitted = np.int64(action)
     elif isinstance(space, Box):
         fitted = np.asarray(action, space.dtype)
-    else:
-        fitted = action
     if fitted not in space:
         raise UserInputError(f"env.kwargs.actions: {action!r}, for the word {word!r}, is no action of {space}.")
     return fitted
@@ -119,19 +115,13 @@ _FULL = "{task}In each of at most {turns} turns end your answer with one of thes
 class ControlWordsEnv(EpisodeEnv):
     """Play a Gymnasium environment that draws itself (`rgb_array`) and has discrete or named actions.
 
-    env: a gymnasium id such as MiniGrid-Empty-5x5-v0 or `module:id`, or metaworld/TASK.
-    actions: a mapping from words to actions, or a choice of the known words, or a word for each discrete action.
-    frame_skip: steps that an action is repeated for. history: how many of the last frames each turn shows, oldest
-    first.
-    max_turns: turns after which the episode is truncated. image_size: pictures are resized to this many pixels per
-    side.
-    reward: "env", the sum of the environment's own; "success", 1 when the task is done, which ends the episode, and
-    else 0. Done is what the environment calls `success` or `is_success`; where it says neither, an end with a reward
-    after steps without one.
-    task: what the first message says before the words, by default the environment's `mission`; prompt: "full", or
-    "brief" for a first message as short as the others. seed, num_train, num_test: which episodes there are.
-    disjoint: starts are drawn until the hash of the first picture belongs to the split.
-    Further arguments are the environment's own.
+    env: a gymnasium id such as MiniGrid-Empty-5x5-v0 or `module:id`, or metaworld/TASK. actions: see `choose_words`.
+    frame_skip: steps that an action is repeated for. history: how many of the last frames each turn shows.
+    reward: "env", the sum of the environment's own, or "success", 1 when the task is done, which ends the episode. Done
+    is what the environment calls `success` or `is_success`; if it says neither, an end with a reward after steps
+    without one. task: what the first message says before the words, by default the environment's `mission`. prompt:
+    "brief" makes the first message as short as the others. disjoint: the hash of the first picture decides the split.
+    kwargs: the environment's own arguments.
 
     An answer that ends with no known word costs a turn, moves nothing and gets a reminder of the words. `info` holds
     `success` of the turn, `correct` (success in this turn or before), `turn`, `frames` (steps made), `well_formed` and
@@ -160,19 +150,13 @@ class ControlWordsEnv(EpisodeEnv):
     ) -> None:
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         self._inner = _make(env, kwargs)
-        self._words = choose_words(self._inner, actions, METAWORLD if task_name(env) else None)
+        self.words = choose_words(self._inner, actions, METAWORLD if task_name(env) else None)
         self._skip, self._size = frame_skip, image_size
         self._pays_success, self._task, self._brief, self._seed = reward == "success", task, prompt == "brief", seed
         self._frames: deque[Image.Image] = deque(maxlen=history)
         self._disjoint = disjoint
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The action words."""
-        return tuple(self._words)
-
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Reset the environment with the item's seed and show its first picture."""
         self._count = self._invalid = 0
         self._paid_before = self._correct = False
         for attempt in range(_MAX_DRAWS):
@@ -190,18 +174,17 @@ class ControlWordsEnv(EpisodeEnv):
         mission = observation.get("mission", "") if isinstance(observation, dict) else ""
         task = (self._task if self._task is not None else str(mission)).strip()
         task = f"{task[:1].upper()}{task[1:]}{'' if task.endswith(('.', '!', '?')) else '.'} " if task else ""
-        words = ", ".join(self._words)
+        words = ", ".join(self.words)
         full = _FULL.format(task=task, turns=self.max_turns, words=words)
-        return self._show(question_of(self._words) if self._brief else full), {"seed": inner_seed}
+        return self._show(question_of(self.words) if self._brief else full), {"seed": inner_seed}
 
     def reply(self, text: str) -> Reply:
-        """Carry out the word that the text ends with."""
-        word = read_word(text, self._words)
+        word = read_word(text, self.words)
         reward, terminated, truncated, success = 0.0, False, False, False
         if word is None:
             self._invalid += 1
         else:
-            reward, terminated, truncated, success = self._carry_out(self._words[word])
+            reward, terminated, truncated, success = self._carry_out(self.words[word])
         self._correct |= success
         if self._pays_success:
             reward, terminated = float(success), terminated or success
@@ -215,18 +198,16 @@ class ControlWordsEnv(EpisodeEnv):
         }
         if terminated or truncated:
             return Reply(reward, None, info, truncated=not terminated)
-        shown = question_of(self._words) if word is not None else reminder_of(self._words)
+        shown = question_of(self.words) if word is not None else reminder_of(self.words)
         return Reply(reward, self._show(shown), info)
 
     def close(self) -> None:
-        """Close the environment."""
         self._inner.close()
 
     def _carry_out(self, action: Any) -> tuple[float, bool, bool, bool]:
-        """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames that are
-        shown.
+        """(sum of rewards, terminated, truncated, success) of an action that is repeated; draws the frames to be shown.
 
-        Raises EnvError where `reward: success` is set and the environment does not tell success from failure.
+        Raises EnvError if `reward: success` is set and the environment does not tell success from failure.
         """
         total, terminated, truncated, success = 0.0, False, False, False
         for number in range(self._skip):
@@ -258,8 +239,7 @@ class ControlWordsEnv(EpisodeEnv):
 
 
 def split_of_start(picture: Image.Image) -> Split:
-    """The split of an episode that starts with this picture (`disjoint`): a quarter of all pictures belongs to the test
-    split."""
+    """The split of an episode that starts with this picture (`disjoint`)."""
     return split_of_hash(hashlib.sha256(picture.tobytes()).digest()[0])
 
 
@@ -269,7 +249,6 @@ def question_of(words: Iterable[str]) -> str:
 
 
 def reminder_of(words: Iterable[str]) -> str:
-    """The reply to an answer that ends with none of the words."""
     return f"No action was found. End with {_choice(words)}."
 
 
@@ -279,7 +258,6 @@ def _choice(words: Iterable[str]) -> str:
 
 
 def _make(env_id: str, kwargs: dict[str, Any]) -> Any:
-    """The environment that draws itself. Raises UserInputError where it cannot be made."""
     if task_name(env_id):
         from rl_vlm.control_envs.registry import make_control_env
 

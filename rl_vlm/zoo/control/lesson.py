@@ -1,8 +1,8 @@
 """Lessons of the tiny model for MiniGrid: pictures of empty rooms, with questions about the objects in them.
 
-MiniGrid draws each picture. Questions about perception (headings, rows, columns, the cell ahead) have right answers.
-The reply to Control-v0's question describes rightly the heading and where the goal lies, on the picture and from the
-agent's view. A random action word follows: reinforcement learning has to find out which action is good.
+Questions about perception (headings, rows, columns, the cell ahead) have right answers. The reply to Control-v0's
+question describes rightly the heading and where the goal lies, on the picture and from the agent's view. A random
+action word follows: reinforcement learning has to find out which action is good.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ CORPUS = (
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A state of an empty room: `size` × `size` cells with the walls, where the agent and the goal are, the agent's
-    heading."""
+    """An empty room of `size` × `size` cells, walls included, and where the agent and the goal are."""
 
     size: int
     agent: Cell
@@ -57,12 +56,10 @@ class Room:
 
     @property
     def ahead(self) -> Cell:
-        """The cell before the agent, which may be a wall."""
         columns, rows = HEADINGS[self.heading]
         return self.agent[0] + columns, self.agent[1] + rows
 
     def inside(self, cell: Cell) -> bool:
-        """Whether the cell is floor (or the goal), not a wall."""
         return all(0 <= place < self.size - 2 for place in cell)
 
     def after(self, word: str) -> Room:
@@ -76,8 +73,7 @@ class Room:
 
 @cache
 def render(room: Room) -> np.ndarray:
-    """uint8 [IMAGE_SIZE, IMAGE_SIZE, 3]: the picture that Control-v0 shows of the room (`tile_size: 8, image_size:
-    64`). Raises UserInputError without MiniGrid."""
+    """uint8 [IMAGE_SIZE, IMAGE_SIZE, 3]: what Control-v0 shows of the room (`tile_size: 8, image_size: 64`)."""
     env = _empty_room(room.size)
     from minigrid.core.grid import Grid
     from minigrid.core.world_object import Goal
@@ -112,7 +108,7 @@ def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[
 
 
 def random_room(rng: np.random.Generator, sizes: tuple[int, ...], split: str = "train") -> Room:
-    """A room of the split with agent and goal in different cells, uniformly at random."""
+    """A room of the split with agent and goal in different cells."""
     while True:
         size = sizes[rng.integers(len(sizes))]
         side = size - 2
@@ -123,7 +119,6 @@ def random_room(rng: np.random.Generator, sizes: tuple[int, ...], split: str = "
 
 
 def random_question(rng: np.random.Generator, room: Room) -> tuple[str, str]:
-    """A question about what is where, and its answer."""
     draw = rng.random()
     if draw < 0.2:
         return "Heading?", room.heading
@@ -140,8 +135,7 @@ def random_question(rng: np.random.Generator, room: Room) -> tuple[str, str]:
 
 
 def described(room: Room, word: str) -> str:
-    """The reply: heading, where the goal is, on which side of it, action word: "north: south east: behind right:
-    left"."""
+    """The reply: heading, where the goal is, on which side, action word: "north: south east: behind right: left"."""
     return f"{room.heading}: {bearing(room)}: {side(room)}: {word}"
 
 
@@ -161,7 +155,6 @@ def side(room: Room) -> str:
 
 
 def _way(room: Room) -> Cell:
-    """Columns and rows from the agent to the goal."""
     return room.goal[0] - room.agent[0], room.goal[1] - room.agent[1]
 
 
@@ -172,7 +165,6 @@ def _two_words(first: int, names: tuple[str, str], second: int, others: tuple[st
 
 @cache
 def split_of(room: Room) -> str:
-    """The split of an episode of Control-v0 that starts in this room."""
     return split_of_start(Image.fromarray(render(room)))
 
 
@@ -193,6 +185,5 @@ def _empty_room(size: int) -> Any:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 5])
     return lambda: draw_tour(rng)

@@ -1,7 +1,7 @@
 """Drawn geometry questions in levels of difficulty: what `Geo3k-v0` asks without a data set.
 
-What is given and asked decides a problem's split, whatever the pose of its figure: no test problem is ever trained on.
-With angles in steps of 20 degrees there are too few problems for that (16 at level 1): there the picture decides.
+What is given and asked decides a problem's split, whatever the pose of its figure. With angles in steps of 20 degrees
+there are too few problems for that (16 at level 1): there the picture decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A number or a letter, and in which direction from which point it stands. `unit` is left out of small drawings."""
+    """A text, and in which direction from which point it stands. `unit` is left out of small drawings."""
 
     text: str
     at: Point
@@ -45,8 +45,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is drawn: lines, circles (centre, radius) and labels; arcs mark `angles`, squares `right_angles`, ticks
-    `equal` sides."""
+    """What is drawn. Circles are (centre, radius); arcs mark `angles`, squares `right_angles`, ticks `equal` sides."""
 
     lines: tuple[tuple[Point, Point], ...]
     labels: tuple[Label, ...]
@@ -68,7 +67,9 @@ def draw_figure(figure: Figure, rng: Random, size: int) -> Image.Image:
         picture = _lines(figure, pose, size)
         boxes = _label_boxes(figure, pose, picture)
         if boxes is not None:
-            _write(picture, boxes)
+            pen, font = ImageDraw.Draw(picture), _font(_font_size(size))
+            for text, (left, top, right, bottom) in boxes:
+                pen.text(((left + right) // 2, (top + bottom) // 2), text, CHALK, font, anchor="mm")
             return picture.convert("RGB")
     raise RuntimeError(f"{figure} leaves no room for its labels in {size} pixels.")  # a fault of the figure's code
 
@@ -96,16 +97,14 @@ class _Pose:
         return cls(upright.turn, upright.mirrored, scale, complex(size, size) / 2 - scale * middle)
 
     def place(self, point: Point) -> Point:
-        """A point of the figure in the picture."""
         return self.direction(point) * self.scale + self.shift
 
     def direction(self, towards: Point) -> Point:
-        """A direction of the figure in the picture."""
         return (towards.conjugate() if self.mirrored else towards) * self.turn
 
 
 def _lines(figure: Figure, pose: _Pose, size: int) -> Image.Image:
-    """The picture without its labels, in shades of grey."""
+    """The picture without its labels."""
     zoom = max(2, _CANVAS // size)
     canvas = Image.new("L", (size * zoom,) * 2, GROUND)
     pen = ImageDraw.Draw(canvas)
@@ -151,10 +150,10 @@ def _label_boxes(figure: Figure, pose: _Pose, lines: Image.Image) -> list[tuple[
         text = label.text + (label.unit if size >= _DETAILED else "")
         start, step = pose.place(label.at), _unit(pose.direction(label.towards))
         for distance in range(CELL // 4, size // 3 + CELL, 2):
-            box = _cells(start + distance * step, _text_width(text, size), _font_size(size))
+            box = left, top, right, bottom = _cells(start + distance * step, _text_width(text, size), _font_size(size))
             if min(box) < 0 or max(box) > size:
                 return None
-            taken = any(_overlap(box, other) for _, other in placed)
+            taken = any(left < one[2] and one[0] < right and top < one[3] and one[1] < bottom for _, one in placed)
             if not taken and lines.crop(box).getextrema() == (GROUND, GROUND):
                 placed.append((text, box))
                 break
@@ -163,23 +162,12 @@ def _label_boxes(figure: Figure, pose: _Pose, lines: Image.Image) -> list[tuple[
     return placed
 
 
-def _write(picture: Image.Image, boxes: list[tuple[str, Box]]) -> None:
-    pen = ImageDraw.Draw(picture)
-    for text, (left, top, right, bottom) in boxes:
-        middle = ((left + right) // 2, (top + bottom) // 2)
-        pen.text(middle, text, CHALK, _font(_font_size(picture.width)), anchor="mm")
-
-
 def _cells(middle: Point, width: int, height: int) -> Box:
     """The box of whole cells around a text of this size that is nearest to `middle`."""
     columns, rows = -(-width // CELL), -(-height // CELL)
     left = round(middle.real / CELL - columns / 2) * CELL
     top = round(middle.imag / CELL - rows / 2) * CELL
     return left, top, left + columns * CELL, top + rows * CELL
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _unit(vector: Point) -> Point:
@@ -198,13 +186,9 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 @lru_cache(maxsize=1024)
 def _text_width(text: str, size: int) -> int:
-    """Pixels that a label takes in a drawing of this size."""
     margin = size // 64 - 1  # pixels; a number in the smallest drawing has none to spare
     return math.ceil(_font(_font_size(size)).getlength(text)) + margin
 
-
-# Geometry problems in five levels of difficulty, with figures to scale. The numbers stand in the figure; the text
-# holds none.
 
 FIND = "Find x."
 MIN_ANGLE = 20  # degrees: in narrower ones nothing could be read
@@ -215,8 +199,6 @@ _TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (9, 12, 15), (8, 15, 17), (12, 1
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A figure with numbers, what is asked about it, and the answer."""
-
     kind: str
     figure: Figure
     answer: str
@@ -224,7 +206,6 @@ class Problem:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers in the figure, in ascending order."""
         return sorted(int(label.text) for label in self.figure.labels if label.text != "x")
 
 
@@ -254,11 +235,8 @@ def exterior(rng: Random, step: int) -> Problem:
     left, right, top = (line[0] for line in inner.lines)
     end = right + 0.6 * (right - left)
     label = _angle_label("x" if asks_outer else outer, right, end, top)
-    figure = Figure(
-        (*inner.lines, (right, end)),
-        (*inner.labels, label),
-        angles=(*inner.angles, (right, end, top)),
-    )
+    angles = (*inner.angles, (right, end, top))
+    figure = Figure((*inner.lines, (right, end)), (*inner.labels, label), angles=angles)
     return Problem("exterior", figure, str(outer if asks_outer else other))
 
 
@@ -295,8 +273,7 @@ def inscribed(rng: Random, step: int) -> Problem:
 
 
 def semicircle(rng: Random, step: int) -> Problem:
-    """Level 4: the third corner of a triangle on a diameter lies on the circle; one acute angle is given, the other
-    asked."""
+    """Level 4: a right triangle on a diameter; one acute angle is given, the other asked."""
     angle = _angle(rng, step, 90 - MIN_ANGLE)
     left, right, top = -1 + 0j, 1 + 0j, _on_circle(2 * angle)
     figure = Figure(
@@ -360,7 +337,6 @@ LEAST_SIZE = {1: 64, 2: 64, 3: 64, 4: 64, 5: 128}
 
 
 def _angle(rng: Random, step: int, most: int) -> int:
-    """A multiple of `step` degrees, from MIN_ANGLE to `most`."""
     return rng.randrange(MIN_ANGLE, most + 1, step)
 
 
@@ -369,8 +345,7 @@ def _on_circle(degrees: float) -> Point:
 
 
 def _triangle(left: int, right: int, shown: Sequence[int | str], equal: bool = False) -> Figure:
-    """The triangle with these angles (degrees) at its base of length 1, and what stands at its left, right and top
-    corner."""
+    """The triangle with these angles (degrees) at its base of length 1; `shown`: the labels of its corners."""
     rise = math.sin(math.radians(right)) / math.sin(math.radians(left + right))
     corners = (0j, 1 + 0j, rise * _on_circle(-left))
     sides = tuple(zip(corners, (*corners[1:], corners[0]), strict=True))
@@ -378,15 +353,13 @@ def _triangle(left: int, right: int, shown: Sequence[int | str], equal: bool = F
     for number, text in enumerate(shown):
         vertex, one, other = (corners[(number + k) % 3] for k in range(3))
         if text != "":
-            labels.append(
-                _angle_label(text, vertex, 2 * vertex - one, 2 * vertex - other)
-            )  # outside, where there is room
+            outside = 2 * vertex - one, 2 * vertex - other  # where there is room
+            labels.append(_angle_label(text, vertex, *outside))
             angles.append((vertex, one, other))
     return Figure(sides, tuple(labels), angles=tuple(angles), equal=sides[1:] if equal else ())
 
 
 def _angle_label(text: int | str, vertex: Point, one: Point, other: Point) -> Label:
-    """A label between two rays from a vertex."""
     first, second = ((point - vertex) / abs(point - vertex) for point in (one, other))
     return Label(str(text), vertex, first + second, "" if text == "x" else "°")
 
@@ -415,7 +388,6 @@ def drawn_problem(
 def random_problem(
     rng: Random, level: int, angle_step: int, image_size: int, split: Split
 ) -> tuple[Problem, EncodedImage]:
-    """A problem of a level that belongs to the split, and its picture."""
     while True:
         problem = rng.choice(LEVELS[level])(rng, angle_step)
         by_picture = angle_step == 20

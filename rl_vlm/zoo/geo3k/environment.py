@@ -1,5 +1,4 @@
-"""Geometry questions with a figure and a scoring tool: reason, check a value with `calc_score`, answer in
-`\\boxed{}`."""
+"""Geo3k-v0: geometry questions with a figure and a tool that scores a value."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from pydantic import Field
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import QUESTIONS, DataSource, Question, TableSet
 from rl_vlm.envs.images import fit
-from rl_vlm.envs.tools import ToolCall, ToolCallError, parse_tool_call
+from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.rewards.math import extract_boxed, grade_turns, is_equal
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import EncodedImage, Message, Observation, UserInputError
@@ -52,18 +51,9 @@ class Geo3kEnv(EpisodeEnv):
     A turn with a tool call gets a reply of role "tool"; a turn without one ends the episode. The reward, 1 or 0, is
     paid at the end for the last `\boxed{}` that the policy itself wrote, whatever the tool said before.
 
-    Arguments: `data`, a question set (see `open_split`); without it, problems are drawn, and `level`, `angle_step`,
-    `seed`, `num_train` and `num_test` say which. Levels go from 1 (the third angle of a triangle) to 5 (areas); of
-    several, each comes equally often. Angles are multiples of `angle_step` degrees: with 20 there are few answers, for
-    a first try or a tiny model. `scoring_tool=False` withholds the tool, which tells right from wrong and so must be
-    off where accuracy without help is measured. `tool_cost` is subtracted for each call, `format_bonus` paid once for
-    the first call that could be carried out. `image_size` bounds the longest side of an image in pixels, `square` makes
-    every image that size on a grey ground; drawn figures are that size, 256 by default.
-    `prompt`: "full" instructions in a system message, "brief" ones in the question (few tokens), "none", or "auto":
-    full ones, unless the problem has its own.
-
-    `info` of a step: turn, status (running, answered, no_answer, out_of_turns), tool_calls, tool_errors, answer,
-    correct (both judged at the end), reply, kind (of a drawn problem); at the end also reason and truth.
+    data: questions (see `QUESTIONS`); without them problems are drawn. `scoring_tool=False` withholds the tool, which
+    tells right from wrong and so must be off where accuracy without help is measured. docs/environments.md lists the
+    other arguments and what `info` holds.
     """
 
     name = "Geo3k-v0"
@@ -100,37 +90,37 @@ class Geo3kEnv(EpisodeEnv):
                     f"not {size}."
                 )
             self._drawn, self._seed = (levels, angle_step, size), seed
-        self._scoring_tool = scoring_tool
-        self._tool_cost = tool_cost
-        self._format_bonus = format_bonus
-        self._image_size = image_size
-        self._square = square
-        self._prompt = prompt
+        self._scoring_tool, self._tool_cost, self._format_bonus = scoring_tool, tool_cost, format_bonus
+        self._image_size, self._square, self._prompt = image_size, square, prompt
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Ask the question. Raises BadRowError if the row cannot be used."""
-        self._question: Question = self.row(item) or self._drawn_question(item)
+        question = self.row(item)
+        if question is None:
+            problem, picture = drawn_problem(*self._drawn, item.split, item.index, self._seed)
+            where = f"drawn {item.split} item {item.index}"
+            question = Question(problem.text, problem.answer, (picture,), where, problem.kind)
+        self._question: Question = question
         self._turns: list[str] = []
         self._tool_calls = self._tool_errors = 0
         self._bonus_paid = False
-        return self._opening(self._question), {"where": self._question.where}
-
-    def _drawn_question(self, item: Item) -> Question:
-        problem, picture = drawn_problem(*self._drawn, item.split, item.index, self._seed)
-        return Question(problem.text, problem.answer, (picture,), f"drawn {item.split} item {item.index}", problem.kind)
+        return self._opening(question), {"where": question.where}
 
     def reply(self, text: str) -> Reply:
-        """Answer one turn; see the class for reward and info."""
         self._turns.append(text)
-        truth = self._question.answer
-        reply, reward = self._answer_call(text, truth)
-        truncated = reply is not None and self.is_last_turn
-        if reply is None:
-            boxed = extract_boxed(without_thoughts(text)) is not None
-            status = "answered" if boxed else "no_answer"
-            said = "Answer received." if boxed else r"No tool call and no \boxed{} answer: the episode ends here."
+        truth, reward = self._question.answer, 0.0
+        called = self._answer_call(text, truth)
+        truncated = called is not None and self.is_last_turn
+        if called is not None:
+            said, well_formed = called
+            status = "out_of_turns" if truncated else "running"
+            self._tool_calls += 1
+            self._tool_errors += not well_formed
+            reward = self._format_bonus * (well_formed and not self._bonus_paid) - self._tool_cost
+            self._bonus_paid |= well_formed
+        elif extract_boxed(without_thoughts(text)) is not None:
+            status, said = "answered", "Answer received."
         else:
-            status, said = "out_of_turns" if truncated else "running", reply
+            status, said = "no_answer", r"No tool call and no \boxed{} answer: the episode ends here."
         info: Info = {
             "turn": self.turn,
             "status": status,
@@ -147,45 +137,29 @@ class Geo3kEnv(EpisodeEnv):
         info |= {"answer": grade.answer, "correct": grade.correct, "reason": grade.reason, "truth": truth}
         return Reply(reward + float(grade.correct), None, info, truncated)
 
-    def _answer_call(self, text: str, truth: str) -> tuple[str | None, float]:
-        """The reply to the turn's tool call, None if it has none, and what the call pays or costs."""
+    def _answer_call(self, text: str, truth: str) -> tuple[str, bool] | None:
+        """The reply to the turn's tool call, and whether the call could be carried out; None without a call."""
+        warning = _LAST_TURN if self.turn + 1 == self.max_turns else ""
         try:
             call = parse_tool_call(text)
         except ToolCallError as error:
-            reply, well_formed = f"Your tool call could not be read: {error}.{self._warning()}", False
-        else:
-            if call is None:
-                return None, 0.0
-            reply, well_formed = self._carry_out(call, truth)
-        self._tool_calls += 1
-        self._tool_errors += not well_formed
-        reward = -self._tool_cost
-        if well_formed and not self._bonus_paid:
-            self._bonus_paid = True
-            reward += self._format_bonus
-        return reply, reward
-
-    def _carry_out(self, call: ToolCall, truth: str) -> tuple[str, bool]:
-        """The reply to a well-formed call, and whether the call could be carried out."""
+            return f"Your tool call could not be read: {error}.{warning}", False
+        if call is None:
+            return None
         if not self._scoring_tool:
             return f"Unknown tool {call.name!r}: there are no tools. {_FINISH}", False
         if call.name not in TOOLS:
-            return f"Unknown tool {call.name!r}: the only tool is {TOOLS[0]}.{self._warning()}", False
+            return f"Unknown tool {call.name!r}: the only tool is {TOOLS[0]}.{warning}", False
         answer = call.arguments.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             answer = str(answer)
         if not isinstance(answer, str) or not answer.strip():
-            hint = f'{call.name} needs the argument "answer", your value as text.'
-            return f"Missing answer: {hint}{self._warning()}", False
+            return f'Missing answer: {call.name} needs the argument "answer", your value as text.{warning}', False
         shown = answer if len(answer) <= MAX_ECHO else answer[:MAX_ECHO] + "..."
         boxed = extract_boxed(answer)
         if is_equal(answer if boxed is None else boxed, truth):
             return f"Score: 1. The answer {shown} is right. {_FINISH}", True
-        return f"Score: 0. The answer {shown} is wrong.{self._warning() or ' Look for the mistake.'}", True
-
-    def _warning(self) -> str:
-        """The last-turn warning in the reply to the second-last turn."""
-        return _LAST_TURN if self.turn + 1 == self.max_turns else ""
+        return f"Score: 0. The answer {shown} is wrong.{warning or ' Look for the mistake.'}", True
 
     def _opening(self, question: Question) -> Observation:
         size = self._image_size

@@ -1,12 +1,11 @@
 """Lessons about geometry, which are played in the environment itself.
 
-`FigureDialogues` are those of the tiny model for Geo3k-v0: the numbers in a drawn figure, and the form of guesses,
-calls and answers. Each reply gives the right numbers of the figure and then a random guess, as a call of the scoring
-tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to find out what follows from the numbers,
-and that a call is worth its turn.
+`FigureDialogues` are those of the tiny model for Geo3k-v0. Each reply gives the right numbers of the figure and then a
+random guess, as a call of the scoring tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to
+find out what follows from the numbers, and that a call is worth its turn.
 
-`GeometryDialogues` are a part of the lessons of tiny models that see no geometry. They teach the form of tool calls and
-of turns after a reply. Numbers and drawings are random, so nothing about geometry can be learned.
+`GeometryDialogues` teach the form of tool calls and of later turns to tiny models that see no geometry. Numbers and
+drawings are random, so nothing about geometry can be learned.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class FigureDialogues:
     def draw(self, rng: Random) -> list[Exchange]:
         """One dialogue of one to three turns.
 
-        The environment grades the answers by another figure than the one that is shown: so replies to right calls are
+        The environment grades the answers by another figure than the one that is shown. So replies to right calls are
         taught, and what is right for a figure is not.
         """
         problem, picture = self._problem(rng.randrange(_FIGURES))
@@ -79,20 +78,18 @@ class FigureDialogues:
                 guess = truth
             return written(problem.numbers, guess) + (format_call(guess) if calls else boxed(guess))
 
-        return _played(self._envs[tool], graded, reply, pixels_of(picture))
+        return _played(self._envs[tool], graded, reply, picture)
 
     def _problem(self, index: int) -> tuple[Problem, EncodedImage]:
         return drawn_problem((LEVEL,), ANGLE_STEP, IMAGE_SIZE, "train", index, self._seed)
 
 
 def _played(
-    env: Geo3kEnv, index: int, reply: Callable[[Message, int], str], pixels: np.ndarray | None = None
+    env: Geo3kEnv, index: int, reply: Callable[[Message, int], str], picture: EncodedImage | None = None
 ) -> list[Exchange]:
-    """An episode in which `reply(message, turn)` answers; `pixels`: what is shown in place of the item's own figure."""
+    """An episode in which `reply(message, turn)` answers; `picture`: shown in place of the item's own figure."""
     observation, _ = env.reset(options={"index": index, "split": "train"})
-    if pixels is None:
-        (figure,) = as_encoded(observation.messages[-1].images)
-        pixels = pixels_of(figure)
+    pixels = np.asarray((picture or as_encoded(observation.messages[-1].images)[0]).to_pil())
     exchanges: list[Exchange] = []
     while observation.messages:
         message = observation.messages[-1]
@@ -103,22 +100,14 @@ def _played(
 
 
 def written(numbers: list[int], guess: str) -> str:
-    """What the geometer writes before a call or a box: the numbers in the figure, and its guess."""
     return f"{' '.join(map(str, numbers))}: {guess} "
 
 
 def boxed(answer: str) -> str:
-    """The last line of an answer."""
     return f"Answer: \\boxed{{{answer}}}"
 
 
-def pixels_of(picture: EncodedImage) -> np.ndarray:
-    """uint8 [height, width, 3]."""
-    return np.asarray(picture.to_pil())
-
-
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng, dialogues = Random(f"geometer {seed}"), FigureDialogues(seed)
     return lambda: dialogues.draw(rng)
 
@@ -129,8 +118,6 @@ _ANSWER_AT_ONCE = (0.35, 0.5, 0.9)  # by turn: how often the reply is a boxed an
 
 
 class _QuestionsEnv(Geo3kEnv):
-    """Asks these questions, with brief prompts."""
-
     def __init__(self, questions: list[Question], **settings: Any) -> None:
         super().__init__(prompt="brief", num_train=len(questions), **settings)
         self._questions = questions
@@ -158,7 +145,6 @@ class GeometryDialogues:
         ]
 
     def draw(self, rng: np.random.Generator) -> list[Exchange]:
-        """One dialogue of one to three turns."""
         which = int(rng.choice(3, p=(0.3, 0.5, 0.2)))
         index = int(rng.integers(NUM_QUESTIONS))
         confirmed: str | None = None

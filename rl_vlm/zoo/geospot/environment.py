@@ -12,18 +12,7 @@ from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet, cell_text
 from rl_vlm.envs.images import fit
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
-from rl_vlm.zoo.geospot import world
-from rl_vlm.zoo.geospot.places import (
-    FARTHEST_KM,
-    LAST_STAGE,
-    TAUS_KM,
-    GroundTruth,
-    field_weights,
-    open_gazetteer,
-    parse_answer,
-    score,
-    stage_weights,
-)
+from rl_vlm.zoo.geospot import places, world
 
 MIN_IMAGE_SIZE, MAX_IMAGE_SIZE = 64, 2048
 NEAR_KM = (25, 100, 500)
@@ -36,10 +25,11 @@ _FORM = (
     "two-letter code>\nLatitude: <degrees, negative in the south>\nLongitude: <degrees, negative in the west>"
 )
 # An answer without coordinates counts as the largest distance, so that staying silent cannot improve the median.
-_UNANSWERED: Info = {"distance_km": FARTHEST_KM, "format_ok": False, **{f"within_{km}km": False for km in NEAR_KM}}
+_NOT_NEAR = {f"within_{km}km": False for km in NEAR_KM}
+_UNANSWERED: Info = {"distance_km": places.FARTHEST_KM, "format_ok": False, **_NOT_NEAR}
 
 
-def read_view(row: Row) -> tuple[EncodedImage, GroundTruth]:
+def read_view(row: Row) -> tuple[EncodedImage, places.GroundTruth]:
     """A street view and where it was taken; the row may lack region and city."""
     try:
         latitude, longitude = float(row.cells["latitude"]), float(row.cells["longitude"])
@@ -49,7 +39,8 @@ def read_view(row: Row) -> tuple[EncodedImage, GroundTruth]:
         raise BadRowError("latitude and longitude are no position.")
     region, city = (cell_text(row.cells.get(name)).strip() or None for name in ("region", "city"))
     names = (row.text("country").strip(), region, city)
-    return row.image(row.cells["image"]), GroundTruth.from_names(open_gazetteer(), (latitude, longitude), *names)
+    truth = places.GroundTruth.from_names(places.open_gazetteer(), (latitude, longitude), *names)
+    return row.image(row.cells["image"]), truth
 
 
 # In the layout of OpenStreetView-5M.
@@ -60,15 +51,12 @@ class GeoSpotEnv(EpisodeEnv):
     """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and
     longitude.
 
-    data: street views (see `STREET_VIEWS`); without it, maps are drawn: a pin in one of the `countries` largest
-    countries, whose city is the nearest of that country's `cities` largest. seed, num_train, num_test: which set of
-    maps and how many. image_size: pixels per side of a map, and the longest side of a street view.
-    prompt: "full", or "brief" for the tiny model.
+    data: street views (see `STREET_VIEWS`); without it maps are drawn: a pin in one of the `countries` largest
+    countries, whose city is the nearest of that country's `cities` largest. docs/geospot.md lists the other arguments.
 
     stage: 0 to 4, the curriculum's weights of country, region, city and coordinates; 2.5 is half-way between two
-    stages.
-    weights: (country, region, city) instead of a stage's; coordinates weigh max(city, region / 2).
-    taus: kernel widths in km by field (country, region, city, coords), in place of 2000, 500, 100 and 25.
+    stages. weights: (country, region, city) instead of a stage's; coordinates weigh max(city, region / 2). taus: kernel
+    widths in km by field, in place of `TAUS_KM`.
 
     The reward is Σ weight · exp(-distance / τ) / Σ weight over the four fields, whatever the answer holds: what is
     missing, ambiguous or names no known place counts 0. `info` has the answer (`response`, `parsed`), `ground_truth`,
@@ -82,14 +70,14 @@ class GeoSpotEnv(EpisodeEnv):
         "format_ok": (),
         "stage_idx": (),
         **{f"within_{km}km": () for km in NEAR_KM},
-        **{f"k_{field}": () for field in TAUS_KM},
+        **{f"k_{field}": () for field in places.TAUS_KM},
     }
 
     def __init__(
         self,
         data: DataSource | None = None,
         *,
-        stage: Annotated[float, Field(ge=0, le=LAST_STAGE)] = LAST_STAGE,
+        stage: Annotated[float, Field(ge=0, le=places.LAST_STAGE)] = places.LAST_STAGE,
         weights: Annotated[Sequence[_Weight], Field(min_length=3, max_length=3)] | None = None,
         taus: Mapping[Literal["country", "region", "city", "coords"], Annotated[float, Field(ge=1e-3)]] | None = None,
         prompt: Literal["full", "brief"] = "full",
@@ -104,21 +92,19 @@ class GeoSpotEnv(EpisodeEnv):
         if weights is not None and not any(weights):
             raise UserInputError("GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0.")
         self.stage = float(stage)
-        self.weights = stage_weights(self.stage) if weights is None else field_weights(*weights)
-        self.taus = TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
+        self.weights = places.stage_weights(self.stage) if weights is None else places.field_weights(*weights)
+        self.taus = places.TAUS_KM | {str(field): width for field, width in (taus or {}).items()}
         self.prompt = prompt
         self._drawn = (countries, cities, world.IMAGE_SIZE if image_size is None else image_size)
         self._image_size = image_size
         self._seed = seed
 
     def validate(self, split: Split, limit: int | None = 32) -> int:
-        """Read some rows of the split. Raises UserInputError if there are none or none of them can be read."""
         return super().validate(split, limit)
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Show the picture."""
         view = self.row(item)
-        shown: tuple[EncodedImage, GroundTruth] = view or world.pin_item(
+        shown: tuple[EncodedImage, places.GroundTruth] = view or world.pin_item(
             *self._drawn, item.split, item.index, self._seed
         )
         image, self._truth = shown
@@ -128,10 +114,9 @@ class GeoSpotEnv(EpisodeEnv):
         return Observation.user(image, text), {"stage_idx": self.stage, **_UNANSWERED}
 
     def reply(self, text: str) -> Reply:
-        """Grade the answer; the episode ends."""
-        truth, answer = self._truth, parse_answer(text)
-        distances = truth.distances_km(answer, open_gazetteer())
-        scored = score(distances, self.weights, self.taus)
+        truth, answer = self._truth, places.parse_answer(text)
+        distances = truth.distances_km(answer, places.open_gazetteer())
+        reward, kernels = places.score(distances, self.weights, self.taus)
         off = distances["coords"]
         info: Info = {
             "response": text,
@@ -139,13 +124,13 @@ class GeoSpotEnv(EpisodeEnv):
             "stage_weights": self.weights,
             "parsed": {name: getattr(answer, name) for name in ("city", "region", "country", "coords", "format_valid")},
             "ground_truth": {**truth.names, "latitude": truth.position[0], "longitude": truth.position[1]},
-            "reward": scored.reward,
+            "reward": reward,
             **{f"d_{field}": distance for field, distance in distances.items()},
-            **{f"k_{field}": value for field, value in scored.kernels.items()},
-            "distance_km": FARTHEST_KM if off is None else off,
+            **{f"k_{field}": value for field, value in kernels.items()},
+            "distance_km": places.FARTHEST_KM if off is None else off,
             "format_ok": answer.format_valid,
             **{f"within_{km}km": off is not None and off <= km for km in NEAR_KM},
             # A right country is what a table of accuracies can hold: no answer is exactly right.
             "correct": distances["country"] == 0.0,
         }
-        return Reply(scored.reward, None, info)
+        return Reply(reward, None, info)

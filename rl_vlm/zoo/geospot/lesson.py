@@ -1,5 +1,4 @@
-"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell of the picture that holds the
-pin.
+"""Lessons of the tiny model for GeoSpot-v0: maps with a pin, and questions about the cell that holds the pin.
 
 The reply to "Where is it?" is the right cell and then five lines with random names and numbers. Reinforcement learning
 has to find out which place is where.
@@ -28,24 +27,21 @@ _FORM = "City: {city}\nRegion: {region}\nCountry: {country}\nLatitude: {latitude
 
 @cache
 def vocabulary() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The names of cities and regions and the codes of countries that answers hold."""
+    """Cities, regions and the codes of countries that answers name."""
     countries = [country.country for country in world.mapped_countries()[:COUNTRIES]]
     cities = [world.big_cities(country, 1)[0] for country in countries]
     regions = [open_gazetteer().place(city.region).name for city in cities if city.region is not None]
     return tuple(city.name for city in cities), tuple(regions), tuple(countries)
 
 
-def corpus() -> tuple[str, ...]:
-    """Texts whose words become few tokens."""
-    cities, regions, countries = vocabulary()
-    forms = [
+CORPUS = (
+    " ".join([BRIEF] * 4),
+    "Column of pin? Row of pin? Cell of pin?",
+    *(
         _FORM.format(city=city, region=region, country=country, latitude=-30, longitude=100)
-        for city, region, country in zip(cities, regions, countries, strict=True)
-    ]
-    return (" ".join([BRIEF] * 4), "Column of pin? Row of pin? Cell of pin?", *forms)
-
-
-CORPUS = corpus  # a function, because the names come from the gazetteer
+        for city, region, country in zip(*vocabulary(), strict=True)
+    ),
+)
 
 
 def draw_spot(rng: np.random.Generator) -> Exchange:
@@ -70,7 +66,6 @@ def cell(position: world.Position) -> tuple[int, int]:
 
 
 def random_answer(rng: np.random.Generator) -> str:
-    """Five lines, each with something at random."""
     cities, regions, countries = vocabulary()
     return _FORM.format(
         city=cities[rng.integers(len(cities))],
@@ -82,6 +77,5 @@ def random_answer(rng: np.random.Generator) -> str:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 4])
     return lambda: [draw_spot(rng)]

@@ -7,16 +7,13 @@ import re
 import sqlite3
 import threading
 import unicodedata
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rl_vlm.safe_text import without_thoughts
-
-# Spellings of place names: one key for `St. Gallen`, `Saint-Gallen` and `SAINT GALLEN`, or `State of Bayern` and
-# `Bayern`.
 
 Kind = Literal["country", "region", "city"]
 
@@ -45,7 +42,7 @@ _AFFIXES: dict[str, re.Pattern[str]] = {
 def name_key(name: str, kind: Kind) -> str:
     """The key of a name: lower case, without accents, punctuation and words such as "state of"; "" for what is no name.
 
-    Letters of other scripts stay, so a name with a letter that only looks Latin has a key that nothing else has.
+    Letters of other scripts stay, so that a look-alike has a key of its own.
     """
     if len(name) > MAX_NAME_CHARS:
         return ""
@@ -95,68 +92,54 @@ class Gazetteer:
         if both:
             places = {self.country(both[part]) for part in ("name", "code")}
             return places.pop() if len(places) == 1 else None
-        return self._best("country", name, None)
+        return _heaviest(self._named("country", name, None))
 
     def region(self, name: str, country: str | None = None) -> Place | None:
         """By name; of several one in the country, else the most populous."""
-        return self._best("region", name, country)
+        return _heaviest(self._named("region", name, country))
 
     def city(
         self, name: str, country: str | None = None, region: Place | None = None, near: Position | None = None
     ) -> Place | None:
-        """By name; of several those in the country, and of these the nearest to `near`, else one in the region, else
-        the largest."""
-        found = _preferred(self._candidates("city", name), lambda place: place.country == country)
+        """By name; of several those in the country, of these the nearest to `near`, or the largest in the region."""
+        found = self._named("city", name, country)
         if near is not None:
-            return min(
-                (place for place, _ in found), key=lambda place: haversine_km(place.position, near), default=None
-            )
-        return _heaviest(_preferred(found, lambda place: region is not None and place.region == region.id))
+            places = [place for place, _ in found]
+            return min(places, key=lambda place: haversine_km(place.position, near), default=None)
+        inside = tuple(pair for pair in found if region is not None and pair[0].region == region.id)
+        return _heaviest(inside or found)
 
     def cities(self, country: str, count: int) -> list[Place]:
         """The largest cities of a country whose region is known, the most populous first."""
-        order = "ORDER BY population DESC, id LIMIT ?"
-        return self._select(f"kind = 'city' AND country = ? AND region IS NOT NULL {order}", country, count)
+        largest = (
+            "place WHERE kind = 'city' AND country = ? AND region IS NOT NULL ORDER BY population DESC, id LIMIT ?"
+        )
+        return [place for place, _ in self._select(largest, country, count)]
 
     def place(self, number: int) -> Place:
-        """The place with this id."""
-        return self._select("id = ?", number)[0]
+        return self._select("place WHERE id = ?", number)[0][0]
 
-    def _best(self, kind: Kind, name: str, country: str | None) -> Place | None:
-        return _heaviest(_preferred(self._candidates(kind, name), lambda place: place.country == country))
-
-    def _candidates(self, kind: Kind, name: str) -> Weighted:
+    def _named(self, kind: Kind, name: str, country: str | None) -> Weighted:
+        """The places of that name with their weights: those in the country, if there are any."""
         key = name_key(name, kind)
-        return self._found(kind, key) if key else ()
+        found = self._found(kind, key) if key else ()
+        return tuple(pair for pair in found if pair[0].country == country) or found
 
     def _look_up(self, kind: Kind, key: str) -> Weighted:
-        """The places of that spelling, each with its weight."""
-        query = (
-            "SELECT id, name, country, region, latitude, longitude, population, own FROM spelling JOIN place ON place "
-            "= id WHERE spelling.kind = ? AND key = ? ORDER BY id"
-        )
+        spelt = "spelling JOIN place ON place = id WHERE spelling.kind = ? AND key = ? ORDER BY id"
+        found = self._select(spelt, kind, key, own="own")
+        return tuple((place, (place.population + 1) * (1.0 if own else _SPELLING_WEIGHT)) for place, own in found)
+
+    def _select(self, source: str, *values: object, own: str = "1") -> list[tuple[Place, bool]]:
+        """The places, and whether the spelling that was asked for is their own name."""
+        columns = f"id, name, country, region, latitude, longitude, population, {own}"
         with self._lock:
-            rows = self._database.execute(query, (kind, key)).fetchall()
-        return tuple((_place(row), (row[6] + 1) * (1.0 if row[7] else _SPELLING_WEIGHT)) for row in rows)
-
-    def _select(self, condition: str, *values: object) -> list[Place]:
-        columns = "id, name, country, region, latitude, longitude, population"
-        with self._lock:
-            rows = self._database.execute(f"SELECT {columns} FROM place WHERE {condition}", values).fetchall()
-        return [_place(row) for row in rows]
-
-
-def _preferred(found: Weighted, wanted: Callable[[Place], bool]) -> Weighted:
-    """The places that are wanted; all of them if none is."""
-    return tuple(pair for pair in found if wanted(pair[0])) or found
+            rows = self._database.execute(f"SELECT {columns} FROM {source}", values).fetchall()
+        return [(Place(row[0], row[1], row[2], row[3], (row[4], row[5]), row[6]), bool(row[7])) for row in rows]
 
 
 def _heaviest(found: Weighted) -> Place | None:
     return max(found, key=lambda pair: pair[1])[0] if found else None
-
-
-def _place(row: tuple[int, str, str, int | None, float, float, int, object]) -> Place:
-    return Place(row[0], row[1], row[2], row[3], (row[4], row[5]), row[6])
 
 
 @cache
@@ -166,11 +149,6 @@ def open_gazetteer() -> Gazetteer:
 
     return Gazetteer(gazetteer_path())
 
-
-# Reads an answer about a place: City, Region, Country, Latitude and Longitude, one a line, in many spellings.
-#
-# What can be read in two ways is not read: a field that comes twice with different values, or a number whose signs
-# contradict each other, counts as missing.
 
 MAX_CHARS = 8000  # what is longer, behind its author's thinking, is no answer
 _MAX_LINE_CHARS = 500  # longer lines hold no field; it bounds the cost of the patterns
@@ -222,7 +200,11 @@ class GeoAnswer:
 
 
 def parse_answer(text: str) -> GeoAnswer:
-    """Read an answer. Lines that hold no field are its author's thinking and are passed over."""
+    """Read City, Region, Country, Latitude and Longitude, one a line; lines that hold no field are passed over.
+
+    What can be read in two ways is not read: a field that comes twice with different values, or a number whose signs
+    contradict each other, counts as missing.
+    """
     lines = _lines(text)
     said: dict[str, list[str]] = {}
     for line in lines:
@@ -234,7 +216,8 @@ def parse_answer(text: str) -> GeoAnswer:
     if not said:
         said = _listed(lines)
     clear = {field: values[0] for field, values in said.items() if len({v.casefold() for v in values}) == 1}
-    names = {field: _name(clear.get(field)) for field in ("city", "region", "country")}
+    fields = {field: clear.get(field) for field in ("city", "region", "country")}
+    names = {field: name if name and len(name) <= MAX_NAME_CHARS else None for field, name in fields.items()}
     names["region"] = _without_outer(names["region"], names["country"])
     names["city"] = _without_outer(names["city"], names["region"], names["country"])
     coords = _coords(clear, said)
@@ -243,8 +226,7 @@ def parse_answer(text: str) -> GeoAnswer:
 
 
 def parse_degrees(text: str, axis: str) -> float | None:
-    """Degrees north or east (`axis` "latitude" or "longitude"): `-33.9`, `33,9° S`, `33°51'30" S`; None if it is
-    anything else."""
+    """Degrees north or east of `-33.9`, `33,9° S`, `33°51'30" S`; None if it is anything else. axis: "latitude", ..."""
     match = _DEGREES.fullmatch(text.strip())
     if match is None or (match["part"] and match["minutes"]):
         return None
@@ -259,7 +241,6 @@ def parse_degrees(text: str, axis: str) -> float | None:
 
 
 def _lines(text: str) -> list[str]:
-    """The answer's lines beside its thoughts; none where these are too long."""
     said = without_thoughts(text)  # a thought may be far longer than an answer
     if len(said) > MAX_CHARS:
         return []
@@ -296,10 +277,6 @@ def _without_outer(name: str | None, *outer: str | None) -> str | None:
     return first if all(part.casefold() in known for part in rest) else name
 
 
-def _name(value: str | None) -> str | None:
-    return value if value and len(value) <= MAX_NAME_CHARS else None
-
-
 def _coords(clear: Mapping[str, str], said: Container[str]) -> Position | None:
     """Latitude and longitude, from a line each or from one line; None where both ways are used or one is unclear."""
     latitude, longitude = clear.get("latitude", ""), clear.get("longitude", "")
@@ -315,8 +292,7 @@ def _coords(clear: Mapping[str, str], said: Container[str]) -> Position | None:
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """The position, and the names of country, region and city with their places; None where there is none or it is
-    unknown."""
+    """The position, the names of country, region and city, and their places; None for what is not known."""
 
     position: Position
     names: dict[str, str | None]
@@ -388,13 +364,8 @@ def haversine_km(first: Position, second: Position) -> float:
     return 2 * EARTH_RADIUS_KM * math.asin(math.sqrt(min(1.0, chord)))
 
 
-def kernel(distance_km: float | None, tau_km: float) -> float:
-    """exp(-d / τ); 0 without a distance."""
-    return 0.0 if distance_km is None else math.exp(-distance_km / tau_km)
-
-
 def field_weights(country: float, region: float, city: float) -> dict[str, float]:
-    """The weight of every field; the coordinates weigh max(city, region / 2)."""
+    """The weight of every field, from those of three."""
     return {"country": country, "region": region, "city": city, "coords": max(city, region / 2)}
 
 
@@ -406,22 +377,15 @@ def stage_weights(stage: float) -> dict[str, float]:
     return field_weights(*((1 - share) * before + share * after for before, after in pairs))
 
 
-@dataclass(frozen=True, slots=True)
-class GeoScore:
-    """The reward in [0, 1] and the kernel of every field."""
-
-    reward: float
-    kernels: dict[str, float]
-
-
 def score(
     distances_km: Mapping[str, float | None], weights: Mapping[str, float], taus_km: Mapping[str, float]
-) -> GeoScore:
-    """The weighted mean of the fields' kernels.
+) -> tuple[float, dict[str, float]]:
+    """The reward in [0, 1], and the kernel exp(-d / τ) of every field, whose weighted mean it is.
 
-    The denominator is the sum of all weights: a field that is missing or names no known place (None) counts 0 and stays
-    in it.
+    A field without a known place (None) counts 0 and keeps its weight.
     """
-    kernels = {field: kernel(distances_km.get(field), taus_km[field]) for field in FIELDS}
-    total = sum(weights[field] for field in FIELDS)
-    return GeoScore(sum(weights[field] * kernels[field] for field in FIELDS) / total, kernels)
+    kernels = dict.fromkeys(FIELDS, 0.0)
+    for field, distance in distances_km.items():
+        if distance is not None:
+            kernels[field] = math.exp(-distance / taus_km[field])
+    return sum(weights[field] * kernels[field] for field in FIELDS) / sum(weights[field] for field in FIELDS), kernels

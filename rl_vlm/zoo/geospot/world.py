@@ -58,8 +58,7 @@ MOST_COUNTRIES = 141
 
 @cache
 def mapped_countries() -> tuple[Place, ...]:
-    """The countries that a pin may be in, the largest first: those with a shape, a million people and a city in a
-    region."""
+    """The countries that a pin may be in, the largest first."""
     found = []
     for code, cells in _cells().items():
         country = open_gazetteer().country(code)
@@ -71,7 +70,6 @@ def mapped_countries() -> tuple[Place, ...]:
 
 @lru_cache(maxsize=1024)
 def big_cities(country: str, count: int) -> tuple[Place, ...]:
-    """The largest cities of a country."""
     return tuple(open_gazetteer().cities(country, count))
 
 
@@ -79,10 +77,9 @@ def big_cities(country: str, count: int) -> tuple[Place, ...]:
 def pin_item(
     countries: int, cities: int, image_size: int, split: Split, index: int, seed: int
 ) -> tuple[EncodedImage, GroundTruth]:
-    """Task instance `index`: a map with a pin anywhere in one of the `countries` largest countries, and where that is.
+    """Task instance `index`: a map with a pin in one of the `countries` largest countries, and where that is.
 
-    Its city is the nearest of the country's `cities` largest. Cached, because all copies of a group ask for the same
-    one.
+    Its city is the nearest of the country's `cities` largest. Cached for the copies of a group.
     """
     rng = stable_rng("geospot", countries, cities, 1, image_size, split, index, seed)
     for _ in range(_MAX_DRAWS):
@@ -114,12 +111,10 @@ def render(position: Position, image_size: int = IMAGE_SIZE) -> np.ndarray:
 def _with_pin(pixel: tuple[int, int], image_size: int) -> np.ndarray:
     pixels = _map(image_size).copy()
     radius = min(6, max(2, image_size // 32))
-    x, y = pixel
-    rows = slice(max(0, y - radius), y + radius + 1)
-    columns = slice(max(0, x - radius), x + radius + 1)
-    disc = _disc(radius)[rows.start - y + radius :, columns.start - x + radius :]
-    part = pixels[rows, columns]
-    part[disc[: part.shape[0], : part.shape[1]]] = PIN
+    left, top = (max(0, place - radius) for place in pixel)
+    part = pixels[top : pixel[1] + radius + 1, left : pixel[0] + radius + 1]
+    y, x = np.ogrid[top : top + part.shape[0], left : left + part.shape[1]]
+    part[(x - pixel[0]) ** 2 + (y - pixel[1]) ** 2 <= (radius + 0.3) ** 2] = PIN
     return pixels
 
 
@@ -127,12 +122,6 @@ def _with_pin(pixel: tuple[int, int], image_size: int) -> np.ndarray:
 def _encoded(pixel: tuple[int, int], image_size: int) -> EncodedImage:
     """The picture; many positions have the same one, and encoding costs most of a reset."""
     return EncodedImage.from_pil(Image.fromarray(_with_pin(pixel, image_size)))
-
-
-@cache
-def _disc(radius: int) -> np.ndarray:
-    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
-    return np.asarray(x**2 + y**2 <= (radius + 0.3) ** 2)
 
 
 @lru_cache(maxsize=32)

@@ -19,11 +19,6 @@ from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 from rl_vlm.zoo.drawing import BACKGROUND, split_of_hash, stable_rng
 
-# Grids with walls and holes: how they are drawn up, searched and painted.
-#
-# The environment `GridWalk-v0` and the warm start of its tiny model share this module. A grid's map (everything but
-# the agent) decides its split, so no picture of a test grid, wherever the agent stands, is ever trained on.
-
 Cell = tuple[int, int]  # row and column, from the top left
 
 IMAGE_SIZE = 64
@@ -50,7 +45,7 @@ _MAX_DRAWS = 20_000  # of one grid; the rarest settings that exist need a few hu
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A state of the walk: `size` × `size` cells, where the agent and the goal are, which cells are walls and holes."""
+    """A state of the walk on `size` × `size` cells."""
 
     size: int
     agent: Cell
@@ -63,13 +58,11 @@ class Grid:
         return cell in self.walls or not (0 <= cell[0] < self.size and 0 <= cell[1] < self.size)
 
     def moved(self, move: str) -> Grid:
-        """The state after one of MOVES."""
         cell = neighbour(self.agent, move)
         return self if self.blocked(cell) else replace(self, agent=cell)
 
     def distances(self) -> dict[Cell, int]:
-        """Steps to the goal along a shortest path without holes, from every cell that has one (breadth-first
-        search)."""
+        """Steps to the goal on a shortest path without holes, from every cell that has one (breadth-first search)."""
         found = {self.goal: 0}
         front = deque([self.goal])
         while front:
@@ -81,18 +74,13 @@ class Grid:
                     front.append(near)
         return found
 
-    def map_hash(self) -> str:
-        """The hash of everything but the agent."""
-        parts = (self.size, self.goal, sorted(self.walls), sorted(self.holes))
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
     def split(self) -> Split:
-        """Which split the map belongs to."""
-        return split_of_hash(int(self.map_hash()[:2], 16))
+        """By the hash of everything but the agent: no picture of a test grid is ever trained on."""
+        parts = (self.size, self.goal, sorted(self.walls), sorted(self.holes))
+        return split_of_hash(hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()[0])
 
 
 def neighbour(cell: Cell, move: str) -> Cell:
-    """The cell next to `cell` in the direction of the move, which may lie outside."""
     rows, columns = MOVES[move]
     return cell[0] + rows, cell[1] + columns
 
@@ -118,10 +106,7 @@ class Difficulty:
 
 @lru_cache(maxsize=8192)
 def grid_item(difficulty: Difficulty, split: Split, index: int, seed: int = 0) -> Grid:
-    """Task instance `index`; cached, because all copies of a group ask for the same one.
-
-    Raises UserInputError where no grid of that difficulty is found.
-    """
+    """Task instance `index`; cached for the copies of a group. Raises UserInputError if there is no such grid."""
     rng = stable_rng("gridwalk", difficulty, split, index, seed)
     for _ in range(_MAX_DRAWS):
         grid = random_grid(rng, difficulty.size, difficulty.walls, difficulty.holes)
@@ -144,11 +129,7 @@ def _mask(height: int, width: int, inset: float, disc: bool) -> np.ndarray:
 
 
 def render(grid: Grid, image_size: int = IMAGE_SIZE) -> np.ndarray:
-    """Paint a state: uint8 [image_size, image_size, 3].
-
-    A red disc is the agent, a green square the goal, white cells are walls, black discs holes; all else is mid-grey
-    with thin lines between the cells.
-    """
+    """Paint a state: uint8 [image_size, image_size, 3]. RULES says what is what."""
     pixels = np.full((image_size, image_size, 3), BACKGROUND, dtype=np.uint8)
     edges = [round(number * image_size / grid.size) for number in range(grid.size + 1)]
     for edge in edges[1:-1]:
@@ -179,10 +160,7 @@ def picture_of(grid: Grid, image_size: int = IMAGE_SIZE) -> EncodedImage:
 
 
 def parse_move(text: str) -> str | None:
-    """The move, if the last word is one of the four (any case, a full stop allowed); None otherwise.
-
-    What stands before it is the policy's thinking.
-    """
+    """The move, if the last word is one of the four; None otherwise. What stands before it is the policy's thinking."""
     words = text.strip().removesuffix(".").lower().split()
     return words[-1] if words and words[-1] in MOVES else None
 
@@ -190,14 +168,13 @@ def parse_move(text: str) -> str | None:
 class GridWalkEnv(EpisodeEnv):
     """Walk to the goal of a drawn grid around walls and holes: one move (up, down, left or right) a turn.
 
-    size: cells per side, 3 to 6; walls and holes: how many. Walls stop the agent, a hole ends the episode.
-    max_turns: 2 to 10; when they are used up the episode ends. min_distance: steps of the shortest path at least.
-    prompt: "full" explains the game in the first message; "brief" asks in three words, for the tiny model.
-    image_size: pixels per side. seed: which data set of grids; num_train and num_test: how many of each it holds.
+    size: cells per side. walls, holes: how many; walls stop the agent, a hole ends the episode. min_distance: steps of
+    the shortest path at least; every grid can be solved in `max_turns`. prompt: "brief" asks in three words, for the
+    tiny model. image_size: pixels per side. seed: which set of grids.
 
     The reward is 1 at the goal and 0 otherwise. An answer that names no move is told what is expected and still costs a
-    turn. Every grid can be solved in `max_turns`. `info` holds `success`, `outcome` ("goal", "hole", "turns" or
-    "walking"), `steps` (turns used), `well_formed`, and `shortest_path` (steps from the start).
+    turn. `info` holds `success`, `outcome` ("goal", "hole", "turns" or "walking"), `steps` (turns used), `well_formed`,
+    and `shortest_path` (steps from the start).
     """
 
     name = "GridWalk-v0"
@@ -233,14 +210,12 @@ class GridWalkEnv(EpisodeEnv):
         self.seed = seed
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Show the grid."""
         self._grid = grid_item(self.difficulty, item.split, item.index, self.seed)
         self._shortest = self._grid.distances()[self._grid.agent]
         rules = RULES.format(turns=self.max_turns) if self.prompt == "full" else ""
         return self._show(rules + QUESTION), {"shortest_path": self._shortest}
 
     def reply(self, text: str) -> Reply:
-        """Make one move."""
         move = parse_move(text)
         grid = self._grid = self._grid if move is None else self._grid.moved(move)
         success, fallen = grid.agent == grid.goal, grid.agent in grid.holes

@@ -7,9 +7,6 @@ reinforcement learning has to find out which move is good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
-
 import numpy as np
 
 from rl_vlm.zoo.gridwalk import environment
@@ -30,8 +27,6 @@ CORPUS = (
     "Where is goal? up right, down right, down left, up left",
     "Row of agent? Row of goal? Column of agent? Column of goal?",
 )
-
-P = TypeVar("P")
 
 
 def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
@@ -56,7 +51,6 @@ def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[
 
 
 def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
-    """A question about what is where, and its answer."""
     draw = rng.random()
     if draw < 0.15:
         what, cell = ("agent", grid.agent) if rng.random() < 0.5 else ("goal", grid.goal)
@@ -67,8 +61,10 @@ def random_question(rng: np.random.Generator, grid: Grid) -> tuple[str, str]:
     around = neighbours(grid)
     if draw < 0.7:
         return "What is around?", " ".join(around.values())
-    move = _balanced(rng, tuple(MOVES), around.__getitem__)
-    return f"What is {move}?", around[move]
+    kinds = sorted(set(around.values()))
+    kind = kinds[rng.integers(len(kinds))]  # each kind that is there equally often
+    moves = [move for move in MOVES if around[move] == kind]
+    return f"What is {moves[rng.integers(len(moves))]}?", kind
 
 
 def described(grid: Grid) -> str:
@@ -90,21 +86,11 @@ def bearing(grid: Grid) -> str:
 
 
 def kind_of(grid: Grid, cell: environment.Cell) -> str:
-    """floor, wall, hole or goal; outside counts as wall."""
     if cell == grid.goal:
         return "goal"
     if cell in grid.holes:
         return "hole"
     return "wall" if grid.blocked(cell) else "floor"
-
-
-def _balanced(rng: np.random.Generator, places: Sequence[P], kind: Callable[[P], str]) -> P:
-    """A random place of a random kind among those that occur."""
-    by_kind: dict[str, list[P]] = {}
-    for place in places:
-        by_kind.setdefault(kind(place), []).append(place)
-    chosen = by_kind[sorted(by_kind)[rng.integers(len(by_kind))]]
-    return chosen[rng.integers(len(chosen))]
 
 
 def _fresh(rng: np.random.Generator, sizes: tuple[int, ...]) -> Grid:
@@ -118,6 +104,5 @@ def _fresh(rng: np.random.Generator, sizes: tuple[int, ...]) -> Grid:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 3])
     return lambda: draw_walk(rng)

@@ -1,5 +1,4 @@
-"""NLVR2-v0: two images and a sentence about both, to be called True or False; drawn scenes, or the rows of a data
-set."""
+"""NLVR2-v0: is a sentence about two images True or False? Drawn scenes, or the rows of a data set."""
 
 from __future__ import annotations
 
@@ -17,9 +16,6 @@ from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.answers import ReadAnswer, behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from rl_vlm.zoo.scenes.data import STATEMENT_KINDS, StatementKind, pair_item, picture_of
-
-# Whether an answer says True or False: read strictly enough that hedging never pays, tolerantly enough for honest
-# forms.
 
 MAX_CHARS = 8000
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
@@ -41,10 +37,9 @@ _DECORATION = " \t*_`~#>\"'“”‘’()[]{}.!,:;-–—|\\$"
 def read_verdict(text: str) -> ReadAnswer:
     """The verdict of an answer: True or False.
 
-    Thoughts are not read (see `without_thoughts`). In the rest, the last line holds "true" or "false"
-    once, in any case and decoration, as its first or last word, without a word that turns it around in its clause or
-    leaves it open in its sentence. What stands before these may say the same word but not the other one: who says both
-    says nothing.
+    The last line holds "true" or "false" once, in any case and decoration, as its first or last word, without a word
+    that turns it around in its clause or leaves it open in its sentence. What stands before may say the same word but
+    not the other one: an answer that says both says nothing. Thoughts are not read.
 
     Reasons: those of `behind_thought`, empty, none (neither word), both, repeated, turned (by a word such as "not" or
     "if"), misplaced (neither the first nor the last word of its line, or not in the last line).
@@ -77,7 +72,6 @@ def read_verdict(text: str) -> ReadAnswer:
     return ReadAnswer(words == {"true"})
 
 
-NAME = "NLVR2-v0"
 # After the sentence. "brief" is for the tiny model, whose every token costs.
 PROMPTS = {
     "full": (
@@ -91,8 +85,6 @@ _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass(frozen=True, slots=True)
 class PairItem:
-    """Two images, the sentence about them, its label, and what sort of sentence it is (empty where that is unknown)."""
-
     left: EncodedImage
     right: EncodedImage
     sentence: str
@@ -114,7 +106,7 @@ PAIRS = Schema(read_item, ("sentence", "left_image", "right_image", "label"))
 
 @lru_cache(maxsize=4096)
 def drawn_item(split: Split, index: int, seed: int, image_size: int, kinds: tuple[StatementKind, ...]) -> PairItem:
-    """A drawn item with its pictures; cached, because all copies of a group ask for the same one."""
+    """A drawn item with its pictures; cached for the copies of a group."""
     pair = pair_item(split, index, seed, kinds)
     left, right = (picture_of(scene, image_size) for scene in (pair.left, pair.right))
     return PairItem(left, right, str(pair.statement), pair.truth, pair.statement.kind)
@@ -123,20 +115,12 @@ def drawn_item(split: Split, index: int, seed: int, image_size: int, kinds: tupl
 class NLVR2Env(EpisodeEnv):
     """Two images and a sentence about both: is it true?
 
-    A reward of 1 for the right word, 0 for the wrong one or for none.
-
-    data: a data set with the columns `sentence`, `left_image`, `right_image`, `label`; without it, drawn scenes of
-        shapes and sentences about how many each image holds, half of them true, which neither one image nor the
-        sentence decides.
-    prompt: "full" asks in words; "brief" in three, for the tiny model.
-    kinds: which kinds of drawn sentences: equal, sum, one, more. image_size: pixels per side of drawn scenes. seed:
-    which set of them; num_train and num_test: how many it holds.
-
-    `info` of a step: `correct`, `verdict` (True, False or None), `reason` (why there is none; see
-    `read_verdict`), `well_formed`, `label`, `kind` (of a drawn sentence: equal, sum, one or more; else empty).
+    A reward of 1 for the right word, 0 for the wrong one or for none. data: a data set with the columns of `PAIRS`;
+    without it scenes of shapes are drawn, with sentences about how many each image holds. docs/environments.md lists
+    the other arguments and what `info` holds.
     """
 
-    name = NAME
+    name = "NLVR2-v0"
 
     def __init__(
         self,
@@ -154,12 +138,10 @@ class NLVR2Env(EpisodeEnv):
         self._question = PROMPTS[prompt]
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Show the pair. Raises BadRowError if the row cannot be used."""
         self._pair = pair = self.row(item) or drawn_item(item.split, item.index, *self._drawn)
         return Observation.user(pair.left, pair.right, pair.sentence + self._question), {"kind": pair.kind}
 
     def reply(self, text: str) -> Reply:
-        """Grade the answer."""
         verdict, label = read_verdict(text), self._pair.label
         correct = verdict.value == label
         info: Info = {

@@ -69,7 +69,6 @@ def draw_lesson(rng: np.random.Generator) -> Exchange:
 
 
 def comparison(first: float, second: float) -> Exchange:
-    """The question about two poles, and its answer."""
     asked = _TASK.templates
     parts = (asked.first, pole(first), asked.second, pole(second), _TASK.fill(asked.decide))
     return Exchange("user", parts, str(right_label(first, second, TIE_DEGREES)))
@@ -102,6 +101,5 @@ def pole(angle: float) -> np.ndarray:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = np.random.default_rng([seed, 2])
     return lambda: [draw_lesson(rng)]

@@ -1,8 +1,6 @@
-"""Scenes of a few shapes, statements about two of them and captions of one: what `NLVR2-v0` and `Caption-v0` draw
-offline.
+"""Scenes of a few shapes, statements about two of them and captions of one: what `NLVR2-v0` and `Caption-v0` draw.
 
-A scene is one to four shapes on mid-grey, at most one in each quadrant. The environments and the warm
-start of their tiny model share this module. The hash of what a scene holds (which decides every pixel) is its split,
+A scene is one to four shapes on mid-grey, at most one in each quadrant. The hash of what it holds decides its split,
 and a scene of the other split is drawn again: no picture of a test item is ever trained on.
 """
 
@@ -41,12 +39,6 @@ MAX_CAPTIONED = 3  # shapes of a captioned scene
 _MIN_SIZE, _MAX_SIZE = 26, 28
 
 
-def scene_split(scene: Scene) -> Split:
-    """Which split a scene belongs to."""
-    content = [(shape.kind, shape.colour, shape.x, shape.y, shape.size) for shape in scene]
-    return split_of_content(content)
-
-
 def random_scene(rng: Random, looks: Sequence[Look], split: Split) -> Scene:
     """Shapes of these looks in random quadrants, of random size and place in it; in the order of the quadrants."""
     half = IMAGE_SIZE // 2
@@ -57,13 +49,11 @@ def random_scene(rng: Random, looks: Sequence[Look], split: Split) -> Scene:
             room = half - size - 1  # one pixel of grey on either side keeps neighbours apart
             x, y = ((quadrant % 2) * half, (quadrant // 2) * half)
             shapes.append(Shape(quadrant, kind, colour, x + rng.randint(1, room), y + rng.randint(1, room), size))
-        scene = tuple(shapes)
-        if scene_split(scene) == split:
-            return scene
+        if split_of_content([(one.kind, one.colour, one.x, one.y, one.size) for one in shapes]) == split:
+            return tuple(shapes)
 
 
 def picture_of(scene: Scene, image_size: int = IMAGE_SIZE) -> EncodedImage:
-    """The picture of a scene, `image_size` pixels a side."""
     return EncodedImage.from_pil(Image.fromarray(render(scene, image_size)))
 
 
@@ -77,11 +67,9 @@ class Noun:
     colour: str = ""
 
     def matches(self, look: Look) -> bool:
-        """Whether a shape of this look is meant."""
         return self.colour in ("", look[0])
 
     def count(self, scene: Scene) -> int:
-        """How many shapes of the scene are meant."""
         return sum(self.matches((shape.colour, shape.kind)) for shape in scene)
 
     def __str__(self) -> str:
@@ -102,7 +90,7 @@ class Statement:
     """A sentence about how many shapes the left and the right image hold, true or false.
 
     kind: "equal" (equally many), "sum" (`number` in both together), "one" (exactly one of the images holds any) or
-    "more" (image `number`, 0 for left, holds more than the other).
+    "more" (image `number`, 0 for left, holds more).
     """
 
     kind: StatementKind
@@ -110,7 +98,6 @@ class Statement:
     number: int = 0
 
     def holds(self, left: int, right: int) -> bool:
-        """Whether it is true of images that hold so many."""
         if self.kind == "equal":
             return left == right
         if self.kind == "sum":
@@ -131,7 +118,6 @@ class Statement:
 
 
 def random_statement(rng: Random, kinds: Sequence[StatementKind]) -> Statement:
-    """A statement of a random kind."""
     kind = rng.choice(kinds)
     if kind == "more":
         return Statement(kind, rng.choice(SOME), rng.randrange(2))
@@ -146,9 +132,9 @@ def random_statement(rng: Random, kinds: Sequence[StatementKind]) -> Statement:
 def count_pairs(statement: Statement, truth: bool) -> tuple[tuple[int, int], ...]:
     """The (left, right) counts with which a statement is shown, to be drawn from uniformly; some come several times.
 
-    They are chosen so that one count says nothing: for each count of either image the statement is true half the time.
-    Only the ends of "more" cannot be balanced (an image without any never holds more): there the counts differ by one,
-    which leaves a right guess of 5/8 to who sees one image, the least that is possible.
+    One count alone says nothing: for each count of either image the statement is true half the time. Only "more" cannot
+    be balanced at its ends (an image without any never holds more). There the counts differ by one, so that a guess
+    from one image is right 5/8 of the time, the least that is possible.
     """
     counts = statement.noun.counts
     if statement.kind == "more":
@@ -176,8 +162,6 @@ def counted_scene(rng: Random, noun: Noun, count: int, split: Split) -> Scene:
 
 @dataclass(frozen=True, slots=True)
 class StatedPair:
-    """Two scenes, a statement about them, and whether it is true."""
-
     left: Scene
     right: Scene
     statement: Statement
@@ -207,8 +191,7 @@ def caption_item(split: Split, index: int, seed: int = 0) -> Scene:
 
 
 def caption_of(scene: Scene) -> str:
-    """Everything there is to see, in one sentence: "a red circle at the top left and a blue square at the bottom
-    left"."""
+    """Everything there is to see: "a red circle at the top left and a blue square at the bottom left"."""
     return joined([f"a {shape.colour} {shape.kind} at the {CORNERS[shape.quadrant]}" for shape in scene])
 
 

@@ -1,9 +1,8 @@
 """Lessons of the tiny model for NLVR2-v0 and Caption-v0: the content of scenes, and the form of verdicts and captions.
 
 Questions about perception have right answers. The reply to a statement about two images gives the right counts of the
-shapes that it names, and then True or False at random. A caption says nothing false, but leaves out shapes, colours,
-kinds and places at random. Reinforcement learning has to find out which verdict follows from the counts, and what makes
-a good caption.
+shapes that it names, and then True or False at random. A caption says nothing false, but leaves out things at random.
+Reinforcement learning has to find out which verdict follows from the counts, and what makes a good caption.
 """
 
 from __future__ import annotations
@@ -11,18 +10,7 @@ from __future__ import annotations
 from random import Random
 
 from rl_vlm.zoo.drawing import CORNERS, Shape, render
-from rl_vlm.zoo.scenes.data import (
-    EVERY,
-    LOOKS,
-    MAX_CAPTIONED,
-    SOME,
-    Scene,
-    StatedPair,
-    counted_scene,
-    joined,
-    random_scene,
-    stated_pair,
-)  # fmt: skip
+from rl_vlm.zoo.scenes import data
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
 # Of the dialogues; the rest are captions. Single shapes, without which it saw colours and no kinds, teach both within
@@ -53,17 +41,17 @@ def draw_lesson(rng: Random) -> Exchange:
     """One question of any sort about scenes of the train split."""
     draw = rng.random()
     if draw < STATEMENT_SHARE:
-        pair = stated_pair(rng, rng.random() < 0.5, "train")
+        pair = data.stated_pair(rng, rng.random() < 0.5, "train")
         return verdict_lesson(pair, rng.random() < 0.5)
     draw -= STATEMENT_SHARE
     if draw < SINGLE_SHARE:
         return single_lesson(rng)
     draw -= SINGLE_SHARE
     if draw < COUNT_SHARE:
-        noun = rng.choice((*SOME, EVERY))
-        scene = counted_scene(rng, noun, rng.choice(noun.counts), "train")
+        noun = rng.choice((*data.SOME, data.EVERY))
+        scene = data.counted_scene(rng, noun, rng.choice(noun.counts), "train")
         return Exchange("user", (render(scene), f"How many {noun}s?"), str(noun.count(scene)))
-    scene = random_scene(rng, [rng.choice(LOOKS) for _ in range(rng.randint(1, MAX_CAPTIONED))], "train")
+    scene = data.random_scene(rng, [rng.choice(data.LOOKS) for _ in range(rng.randint(1, data.MAX_CAPTIONED))], "train")
     if draw < COUNT_SHARE + CORNER_SHARE:
         quadrant = (
             rng.choice([shape.quadrant for shape in scene]) if rng.random() < 0.75 else rng.randrange(len(CORNERS))
@@ -73,31 +61,25 @@ def draw_lesson(rng: Random) -> Exchange:
 
 
 def single_lesson(rng: Random) -> Exchange:
-    """What the only shape of a scene of the train split is."""
-    (shape,) = scene = random_scene(rng, [rng.choice(LOOKS)], "train")
+    (shape,) = scene = data.random_scene(rng, [rng.choice(data.LOOKS)], "train")
     return Exchange("user", (render(scene), "What is this?"), _look(shape))
 
 
-def corner_lesson(scene: Scene, quadrant: int) -> Exchange:
-    """What stands in a quadrant."""
+def corner_lesson(scene: data.Scene, quadrant: int) -> Exchange:
     held = next((_look(shape) for shape in scene if shape.quadrant == quadrant), NOTHING)
     return Exchange("user", (render(scene), f"What is at {CORNERS[quadrant]}?"), held)
 
 
-def verdict_lesson(pair: StatedPair, verdict: bool) -> Exchange:
+def verdict_lesson(pair: data.StatedPair, verdict: bool) -> Exchange:
     """The statement about two scenes, answered with the counts that it speaks of and with `verdict`."""
-    counts = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
-    question = f"{pair.statement}{VERDICT_QUESTION}"
-    return Exchange("user", (render(pair.left), render(pair.right), question), f"{counted(*counts)}: {verdict}")
-
-
-def counted(left: int, right: int) -> str:
-    """The counts before a verdict."""
+    left, right = (pair.statement.noun.count(scene) for scene in (pair.left, pair.right))
     order = "same" if left == right else "more left" if left > right else "more right"
-    return f"{left} left {right} right, {order}"
+    pictures = render(pair.left), render(pair.right)
+    reply = f"{left} left {right} right, {order}: {verdict}"
+    return Exchange("user", (*pictures, f"{pair.statement}{VERDICT_QUESTION}"), reply)
 
 
-def vague_caption(rng: Random, scene: Scene) -> str:
+def vague_caption(rng: Random, scene: data.Scene) -> str:
     """A caption without anything false that leaves out shapes, colours, kinds and places at random."""
 
     def keeps(what: str) -> bool:
@@ -109,7 +91,7 @@ def vague_caption(rng: Random, scene: Scene) -> str:
         return f"a {colour}{shape.kind if keeps('kind') else 'shape'}{place}"
 
     named = [shape for shape in scene if keeps("shape")] or [rng.choice(scene)]
-    return joined([phrase(shape) for shape in named])
+    return data.joined([phrase(shape) for shape in named])
 
 
 def _look(shape: Shape) -> str:
@@ -117,6 +99,5 @@ def _look(shape: Shape) -> str:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = Random(f"observer {seed}")
     return lambda: [draw_lesson(rng)]

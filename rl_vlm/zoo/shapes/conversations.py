@@ -12,10 +12,7 @@ SIZES: dict[Split, int] = {"train": 500, "test": 200}
 
 
 class ShapesRows(Rows):
-    """The built-in data set `shapes`: how many shapes does the drawing show?
-
-    Drawings of train and test are different; right answers rotate, so any constant answer is right one time in four.
-    """
+    """The built-in data set `shapes`. Right answers rotate, so any constant answer is right one time in four."""
 
     def __init__(self, split: Split) -> None:
         super().__init__([Block(f"shapes ({split})", 0, SIZES[split], lambda: _table(split))])

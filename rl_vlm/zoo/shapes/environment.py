@@ -1,6 +1,4 @@
-"""Shapes-v0: count the shapes of a small drawing, or learn a hidden map from its colour to a number.
-
-A small visual task for quick runs: a guess is right one time in four. It needs no data set and no network."""
+"""Shapes-v0: count the shapes of a small drawing, or learn a hidden map from its colour to a number."""
 
 from __future__ import annotations
 
@@ -26,37 +24,28 @@ TRY_AGAIN = "Wrong. Try again."
 NUMBERS = ("1", "2", "3", "4")
 
 
-def draw_shapes(rng: np.random.Generator, count: int) -> tuple[Shape, ...]:
-    """`count` random shapes in different quadrants, in the order of the quadrants."""
-    half = IMAGE_SIZE // 2
-    quadrants = np.sort(rng.permutation(MAX_SHAPES)[:count])
-    kinds = rng.integers(0, len(KINDS), size=count)
-    colours = rng.integers(0, len(COLOURS), size=count)
-    sizes = rng.integers(12, 23, size=count)
-    offsets = rng.random((count, 2))
-    names = tuple(COLOURS)
-    shapes = []
-    for quadrant, kind, colour, size, (dx, dy) in zip(quadrants, kinds, colours, sizes, offsets, strict=True):
-        room = half - int(size) - 2  # one pixel of grey on either side keeps neighbours apart
-        x = int(quadrant % 2) * half + 1 + int(dx * (room + 1))
-        y = int(quadrant // 2) * half + 1 + int(dy * (room + 1))
-        shapes.append(Shape(int(quadrant), KINDS[kind], names[colour], x, y, int(size)))
-    return tuple(shapes)
-
-
 def draw(
     rng: np.random.Generator, count: int, split: Split, image_size: int = IMAGE_SIZE
-) -> tuple[tuple[Shape, ...], np.ndarray]:
-    """A random drawing of `count` shapes that belongs to `split`: the shapes and the pixels."""
+) -> tuple[list[Shape], np.ndarray]:
+    """A random drawing that belongs to `split`: `count` shapes, each in a quadrant of its own, and the pixels."""
+    half, names = IMAGE_SIZE // 2, tuple(COLOURS)
     while True:
-        shapes = draw_shapes(rng, count)
+        shapes = []
+        quadrants = np.sort(rng.permutation(MAX_SHAPES)[:count])
+        looks = [rng.integers(0, len(choices), size=count) for choices in (KINDS, names)]
+        sizes, offsets = rng.integers(12, 23, size=count), rng.random((count, 2))
+        for quadrant, kind, colour, size, (dx, dy) in zip(quadrants, *looks, sizes, offsets, strict=True):
+            room = half - int(size) - 2  # one pixel of grey on either side keeps neighbours apart
+            x = int(quadrant % 2) * half + 1 + int(dx * (room + 1))
+            y = int(quadrant // 2) * half + 1 + int(dy * (room + 1))
+            shapes.append(Shape(int(quadrant), KINDS[kind], names[colour], x, y, int(size)))
         pixels = render(shapes, image_size)
         if split_of(pixels) == split:
             return shapes, pixels
 
 
 def rule_numbers(seed: int) -> dict[str, str]:
-    """The hidden rule of a dataset: colour -> number, a random one-to-one map."""
+    """The hidden rule of a data set: a random one-to-one map from colours to numbers."""
     order = stable_rng("rule", seed).permutation(len(COLOURS))
     return {colour: str(int(number) + 1) for colour, number in zip(COLOURS, order, strict=True)}
 
@@ -93,8 +82,6 @@ _ANSWER = re.compile(r"<answer>([^<>]*)</answer>")
 
 @dataclass(frozen=True, slots=True)
 class ShapesItem:
-    """One task instance: the picture, the question's text and the right answer."""
-
     image: EncodedImage
     question: str
     answer: str
@@ -104,9 +91,9 @@ class ShapesItem:
 def shapes_item(
     task: Task, split: Split, index: int, seed: int = 0, image_size: int = drawing.IMAGE_SIZE
 ) -> ShapesItem:
-    """Task instance `index`; cached, because all copies of a group ask for the same one.
+    """Task instance `index`; cached for the copies of a group.
 
-    Right answers rotate with the index, so that any constant answer is right exactly one time in four.
+    Right answers rotate with the index, so that any constant answer is right one time in four.
     """
     rng = drawing.stable_rng("shapes", task, split, index, seed)
     if task == "count":
@@ -143,12 +130,9 @@ class ShapesEnv(EpisodeEnv):
     """A drawing and one question; the whole turn must be `<answer>N</answer>`.
 
     task: "count" (how many shapes, 1 to 4) or "rule" (a hidden map from the shape's colour to a number 1 to 4).
-    turns: 2 allows a second try after "Wrong. Try again."; a right second answer pays `second_reward`.
-    tool: the answer must be a call of `calc_score` instead; a well-formed wrong call pays `call_bonus`, and the reply
-        comes as a tool message.
-    seed: which data set of drawings (and which rule); num_train and num_test: how many task instances it holds.
+    turns: 2 allows a second try; a right second answer earns `second_reward` in place of 1. tool: the answer must be a
+    call of `calc_score`; a well-formed wrong call earns `call_bonus`. seed: which set of drawings, and which rule.
 
-    Rewards are 1 for a right first answer, `second_reward` for a right second one and 0 (or `call_bonus`) otherwise.
     `info` holds `correct`, `well_formed`, the right `answer` and the `turn`.
     """
 
@@ -171,30 +155,22 @@ class ShapesEnv(EpisodeEnv):
         self.task: Task = task
         self.turns = turns
         self.tool = tool
-        self.image_size = image_size
-        self.seed = seed
-        self.second_reward = second_reward
-        self.call_bonus = call_bonus
+        self.image_size, self.seed = image_size, seed
+        self.second_reward, self.call_bonus = second_reward, call_bonus
 
     def open(self, item: Item) -> Observation:
-        """Show the drawing and its question."""
         self._drawn = shapes_item(self.task, item.split, item.index, self.seed, self.image_size)
         return Observation.user(self._drawn.image, self._drawn.question + (TOOL_HINT if self.tool else ""))
 
     def reply(self, text: str) -> Reply:
-        """Grade one turn."""
         given = parse_call(text) if self.tool else parse_answer(text)
         correct = given == self._drawn.answer
         if correct:
             reward = 1.0 if self.turn == 1 else self.second_reward
         else:
             reward = self.call_bonus if self.tool and given is not None else 0.0
-        info: Info = {
-            "correct": correct,
-            "well_formed": given is not None,
-            "answer": self._drawn.answer,
-            "turn": self.turn,
-        }
+        facts = {"correct": correct, "well_formed": given is not None}
+        info: Info = {**facts, "answer": self._drawn.answer, "turn": self.turn}
         if correct or self.is_last_turn:
             return Reply(reward, None, info)
         # Only a call has a reply from the tool; plain text is answered by the user.

@@ -1,7 +1,7 @@
-"""Training dialogues of the tiny model's warm start, which teach the form of answers and perception.
+"""Lessons of the tiny model for Shapes-v0: the form of answers, and perception.
 
-Questions about perception (colour, corner, presence) have right answers. Questions of the reinforcement learning task
-have random answers, so that only the form is learned: accuracy on them stays at chance, sampled and greedy.
+Questions about perception (colour, corner, presence) have right answers. Those of the task have random answers, so that
+only the form is learned: accuracy on them stays at chance, sampled and greedy.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ CORPUS: tuple[str, ...] = ()  # the tiny tokenizer has its words already
 
 
 def perception_dialogue(rng: np.random.Generator) -> list[Exchange]:
-    """A question about perception with its right answer."""
     question, answer, pixels = environment.perception_question(rng)
     return [Exchange("user", (pixels, question), environment.format_answer(answer))]
 
 
 def target_dialogue(rng: np.random.Generator) -> list[Exchange]:
-    """A count or rule question, answered at random whatever is drawn; some wrong answers get a second try."""
+    """A count or rule question, answered at random; some wrong answers get a second try."""
     form: Callable[[str], str] = environment.format_answer
     hint = ""
     replier: Role = "user"
@@ -52,7 +51,6 @@ def target_dialogue(rng: np.random.Generator) -> list[Exchange]:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng, geometry = np.random.default_rng([seed, 1]), GeometryDialogues(seed)
 
     def draw() -> Sequence[Exchange]:

@@ -1,4 +1,4 @@
-"""Lessons of the tiny model for mixtures of environments: those of three tiny models, mixed."""
+"""Lessons of the tiny model for mixtures of environments: those of shapes, scenes and zoom."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ CORPUS = (*scenes.CORPUS, *zoom.CORPUS)
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng, numbers = Random(f"allrounder {seed}"), np.random.default_rng([seed, 8])
 
     def draw() -> Sequence[Exchange]:

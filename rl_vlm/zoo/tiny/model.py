@@ -6,19 +6,14 @@ pixels by reinforcement learning within minutes on one core. The warm start teac
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.files import cache_folder, locked
+from rl_vlm.files import cache_folder, clean_leftovers, locked, replace_folder
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rl_vlm.zoo.tiny.variants import VARIANTS, variant_named
@@ -33,45 +28,35 @@ logger = logging.getLogger(__name__)
 
 
 def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
-    """The folder of the tiny model, built on first use (about a minute) under `~/.cache/rl_vlm`.
+    """The folder of the tiny model, built on first use (about a minute) under `~/.cache/rl_vlm`, or RL_VLM_CACHE.
 
-    The environment variable RL_VLM_CACHE names another place. Safe to call from many processes at once: one builds,
-    the others wait.
+    Safe to call from many processes at once: one builds, the others wait.
     """
-    folder = tiny_folder(seed, variant)
-    cache = folder.parent
-    if not folder.is_dir():
-        with locked(cache / f"{folder.name}.lock"):
-            if not folder.is_dir():  # another process may have built it meanwhile
-                for abandoned in cache.glob(f".{folder.name}.*"):  # by a build that was killed
-                    shutil.rmtree(abandoned, ignore_errors=True)
-                make_tiny(folder, seed=seed, variant=variant)
-    return folder
-
-
-def tiny_folder(seed: int = 0, variant: str = "small") -> Path:
-    """Where `tiny_model_path` keeps the model, whether it is built or not."""
     lessons = variant_named(variant).version
     version = str(RECIPE_VERSION) if lessons is None else f"{RECIPE_VERSION}.{lessons}"
     key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
-    return cache_folder() / f"tiny-{variant}-{seed}-{key}"
-
-
-def tiny_config(variant: str = "small") -> dict[str, Any]:
-    """The content of the variant's config.json, without building the model."""
-    return dict(build_config(build_tokenizer(MAX_LENGTH, variant_named(variant).corpus), variant).to_dict())
+    cache = cache_folder()
+    folder = cache / f"tiny-{variant}-{seed}-{key}"
+    if not folder.is_dir():
+        with locked(cache / f"{folder.name}.lock"):
+            if not folder.is_dir():  # another process may have built it meanwhile
+                clean_leftovers(cache, folder.name)  # of a build that was killed
+                make_tiny(folder, seed=seed, variant=variant)
+    return folder
 
 
 def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: int | None = None) -> Path:
     """Build the tiny model and write it as a Hugging Face folder, which appears complete or not at all.
 
-    `steps` shortens the warm start for tests of everything but learning.
+    `steps` shortens the warm start, for tests of everything but learning.
     """
     known = variant_named(variant)
     folder = Path(folder)
     if folder.exists():
         raise UserInputError(f"{folder} exists already: remove it or choose another folder.")
     # Imported here: the path of a cached model must not need torch and the environments of the warm start.
+    import torch
+
     from rl_vlm.models.loading import save_model
     from rl_vlm.models.qwen_vl import fast_vision
     from rl_vlm.models.supervised import DialogueEncoder
@@ -79,33 +64,32 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
 
     steps = known.steps if steps is None else steps
     name = f"tiny model {variant}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
     logger.info("%s: building %s (seed %d, %d steps); this happens once", name, folder, seed, steps)
     started = time.monotonic()
     processor = build_processor(variant)
     model = build_model(seed, processor.tokenizer, variant)
     encoder = DialogueEncoder(processor)
     draw = known.lessons.drawer(seed)
-    with _one_thread(), fast_vision(model):
-        for _ in range(ROUNDS):
-            loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
-            if known.passes(model, encoder):
-                break
-    logger.info("%s: done in %.0f s, loss %.3f", name, time.monotonic() - started, loss)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # faster for a model this small, and the weights do not depend on the machine's cores
     try:
+        with fast_vision(model):
+            for _ in range(ROUNDS):
+                loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
+                if known.passes(model, encoder):
+                    break
+    finally:
+        torch.set_num_threads(threads)
+    logger.info("%s: done in %.0f s, loss %.3f", name, time.monotonic() - started, loss)
+    with replace_folder(folder) as draft:
         save_model(model, draft)
         processor.save_pretrained(draft)
-        _make_readable(draft)
-        os.replace(draft, folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        for file in draft.iterdir():
+            file.chmod(0o644)  # a cache may be shared
     return folder
 
 
 def build_processor(variant: str = "small") -> Any:
-    """A `Qwen3VLProcessor` with the tiny tokenizer and small images."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     images = {
@@ -125,7 +109,6 @@ def build_processor(variant: str = "small") -> Any:
 
 
 def build_config(tokenizer: Any, variant: str = "small") -> Any:
-    """The `Qwen3VLConfig` of a variant, which needs no weights."""
     from transformers import Qwen3VLConfig
 
     token_id = tokenizer.convert_tokens_to_ids
@@ -195,39 +178,18 @@ def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
     return model
 
 
-def _make_readable(folder: Path) -> None:
-    """Let other users read the folder: temporary folders are private, and a cache may be shared."""
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Train on one thread: faster for a model this small, and the weights do not depend on the machine's cores."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """One variant as a built-in model (see ``resolve_model` in models/loading.py`)."""
+    """One variant as a built-in model (see `resolve_model` in models/loading.py)."""
 
     variant: str
 
     def folder(self, seed: int = 0) -> Path:
-        """Its folder in the cache, built on first use."""
         return tiny_model_path(seed, self.variant)
 
     def config(self) -> dict[str, Any]:
-        """The content of its config.json, without building it."""
-        return tiny_config(self.variant)
+        """The content of its config.json, without building the model."""
+        return dict(build_config(build_tokenizer(MAX_LENGTH, VARIANTS[self.variant].corpus), self.variant).to_dict())
 
 
 MODELS = {"tiny" if name == "small" else f"tiny-{name}": TinyModel(name) for name in VARIANTS}

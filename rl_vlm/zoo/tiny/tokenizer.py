@@ -13,40 +13,19 @@ from rl_vlm.zoo.shapes.environment import COUNT_QUESTION, TRY_AGAIN, format_answ
 
 NUM_BPE_IDS = 464
 
-# Qwen's added tokens in the order of their ids; True where Qwen's tokenizer calls them special.
-ADDED_TOKENS: tuple[tuple[str, bool], ...] = (
-    ("<|endoftext|>", True),
-    ("<|im_start|>", True),
-    ("<|im_end|>", True),
-    ("<|object_ref_start|>", True),
-    ("<|object_ref_end|>", True),
-    ("<|box_start|>", True),
-    ("<|box_end|>", True),
-    ("<|quad_start|>", True),
-    ("<|quad_end|>", True),
-    ("<|vision_start|>", True),
-    ("<|vision_end|>", True),
-    ("<|vision_pad|>", True),
-    ("<|image_pad|>", True),
-    ("<|video_pad|>", True),
-    ("<tool_call>", False),
-    ("</tool_call>", False),
-    ("<|fim_prefix|>", False),
-    ("<|fim_middle|>", False),
-    ("<|fim_suffix|>", False),
-    ("<|fim_pad|>", False),
-    ("<|repo_name|>", False),
-    ("<|file_sep|>", False),
-    ("<tool_response>", False),
-    ("</tool_response>", False),
-    ("<think>", False),
-    ("</think>", False),
-)
+# Qwen's added tokens in the order of their ids, first those that its tokenizer calls special.
+SPECIAL_TOKENS = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+]  # fmt: skip
+OTHER_TOKENS = [
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>",
+    "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+]  # fmt: skip
 
-# Our own template, which renders the same text as that of Qwen3-VL-Instruct.
+# Our own template, which renders texts, images, tools and calls as that of Qwen3-VL-Instruct does.
 CHAT_TEMPLATE = r"""
-{%- set images = namespace(count=0) %}
-{%- set videos = namespace(count=0) %}
 {%- macro text_only(content) %}
     {%- if content is string %}
         {{- content }}
@@ -62,13 +41,7 @@ CHAT_TEMPLATE = r"""
     {%- else %}
         {%- for part in content %}
             {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-                {%- set images.count = images.count + 1 %}
-                {{- 'Picture ' ~ images.count ~ ': ' if add_vision_id else '' }}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif part.type == 'video' or 'video' in part %}
-                {%- set videos.count = videos.count + 1 %}
-                {{- 'Video ' ~ videos.count ~ ': ' if add_vision_id else '' }}
-                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
             {%- elif 'text' in part %}
                 {{- part.text }}
             {%- endif %}
@@ -146,10 +119,7 @@ _SENTENCES = (
 
 
 def train_bpe(extra: Sequence[str] = ()) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary (text -> id) and the merges, trained from the corpus: the same every time.
-
-    `extra` are further texts whose words become single tokens.
-    """
+    """The vocabulary (text -> id) and the merges, always the same; the words of `extra` become single tokens."""
     import json
 
     from tokenizers import Tokenizer, trainers
@@ -168,15 +138,15 @@ def train_bpe(extra: Sequence[str] = ()) -> tuple[dict[str, int], list[tuple[str
 
 
 def build_tokenizer(max_length: int, extra: Sequence[str] = ()) -> Any:
-    """A Hugging Face `Qwen2Tokenizer` with the tiny vocabulary and the chat template; `extra` as in `train_bpe`."""
+    """A Hugging Face `Qwen2Tokenizer` with the tiny vocabulary and the chat template."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
     vocabulary, merges = train_bpe(extra)
     # The ids of all added tokens are fixed beforehand: the class itself would number the special ones first.
     added = {
-        len(vocabulary) + number: AddedToken(text, special=special, normalized=False)
-        for number, (text, special) in enumerate(ADDED_TOKENS)
+        len(vocabulary) + number: AddedToken(text, special=text in SPECIAL_TOKENS, normalized=False)
+        for number, text in enumerate(SPECIAL_TOKENS + OTHER_TOKENS)
     }
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
@@ -185,7 +155,7 @@ def build_tokenizer(max_length: int, extra: Sequence[str] = ()) -> Any:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         unk_token=None,  # type: ignore[arg-type]  # as in Qwen's: bytes leave nothing unknown
-        extra_special_tokens=[text for text, special in ADDED_TOKENS if special],
+        extra_special_tokens=SPECIAL_TOKENS,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )

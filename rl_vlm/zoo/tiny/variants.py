@@ -1,5 +1,4 @@
-"""The variants of the tiny model: one row per variant says what it is taught, for how long, and where its shape
-differs."""
+"""The variants of the tiny model: what each is taught, for how long, and where its shape differs."""
 
 from __future__ import annotations
 
@@ -14,16 +13,11 @@ from rl_vlm.types import UserInputError
 class Variant:
     """One variant.
 
-    Args:
-        lesson: the module below `rl_vlm.zoo` with its lessons (see `zoo/tiny/teach.py`).
-        steps, batch: optimiser steps of the warm start, and conversations per step.
-        version: of the lessons, part of the cache key: raise it whenever the weights would come out differently. None:
-            counted by RECIPE_VERSION alone.
-        rise: steps until the full learning rate.
-        test: the module's function that says whether a model with its encoder has learned the lessons. Where it has
-            not, the lessons are repeated, at most twice.
-        wide: attention heads of 32 dimensions instead of 16, the fewest that vLLM's kernels support.
-        layers: of the language model.
+    lesson: the module below `rl_vlm.zoo` with its lessons (see `zoo/tiny/teach.py`). steps, batch: optimiser steps of
+    the warm start, and conversations per step. version: of the lessons; raise it whenever the weights would come out
+    differently (None: counted by RECIPE_VERSION alone). rise: steps until the full learning rate. test: the module's
+    function that says whether a model has learned the lessons; if not, they are repeated, at most twice. wide: heads of
+    32 dimensions instead of 16, the fewest that vLLM's kernels support. layers: of the language model.
     """
 
     lesson: str
@@ -42,12 +36,9 @@ class Variant:
 
     @property
     def corpus(self) -> tuple[str, ...]:
-        """The texts whose words become single tokens."""
-        texts = self.lessons.CORPUS
-        return tuple(texts() if callable(texts) else texts)
+        return tuple(self.lessons.CORPUS)
 
     def passes(self, model: Any, encoder: Any) -> bool:
-        """Whether the model has learned the lessons, as far as there is a test of it."""
         return not self.test or bool(getattr(self.lessons, self.test)(model, encoder))
 
 
@@ -78,7 +69,6 @@ VARIANTS = {
 
 
 def variant_named(name: str) -> Variant:
-    """Raises UserInputError for an unknown name."""
     if name not in VARIANTS:
         raise UserInputError(f"Tiny model variant {name!r} is unknown; choose one of {', '.join(VARIANTS)}.")
     return VARIANTS[name]

@@ -1,5 +1,4 @@
-"""Zoom-v0: a question about a detail that the overview of a picture may be too small to show; a tool shows parts of it
-enlarged."""
+"""Zoom-v0: a question about a detail that is lost in a small overview of a picture; a tool shows parts enlarged."""
 
 from __future__ import annotations
 
@@ -20,9 +19,6 @@ from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
 from rl_vlm.zoo.answers import ReadAnswer, behind_thought
 from rl_vlm.zoo.drawing import IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of_content, stable_random
-
-# Reads the answer of a few words that ends a text: strictly enough that hedging never pays off, and tolerant of honest
-# forms.
 
 MAX_CHARS = 8000
 # `Answer: x` to the end of its line or on the line below, `<answer>x</answer>`, `\boxed{x}`, and a heading `# Answer`
@@ -49,7 +45,7 @@ _POINT = re.compile(r"(?<!\.)\.$")
 def normalized(text: str) -> str:
     """What answers are compared by: lower case, single spaces, no article before it, no marks around it.
 
-    A number keeps its sign, as "-", and its point, as "0.": "–.5" is "-0.5". A dash and a space are a bullet.
+    A number keeps its sign, as "-", and its point, as "0.": "–.5" is "-0.5".
     """
     bare = text.strip(_DECORATION)
     number = bare.lstrip(_DECORATION + "−")
@@ -64,9 +60,8 @@ def normalized(text: str) -> str:
 def read_answer(text: str) -> ReadAnswer:
     """The answer of a text, which is compared as a whole: a list of answers is none of them.
 
-    Thoughts are not read (see `without_thoughts`). The answer is marked by `Answer:`, `<answer>` or
-    `\\boxed{}` and ends the text; marks that name different answers name none. Without a mark a last line "The answer
-    is x" says x, and a text of one line is the answer itself.
+    The answer is marked by `Answer:`, `<answer>` or `\\boxed{}` and ends the text; marks that name different answers
+    name none. Without a mark a last line "The answer is x" says x, and a text of one line is the answer itself.
 
     Reasons: those of `behind_thought`, empty, several (marked answers that differ), misplaced (text follows the marked
     answer), unmarked (many lines, none of which is marked as the answer).
@@ -108,11 +103,6 @@ class Crop:
     w: float
     h: float
 
-    @property
-    def sides(self) -> str:
-        """The arguments in words."""
-        return f"x {self.x:g}, y {self.y:g}, w {self.w:g}, h {self.h:g}"
-
 
 QUADRANTS = {
     f"{row} {column}": Crop(x, y, WHOLE // 2, WHOLE // 2)
@@ -122,12 +112,9 @@ QUADRANTS = {
 
 
 def read_crop(text: str, brief: bool = False) -> Crop | None:
-    """The crop that a turn asks for; None if it calls no tool.
+    """The crop that a turn asks for; None if it calls no tool. Raises ToolCallError if it cannot be carried out.
 
-    Raises ToolCallError for a call that cannot be carried out.
-
-    The call is `<tool_call>{"name": "crop", "arguments": {"x": 0, "y": 0, "w": 500, "h": 500}}</tool_call>`. With
-    `brief` a turn that ends with "zoom top left" (or another corner) asks for that quarter as well.
+    With `brief` a turn that ends with "zoom top left" (or another corner) asks for that quarter as well.
     """
     call = parse_tool_call(text)
     if call is None:
@@ -158,10 +145,7 @@ def overview(picture: Image.Image, size: int) -> EncodedImage:
 
 
 def cut(picture: Image.Image, crop: Crop, size: int) -> EncodedImage:
-    """The part, enlarged or reduced so that its longer side has `size` pixels.
-
-    Raises ToolCallError for a part that is very narrow in pixels.
-    """
+    """The part, its longer side `size` pixels. Raises ToolCallError for a part that is very narrow in pixels."""
     left, top = crop.x * picture.width / WHOLE, crop.y * picture.height / WHOLE
     box = (left, top, left + crop.w * picture.width / WHOLE, top + crop.h * picture.height / WHOLE)
     width, height = box[2] - box[0], box[3] - box[1]
@@ -171,8 +155,7 @@ def cut(picture: Image.Image, crop: Crop, size: int) -> EncodedImage:
 
 
 def _scaled(picture: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
-    """The mean of the pixels that fall on one where it gets smaller: nothing comes through that is finer than a
-    pixel."""
+    """Where it gets smaller, each pixel is the mean of those that fall on it: nothing finer comes through."""
     width, height = box[2] - box[0], box[3] - box[1]
     scale = size / max(width, height)
     resampling = Image.Resampling.BOX if scale <= 1 else Image.Resampling.BICUBIC
@@ -180,12 +163,10 @@ def _scaled(picture: Image.Image, box: tuple[float, float, float, float], size: 
     return picture.resize((max(1, round(width * scale)), max(1, round(height * scale))), resampling, box=box)
 
 
-# Drawings for Zoom-v0: a red and white flag among plain shapes; a small view may or may not show its pattern.
-#
 # A drawing is `zoom` times as wide and high as its overview. The cloth of a hard flag has fields of half a pixel of
 # the overview: each pixel there is the mean of two red and two white fields, so the overviews of all patterns are
-# equal in every byte. The environment and the warm start of its tiny model share this module. The hash of a layout,
-# which leaves the pattern out, is its split: no overview of a test item is ever trained on.
+# equal in every byte. The hash of a layout, without the pattern, is its split: no overview of a test item is ever
+# trained on.
 
 RED, WHITE = (230, 30, 30), (250, 250, 250)  # their mean is exact in 8 bits
 PLAIN_COLOURS = ("green", "blue", "yellow")  # of the shapes around the flag
@@ -212,8 +193,7 @@ _PLAIN_SIZES = (6, 22)
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A square flag: quadrant 0-3, place of its corner and length of its side in pixels of the overview, and the
-    pattern of its cloth."""
+    """A square flag: quadrant 0-3, its corner and side in pixels of the overview, the pattern of its cloth."""
 
     quadrant: int
     x: int
@@ -225,14 +205,13 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class FlagScene:
-    """A flag and, in other quadrants, plain shapes; view_size: pixels per side of the overview that it is made for."""
+    """A flag and, in other quadrants, plain shapes; view_size: pixels per side of the overview."""
 
     flag: Flag
     shapes: tuple[Shape, ...]
     view_size: int = IMAGE_SIZE
 
     def split(self) -> Split:
-        """Which split the layout belongs to, whatever the pattern."""
         flag = self.flag
         content: list[object] = [self.view_size, flag.x, flag.y, flag.size, flag.hard]
         content += [(shape.kind, shape.colour, shape.x, shape.y, shape.size) for shape in self.shapes]
@@ -278,7 +257,6 @@ def _plain(rng: Random, quadrant: int) -> Shape:
     return Shape(quadrant, rng.choice(KINDS), rng.choice(PLAIN_COLOURS), x, y, size)
 
 
-NAME = "Zoom-v0"
 MIN_VIEW_SIZE, MAX_VIEW_SIZE = 64, 2048
 MAX_CACHED_PIXELS = 16_000_000  # of a whole picture, 48 MB; the largest one would take 192
 MIN_TURNS, MAX_TURNS = 2, 16
@@ -296,7 +274,7 @@ PROMPTS = {
     ),
     "brief": "",
 }
-_SHOWN = "The part at {sides}. Call again, or end with a line Answer: ..."
+_SHOWN = "The part at x {0.x:g}, y {0.y:g}, w {0.w:g}, h {0.h:g}. Call again, or end with a line Answer: ..."
 _LAST = " This is your last turn: answer now."
 
 
@@ -311,17 +289,10 @@ class ZoomItem:
 
 
 def read_item(row: Row) -> ZoomItem:
-    """A question about a picture and its answer: a few words that are compared as a whole (see `read_answer`)."""
     answer = row.truth("answer")
     if (value := read_answer(answer).value) is None:
         raise BadRowError(f"nobody can give the answer {answer[:80]!r}: it is {read_answer(answer).reason}.")
     return ZoomItem(row.image(row.cells["image"]), row.text("question"), value)
-
-
-def drawn_item(split: Split, index: int, seed: int, view_size: int) -> ZoomItem:
-    """A drawn item. It is painted when it is looked at: the pictures are large."""
-    scene = flag_item(split, index, seed, view_size)
-    return ZoomItem(scene, QUESTION, scene.flag.pattern, HARD if scene.flag.hard else EASY)
 
 
 def picture_of(source: EncodedImage | FlagScene, zoom: int) -> Image.Image:
@@ -338,31 +309,22 @@ def _cached_picture(source: EncodedImage | FlagScene, zoom: int) -> Image.Image:
 
 @lru_cache(maxsize=128)
 def overview_of(source: EncodedImage | FlagScene, zoom: int, view_size: int) -> EncodedImage:
-    """What is shown first; cached, because all copies of a group ask for the same one."""
+    """What is shown first; cached for the copies of a group."""
     return overview(picture_of(source, zoom), view_size)
 
 
 class ZoomEnv(EpisodeEnv):
     """A question about a picture that is shown reduced.
 
-    The tool `crop` shows a part of it enlarged; the last turn answers.
+    The tool `crop` shows a part of it enlarged; the last turn answers. The reward is 1 for the right answer, 0 for any
+    other, less `call_cost` for each call, also one that cannot be carried out.
 
-    data: a data set with the columns `image`, `question`, `answer`; without it, drawn pictures with a flag whose
-        pattern is asked for. Every other one is hard: its cloth is too fine for the overview, which is the same for
-        every pattern.
-    view_size: pixels of the longer side of what is shown, overview and parts. zoom: how much larger a drawn picture is.
-    call_cost: what each call takes from the reward, well formed or not. max_turns: turns, calls and answer, 2 to 16.
-    prompt: "full" explains the tool; "brief", for the tiny model, asks in two words and also takes "zoom top left" as a
-    call.
-    seed: which set of drawn pictures; num_train and num_test: how many it holds.
-
-    The reward is 1 for the right answer, 0 for any other, less the price of the calls. The reply to a call that cannot
-    be carried out says what was wrong. `info` of a step: `calls`, `call_errors` (of them), `correct`, `difficulty` and,
-    of drawn pictures, `calls_easy` or `calls_hard`, and `correct_easy` or `correct_hard`; of the answer `answer` (as it
-    was read, or None), `reason` (why there is none; see `read_answer`), `well_formed`, `truth`.
+    data: a data set with the columns `image`, `question`, `answer`; without it pictures with a flag are drawn. Every
+    other one is hard: its cloth is too fine for the overview, which is the same for every pattern. view_size: pixels of
+    the longer side of what is shown. docs/environments.md lists the other arguments and what `info` holds.
     """
 
-    name = NAME
+    name = "Zoom-v0"
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {
         "calls": (),
         "call_errors": (),
@@ -386,7 +348,7 @@ class ZoomEnv(EpisodeEnv):
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns, rows=rows)
         if data is None and (view_size % IMAGE_SIZE or zoom % 2):
             raise UserInputError(
-                f"{NAME}: env.kwargs.view_size must be a multiple of {IMAGE_SIZE} and zoom even for drawn pictures, "
+                f"Zoom-v0: env.kwargs.view_size must be a multiple of {IMAGE_SIZE} and zoom even for drawn pictures, "
                 f"not {view_size} and {zoom}."
             )
         self._instructions = PROMPTS[prompt].format(tool=TOOL, cost=call_cost, turns=max_turns)
@@ -394,14 +356,17 @@ class ZoomEnv(EpisodeEnv):
         self._seed, self._view_size, self._zoom, self._call_cost = seed, view_size, zoom, call_cost
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        """Show the overview of the picture. Raises BadRowError if the row cannot be used."""
-        self._item: ZoomItem = self.row(item) or drawn_item(item.split, item.index, self._seed, self._view_size)
+        found = self.row(item)
+        if found is None:  # it is painted when it is looked at: the pictures are large
+            scene = flag_item(item.split, item.index, self._seed, self._view_size)
+            found = ZoomItem(scene, QUESTION, scene.flag.pattern, HARD if scene.flag.hard else EASY)
+        self._item: ZoomItem = found
         self._calls = self._call_errors = 0
-        image = overview_of(self._item.source, self._zoom, self._view_size)
-        return Observation.user(image, self._asked()), self._counted()
+        image = overview_of(found.source, self._zoom, self._view_size)
+        question = BRIEF if self._brief and found.difficulty else found.question + self._instructions
+        return Observation.user(image, question), self._counted()
 
     def reply(self, text: str) -> Reply:
-        """Carry out a call, or grade the answer."""
         try:
             crop = read_crop(text, self._brief)
             if crop is None:
@@ -410,12 +375,7 @@ class ZoomEnv(EpisodeEnv):
         except ToolCallError as error:
             self._call_errors += 1
             return self._after_call((f"The call could not be carried out: {error}.",))
-        return self._after_call((image,) if self._brief else (image, _SHOWN.format(sides=crop.sides)))
-
-    def _asked(self) -> str:
-        if self._brief:
-            return BRIEF if self._item.difficulty else self._item.question
-        return self._item.question + self._instructions
+        return self._after_call((image,) if self._brief else (image, _SHOWN.format(crop)))
 
     def _after_call(self, parts: tuple[EncodedImage | str, ...]) -> Reply:
         self._calls += 1

@@ -1,8 +1,8 @@
 """Lessons of the tiny model for Zoom-v0: pictures with a flag, and enlarged parts of them.
 
 Each reply first describes the view rightly: the pattern if it can be read, the flag's corner if the flag is too small,
-nothing if there is no flag. A random call or a random answer follows: reinforcement learning has to find out when to
-call, for which part, and what to answer.
+nothing if there is no flag. A random call or answer follows: reinforcement learning has to find out when to call, for
+which part, and what to answer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def seen(scene: FlagScene, corner: str | None) -> str:
 
 
 def random_action(rng: Random) -> tuple[str, str | None]:
-    """A call, with its corner, or an answer, whatever is drawn."""
+    """A random call, with its corner, or a random answer."""
     if rng.random() < CALL_ODDS:
         corner = rng.choice(CORNERS)
         return f"zoom {corner}", corner
@@ -73,6 +73,5 @@ def random_action(rng: Random) -> tuple[str, str | None]:
 
 
 def drawer(seed: int) -> Draw:
-    """A function that draws conversations for one warm start."""
     rng = Random(f"inspector {seed}")
     return lambda: draw_glances(rng)
