@@ -65,7 +65,7 @@ class ChatCodec:
         self._render((("user", "t"),))  # a broken template fails here, where the model is loaded
         # Texts of prompts repeat: a task's question, the words between images.
         self._remembered_ids = lru_cache(maxsize=4096)(self._ids_of)
-        self._token_bytes: dict[int, bytes] = {}
+        self.token_bytes = lru_cache(maxsize=None)(self._bytes_of_token)
 
     @property
     def num_known_tokens(self) -> int:
@@ -117,18 +117,12 @@ class ChatCodec:
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_of_turn_id else token_ids
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _bytes_of_token(self, token_id: int) -> bytes:
         """The UTF-8 bytes that a token stands for: often less than a character. Those of a sample join to its text."""
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            added = self._tokenizer.added_tokens_decoder.get(token_id)
-            if added is not None:
-                known = added.content.encode()
-            else:
-                piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
-                known = bytes(_byte_of_character()[character] for character in piece)
-            self._token_bytes[token_id] = known
-        return known
+        added = self._tokenizer.added_tokens_decoder.get(token_id)
+        if added is not None:
+            return bytes(added.content.encode())
+        return bytes(map(_byte_of_character().__getitem__, str(self._tokenizer.convert_ids_to_tokens(token_id))))
 
     def _render_uncached(self, shape: Shape, thinking: bool | None = None) -> str:
         numbers = itertools.count()

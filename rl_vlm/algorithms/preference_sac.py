@@ -247,7 +247,8 @@ class PreferenceSAC(RunAlgorithm):
         for episode in self.tracker.add(batch, rewards):
             self._episodes.append(episode)
             self.on_episode(episode)
-        if self._may_overlap(end):
+        over = self.env_steps >= end or self._session_is_due() or self.stop_requested()
+        if not (self.run_config.deterministic or self.sampler.is_local or over):
             self._request(end)  # env runners step while the learner learns
         if before > 0 and current != "random":
             with self.timed("learn"):
@@ -273,10 +274,6 @@ class PreferenceSAC(RunAlgorithm):
         random = phase(self.settings, self.env_steps) == "random"
         self.sampler.start(None if random else self._actor, steps)
 
-    def _may_overlap(self, end: int) -> bool:
-        over = self.env_steps >= end or self._session_is_due() or self.stop_requested()
-        return not (self.run_config.deterministic or self.sampler.is_local or over)
-
     # Updates.
 
     def _update(self, count: int, explore: bool = False, reset: bool = False) -> None:
@@ -297,7 +294,9 @@ class PreferenceSAC(RunAlgorithm):
             return  # the learner was replaced; these updates are lost
         (result,) = results
         statistics, layers = result
-        self._count(statistics)
+        updates = statistics.get("updates", 0.0)
+        for name, value in statistics.items():
+            self._sums[name] += value if name == "updates" else value * updates
         self._actor = NumpyActor(layers, self.settings.sac.log_std_bounds)
 
     def _remember_learner(self) -> None:
@@ -313,11 +312,6 @@ class PreferenceSAC(RunAlgorithm):
         state = self._learner_state
         self.learners.call(lambda learner: learner.restore(state))
         self._remember_learner()
-
-    def _count(self, statistics: dict[str, float]) -> None:
-        updates = statistics.get("updates", 0.0)
-        for name, value in statistics.items():
-            self._sums[name] += value if name == "updates" else value * updates
 
     # Labels.
 

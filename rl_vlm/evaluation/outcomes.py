@@ -19,7 +19,7 @@ from rl_vlm.numerics import bootstrap_interval, mcnemar_p_value, pass_at_k, wils
 from rl_vlm.rollout.episodes import Conversation
 from rl_vlm.rollout.metrics import Metrics, declared_metrics, judge_metrics
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError, judged_correct
+from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError
 
 Side = Literal["policy", "against"]
 Kind = Literal["greedy", "sampled"]
@@ -59,17 +59,6 @@ class Outcome:
         return self.kind == "greedy" and self.view == "true"
 
 
-@dataclass(slots=True)
-class EndpointEpisode(Conversation):
-    """An episode that an endpoint played: no tokens, so no trajectory."""
-
-    reward: float = 0.0
-
-    @property
-    def correct(self) -> bool:
-        return judged_correct(self.info, self.reward)
-
-
 def label(env: str, variant: str) -> str:
     """The name of results: the variant, in a mixture after the environment's name."""
     if not env:
@@ -93,7 +82,7 @@ def new_outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> 
 
 
 def outcomes_of(
-    config: PolicyConfig, task: RolloutTask, episodes: Iterable[Trajectory | EndpointEpisode], side: Side = "policy"
+    config: PolicyConfig, task: RolloutTask, episodes: Iterable[Trajectory | Conversation], side: Side = "policy"
 ) -> list[Outcome]:
     return [
         new_outcome(
@@ -168,9 +157,16 @@ class OutcomeLog:
         lines = whole_lines(path)
         if resume and lines:
             try:
-                _check_identity(path, json.loads(lines[0]), identity)
+                known = dict(json.loads(lines[0]))
+                for key in sorted(known.keys() | identity.keys()):
+                    before, now = (json.dumps(values.get(key)) for values in (known, identity))
+                    if before != now:
+                        raise UserInputError(
+                            f"{path} was measured with {key} {before[:80]}, and this evaluation has {now[:80]}: repeat "
+                            "the former command with --resume, or choose another --out."
+                        )
                 self._remember([_OUTCOME.validate_json(line) for line in lines[1:]])
-            except (ValueError, TypeError, AttributeError) as error:
+            except (ValueError, TypeError) as error:
                 raise UserInputError(
                     f"{path} is no items file of an evaluation by this version: remove it, or choose another --out."
                 ) from error
@@ -214,16 +210,6 @@ class OutcomeLog:
                 for key in keys:
                     self._found.pop(key, None)
         return left
-
-
-def _check_identity(path: Path, known: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    for key in sorted(known.keys() | identity.keys()):
-        before, now = (json.dumps(values.get(key)) for values in (known, identity))
-        if before != now:
-            raise UserInputError(
-                f"{path} was measured with {key} {before[:80]}, and this evaluation has {now[:80]}: repeat the former "
-                "command with --resume, or choose another --out."
-            )
 
 
 _Items = Mapping[str, list[Outcome]]  # of one side, by id

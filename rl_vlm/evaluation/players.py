@@ -10,10 +10,10 @@ from typing import Any
 from rl_vlm.asking.endpoints import Answer, Ask, Question, ask_again
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.evaluation.outcomes import EndpointEpisode, Outcome, outcomes_of
+from rl_vlm.evaluation.outcomes import Outcome, outcomes_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
-from rl_vlm.rollout.episodes import all_ended, viewed, viewed_opening
+from rl_vlm.rollout.episodes import Conversation, all_ended, viewed, viewed_opening
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import EncodedImage, Message, RLVLMError, as_encoded
 
@@ -91,17 +91,15 @@ class EndpointPlayer:
                 openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
                 first = openings[0][0].messages
                 shown = _with_images(first, await viewed_opening(_images(first), task, pool))
-                episodes = [
-                    EndpointEpisode(env, list(shown), dict(info)) for env, (_, info) in zip(envs, openings, strict=True)
-                ]
-                playing = [self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)]
-                await all_ended(playing)
+                pairs = zip(envs, openings, strict=True)
+                episodes = [Conversation(env, list(shown), dict(info)) for env, (_, info) in pairs]
+                await all_ended([self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)])
         except RLVLMError as error:
             return str(error)
         pool.give_back(envs)
         return outcomes_of(self._config, task, episodes)
 
-    async def _play_out(self, task: RolloutTask, sample: int, episode: EndpointEpisode, pool: EnvPool) -> None:
+    async def _play_out(self, task: RolloutTask, sample: int, episode: Conversation, pool: EnvPool) -> None:
         rollout = self._config.rollout
         while budget := episode.next_budget(rollout):
             answer = await self._answer(task, sample, episode, budget)
@@ -111,13 +109,12 @@ class EndpointPlayer:
             (result,) = await pool.step([episode.env], [answer.text])
             if isinstance(result, RLVLMError):
                 raise result
-            episode.reward += result[1]
             observation = episode.receive(result)
             if observation is None:
                 return
             episode.messages += _with_images(observation.messages, viewed(_images(observation.messages), task))
 
-    async def _answer(self, task: RolloutTask, sample: int, episode: EndpointEpisode, budget: int) -> Answer:
+    async def _answer(self, task: RolloutTask, sample: int, episode: Conversation, budget: int) -> Answer:
         messages, turn = tuple(episode.messages), episode.num_turns
 
         def question(attempt: int) -> Question:

@@ -79,11 +79,11 @@ def engine_is_blind(
     All are sampled with the same seeds, item by item. Where equal answers are all sure the fault does not stop a run: a
     policy that has converged, or that says one thing only, gives them seeing or not.
     """
-    seen = [
-        _difference(first, other) > 3 * _difference(first, same) + 1e-5
-        for first, same, other in zip(true, again, blank, strict=True)
-        if _can_tell(first, other)
-    ]
+    seen = []
+    for first, same, other in zip(true, again, blank, strict=True):
+        change = _difference(first, other)
+        if change == np.inf or not all(_is_sure(_first_turn(one)[1]).all() for one in (first, other)):
+            seen.append(change > 3 * _difference(first, same) + 1e-5)
     if not seen:
         return Fault(
             "too_sure",
@@ -117,12 +117,6 @@ def _difference(first: Trajectory, other: Trajectory) -> float:
     """How far the first turns of two samples are apart, in nats; infinite where their tokens differ."""
     (ids, logprobs), (other_ids, other_logprobs) = _first_turn(first), _first_turn(other)
     return float(np.abs(logprobs - other_logprobs).max()) if np.array_equal(ids, other_ids) else float("inf")
-
-
-def _can_tell(first: Trajectory, other: Trajectory) -> bool:
-    """Whether the first turns of two samples differ in their tokens or hold one that is not sure in both."""
-    least = [_first_turn(one)[1] for one in (first, other)]
-    return _difference(first, other) == float("inf") or not _is_sure(np.minimum(*least)).all()
 
 
 def _first_turn(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:

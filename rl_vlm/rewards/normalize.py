@@ -33,12 +33,8 @@ _UNICODE = str.maketrans(
         **dict.fromkeys("≥⩾", r"\ge "),
         **_GREEK,
         **_FRACTIONS,
-        "×": r"\cdot ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "⁄": "/",
-        "∕": "/",
+        **dict.fromkeys("×·⋅", r"\cdot "),
+        **dict.fromkeys("÷⁄∕", "/"),
         "∞": r"\infty ",
         "√": r"\sqrt ",
         "∛": r"\sqrt[3]",
@@ -49,12 +45,7 @@ _UNICODE = str.maketrans(
         "∠": r"\angle ",
         "∪": r"\cup ",
         "∩": r"\cap ",
-        "％": "%",
-        "＝": "=",
-        "，": ",",
-        "．": ".",
-        "（": "(",
-        "）": ")",
+        **dict(zip("％＝，．（）", "%=,.()", strict=True)),
     }
 )
 # A raised 0 behind a number is how some write a degree sign; a power of 0 has no use there.

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,11 +46,6 @@ class _Call:
             self.result = EnvError(f"The environment raised {type(error).__name__}: {error}{place_of(error)}")
         self.seconds = time.monotonic() - self.began
         self.done = True
-
-
-def _make_all(calls: Iterable[_Call]) -> None:
-    for call in calls:
-        call.make()
 
 
 logger = logging.getLogger(__name__)
@@ -155,7 +150,12 @@ class EnvPool:
         await asyncio.sleep(0)  # other tasks that are ready add their calls first
         calls, self._batch = self._batch_calls, None
         left = iter(calls)
-        future = self._threads.submit(_make_all, left)
+
+        def make_them() -> None:
+            for call in left:
+                call.make()
+
+        future = self._threads.submit(make_them)
         for call in calls:
             call.future = future
         await asyncio.wait([asyncio.wrap_future(future)], timeout=_PATIENCE_S + 2 * _SHORT_CALL_S * len(calls))

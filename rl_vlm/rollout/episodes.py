@@ -36,6 +36,7 @@ from rl_vlm.types import (
     TrajectoryStatus,
     Turn,
     as_encoded,
+    judged_correct,
 )
 
 T = TypeVar("T")
@@ -50,7 +51,12 @@ class Conversation:
     info: Info
     num_turns: int = field(default=0, kw_only=True)
     num_sampled: int = field(default=0, kw_only=True)
+    reward: float = field(default=0.0, kw_only=True)
     status: TrajectoryStatus = field(default=TrajectoryStatus.COMPLETED, kw_only=True)
+
+    @property
+    def correct(self) -> bool:
+        return judged_correct(self.info, self.reward)
 
     def next_budget(self, rollout: RolloutSection, room: int | None = None) -> int:
         """The tokens that the next turn may have, with `room` left in the context; 0 ends the episode, truncated."""
@@ -72,7 +78,8 @@ class Conversation:
 
     def receive(self, result: StepResult) -> Observation | None:
         """Take in what the environment replied; None where that ended the episode."""
-        observation, _, terminated, truncated, info = result
+        observation, reward, terminated, truncated, info = result
+        self.reward += reward
         self.info.update(info)
         if truncated and not terminated:
             self.status = TrajectoryStatus.TRUNCATED

@@ -44,7 +44,7 @@ def test_gymnasiums_checker_accepts_it(env_id: str) -> None:
     env.close()
 
 
-@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1"])
+@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "metaworld_drawer-open-v2"])  # the original's name
 def test_the_same_seed_and_actions_give_the_same_episode_also_after_others(env_id: str) -> None:
     env, other = make_control_env(env_id), make_control_env(env_id)
     play(env, 3, 20)
@@ -241,13 +241,6 @@ def rollout(env: MetaWorldEnv, seed: int, steps: int = 10) -> np.ndarray:
         observation, reward, *_ = env.step(rng.uniform(-1, 1, 4).astype(np.float32))
         rows.append(np.append(observation, reward))
     return np.array(rows)
-
-
-def test_an_episode_follows_from_its_seed_also_after_others(drawer: MetaWorldEnv) -> None:
-    rollout(drawer, 1)
-    other = make_control_env("metaworld_drawer-open-v2")  # the original's name for it
-    assert np.array_equal(rollout(drawer, 2), rollout(other, 2))
-    other.close()
 
 
 def test_starts_differ() -> None:

@@ -130,18 +130,6 @@ def test_a_pool_whose_threads_all_hang_still_answers() -> None:
     assert pool.stuck == 2
 
 
-def test_results_and_errors_keep_their_places() -> None:
-    def fails() -> None:
-        raise ValueError("boom")
-
-    for inline in (True, False):
-        pool = EnvPool(VisionEnv, timeout_s=60, inline=inline)
-        for _ in range(3):  # the first round goes alone, later ones share a thread
-            one, error, three = asyncio.run(pool.run([lambda: 1, fails, lambda: 3]))
-            assert (one, three) == (1, 3)
-            assert isinstance(error, EnvError)
-
-
 def test_short_calls_of_many_groups_get_their_own_results() -> None:
     pool = EnvPool(VisionEnv, timeout_s=60)
 
