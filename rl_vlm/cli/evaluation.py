@@ -92,9 +92,12 @@ def evaluate(
         run = run.model_copy(update={"rollout": run.rollout.with_turns_of(max_new_tokens)})
     source = run_dir if endpoint else _source(config, adapter, run_dir)
     _check_out(out, resume, overwrite)
+    from rl_vlm.config import EndpointSection
     from rl_vlm.evaluation.heldout import EvaluationOptions
     from rl_vlm.runs.train import evaluate_run
 
+    access = {"model": endpoint_model, "token_env": endpoint_token_env, "timeout_s": endpoint_timeout_s}
+    server = None if endpoint is None else EndpointSection(url=endpoint, logprobs=False, **access)
     options = EvaluationOptions(
         blind=blind,
         resume=resume,
@@ -103,10 +106,7 @@ def evaluate(
         split=tuple(dict.fromkeys(name.value for name in split or ())),
         benchmark_runs=benchmark_runs,
         compare_hf=compare_hf,
-        endpoint=endpoint,
-        endpoint_model=endpoint_model,
-        endpoint_token_env=endpoint_token_env,
-        endpoint_timeout_s=endpoint_timeout_s,
+        endpoint=server,
     )
     results = evaluate_run(run, adapter=adapter, run_dir=source, out=out, options=options)
     say(json.dumps(results, indent=2))

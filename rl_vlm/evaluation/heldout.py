@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import PolicyConfig
+from rl_vlm.config import EndpointSection, PolicyConfig
 from rl_vlm.envs.registry import make_part, part_size
 from rl_vlm.evaluation.outcomes import Side, label
 from rl_vlm.models.loading import resolve_model
@@ -23,7 +23,7 @@ class EvaluationOptions:
     """Options of `rl-vlm eval`; each is named as its flag.
 
     `blind`: also with blank images, and with those of other items. `split`: in place of evaluation.split. `endpoint`:
-    base URL of an OpenAI-compatible server that is measured in place of a served model.
+    an OpenAI-compatible server that is measured in place of a served model.
     """
 
     blind: bool = False
@@ -33,10 +33,7 @@ class EvaluationOptions:
     split: tuple[Split, ...] = ()
     benchmark_runs: int = 0
     compare_hf: bool = False
-    endpoint: str | None = None
-    endpoint_model: str = "default"
-    endpoint_token_env: str = "RL_VLM_ENDPOINT_TOKEN"
-    endpoint_timeout_s: float = 120.0
+    endpoint: EndpointSection | None = None
 
     def refuse_any(self, why: str) -> None:
         """Raise UserInputError for the first option that is set."""
@@ -136,6 +133,6 @@ def identity_of(
             known[f"adapter ({side})"] = "base model" if folder is None else read_payload(folder, 0).sha256[:16]
         included |= _OF_THE_MODEL
     else:
-        known |= {"endpoint": options.endpoint, "endpoint model": options.endpoint_model}
+        known |= {"endpoint": options.endpoint.url, "endpoint model": options.endpoint.model}
     sections = config.model_dump(mode="json", include=included)
     return known | {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}

@@ -18,7 +18,6 @@ import numpy as np
 from rl_vlm.asking.http_endpoints import OpenAIEndpoint
 from rl_vlm.child import Child, ChildStartError
 from rl_vlm.config import PolicyConfig
-from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.registry import Survey, survey
 from rl_vlm.evaluation.heldout import EvaluationOptions, ItemPrompts, evaluation_tasks, identity_of, viewed_tasks
@@ -257,7 +256,7 @@ def evaluate_policy_run(
             to_jsonable(
                 {
                     "env": config.env.title,
-                    "model": config.model.path if options.endpoint is None else options.endpoint_model,
+                    "model": config.model.path if options.endpoint is None else options.endpoint.model,
                     "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
                     **measured.results(),
                     **losses(lost),
@@ -356,15 +355,9 @@ class _Evaluation:
             with served_worker(config) as (worker, service):
                 yield lambda side: self._served_player(worker, service, side), service
             return
-        settings = EndpointSection(
-            url=options.endpoint,
-            model=options.endpoint_model,
-            token_env=options.endpoint_token_env,
-            timeout_s=options.endpoint_timeout_s,
-            logprobs=False,
-        )
         client = AsyncExitStack()
-        player = EndpointPlayer(config, runner.run(client.enter_async_context(OpenAIEndpoint(settings).open())))
+        asking = client.enter_async_context(OpenAIEndpoint(options.endpoint).open())
+        player = EndpointPlayer(config, runner.run(asking))
         try:
             yield lambda side: player.play, None
         finally:

@@ -17,7 +17,7 @@ from http_support import EngineBackend, serving
 from scipy import stats
 from test_env_runner import Direct
 
-from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
+from rl_vlm.config import EndpointSection, PolicyConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.evaluation.players import EpisodesLostError
@@ -216,7 +216,8 @@ def test_our_own_server_gives_the_outcomes_of_the_served_model(
     run = parse_config(apply_overrides(run_of(tiny_folder).model_dump(mode="json"), {"env.kwargs.turns": 2}))
     evaluate_policy_run(run, out=tmp_path / "served.json")
     with serving(EngineBackend(engine), tiny_folder) as server:
-        options = EvaluationOptions(endpoint=f"{server.url}/v1", endpoint_model="tiny")
+        endpoint = EndpointSection(url=f"{server.url}/v1", model="tiny", logprobs=False)
+        options = EvaluationOptions(endpoint=endpoint)
         results = evaluate_policy_run(run, out=tmp_path / "endpoint.json", options=options)
     names = ("index", "correct", "reward", "turns", "status", "info")
     served, over_http = (
