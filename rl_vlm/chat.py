@@ -8,11 +8,12 @@ text: no text can forge a turn or an image. What the policy sampled is never tok
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -41,17 +42,11 @@ class EncodedSpan:
 
 
 class ChatCodec:
-    """Encodes conversations for one model.
-
-    Args:
-        tokenizer: the model's fast tokenizer.
-        template: the Jinja chat template (the processor's, else the tokenizer's).
-        image_token: the placeholder string of an image, such as `<|image_pad|>`.
-    """
+    """Encodes conversations for one model with its fast tokenizer, its Jinja chat template and the placeholder string
+    of an image, such as `<|image_pad|>`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, image_token: str) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
+        self._tokenizer, self._template = tokenizer, template
         # A private copy that never parses special tokens out of text.
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
         self._plain.encode_special_tokens = True
@@ -70,7 +65,7 @@ class ChatCodec:
         self._render((("user", "t"),))  # a broken template fails here, where the model is loaded
         # Texts of prompts repeat: a task's question, the words between images.
         self._remembered_ids = lru_cache(maxsize=4096)(self._ids_of)
-        self._token_bytes: dict[int, bytes] = {}
+        self.token_bytes = lru_cache(maxsize=None)(self._bytes_of_token)
 
     @property
     def num_known_tokens(self) -> int:
@@ -89,11 +84,8 @@ class ChatCodec:
         return np.array(sorted(special | set(range(self.num_known_tokens, vocab_size))), dtype=np.int64)
 
     def encode_prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> EncodedSpan:
-        """Encode a conversation that the policy is to answer, generation prompt included.
-
-        `thinking` switches the template's `enable_thinking`; None leaves the template's own choice. Raises
-        UserInputError for what the template cannot do.
-        """
+        """Encode a conversation that the policy is to answer, generation prompt included. `thinking` sets the
+        template's `enable_thinking`. Raises UserInputError for what the template cannot do."""
         if not messages:
             raise UserInputError("A conversation needs at least one message: the environment's reset returned none.")
         if thinking is not None and "enable_thinking" not in self._template:
@@ -106,10 +98,8 @@ class ChatCodec:
         return self._encode(self._render(_shape(messages), thinking), messages)
 
     def encode_continuation(self, messages: Sequence[Message], ended: bool) -> EncodedSpan:
-        """Encode what follows a sampled turn: its end, the new messages and the next generation prompt.
-
-        `ended` says whether the sampled ids already hold the end-of-turn token.
-        """
+        """Encode what follows a sampled turn: its end (unless it `ended` with the token), the new messages and the next
+        generation prompt."""
         rendered = self._render((("user", "t"), ("assistant", "a"), *_shape(messages)))
         tail = rendered[rendered.index(_ASSISTANT_MARK) + 1 :]
         # Text markers count from the first new message on.
@@ -127,33 +117,22 @@ class ChatCodec:
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_of_turn_id else token_ids
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _bytes_of_token(self, token_id: int) -> bytes:
         """The UTF-8 bytes that a token stands for: often less than a character. Those of a sample join to its text."""
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            added = self._tokenizer.added_tokens_decoder.get(token_id)
-            if added is not None:
-                known = added.content.encode()
-            else:
-                piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
-                known = bytes(_byte_of_character()[character] for character in piece)
-            self._token_bytes[token_id] = known
-        return known
+        added = self._tokenizer.added_tokens_decoder.get(token_id)
+        if added is not None:
+            return bytes(added.content.encode())
+        return bytes(map(_byte_of_character().__getitem__, str(self._tokenizer.convert_ids_to_tokens(token_id))))
 
     def _render_uncached(self, shape: Shape, thinking: bool | None = None) -> str:
-        conversation: list[dict[str, Any]] = []
-        texts = 0
-        for role, parts in shape:
-            content: list[dict[str, str]] = []
-            for part in parts:
-                if part == "i":
-                    content.append({"type": "image"})
-                elif part == "a":
-                    content.append({"type": "text", "text": _ASSISTANT_MARK})
-                else:
-                    content.append({"type": "text", "text": f"\ue000{texts}\ue001"})
-                    texts += 1
-            conversation.append({"role": role, "content": content})
+        numbers = itertools.count()
+
+        def content(part: str) -> dict[str, str]:
+            if part == "i":
+                return {"type": "image"}
+            return {"type": "text", "text": _ASSISTANT_MARK if part == "a" else f"\ue000{next(numbers)}\ue001"}
+
+        conversation = [{"role": role, "content": [content(part) for part in parts]} for role, parts in shape]
         options = {} if thinking is None else {"enable_thinking": thinking}
         rendered = self._tokenizer.apply_chat_template(
             conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True, **options
@@ -240,11 +219,11 @@ def expand_image_tokens(
 def mrope_positions(
     token_ids: np.ndarray, image_token_id: int, grids: Sequence[tuple[int, int, int]], merge_size: int
 ) -> np.ndarray:
-    """Multimodal rotary positions int64 [3, T] (temporal, height, width) of expanded ids, as Qwen2-VL and later count.
+    """Multimodal rotary positions int64 [3, T] (temporal, height, width) of expanded ids (Qwen2-VL, arXiv 2409.12191,
+    section 2.1).
 
-    Text advances all three together; an image of grid (t, h, w) patches holds t·h·w / merge² tokens that share a start
-    and spread over its merged rows and columns, and the next text starts after the longer side
-    (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    Text advances all three together. An image of grid (t, h, w) patches holds t·h·w / merge² tokens that share a start
+    and spread over its merged rows and columns; the next text starts after the longer side.
     """
     positions = np.empty((3, len(token_ids)), dtype=np.int64)
     is_image = token_ids == image_token_id

@@ -1,5 +1,4 @@
-"""Random numbers and seeds as hashes of integers such as (run, iteration, group, sample, turn), and small
-statistics."""
+"""Random numbers and seeds as hashes of integers such as (run, iteration, group, sample, turn); small statistics."""
 
 from __future__ import annotations
 
@@ -21,18 +20,15 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Uniform float64 in [0, 1) for each (seed, step), both uint64 [R].
-
-    A sample's randomness depends on its own seed and position only, never on what else is in the batch.
-    """
+    """Uniform float64 in [0, 1) for each (seed, step), both uint64 [R], whatever else is in the batch."""
     with np.errstate(over="ignore"):
         mixed = splitmix64(splitmix64(seeds) ^ (steps * _GOLDEN))
     return np.asarray((mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from integers such as (run, iteration, group, sample, turn)."""
-    # SplitMix64 again, on plain integers: for single numbers numpy's call overhead would dominate.
+    """A 63-bit seed."""
+    # SplitMix64 on plain integers: for single numbers numpy's call overhead would dominate.
     state = 0
     for part in parts:
         state = ((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
@@ -42,18 +38,13 @@ def derive_seed(*parts: int) -> int:
     return state >> 1
 
 
-# Statistics of held-out evaluation and of rewards.
-
 _RESAMPLES = 9999
 _ROUNDING = 1e-12  # of sums of some hundred float64
 
 
 def are_equal(values: np.ndarray) -> bool:
-    """Whether numbers [N] are the same but for rounding, as 0.1 + 0.2 and 0.3 are: relative to the largest, or to 1
-    below that."""
-    if not len(values):
-        return True
-    return bool(np.ptp(values) <= _ROUNDING * max(1.0, float(np.abs(values).max())))
+    """Whether numbers [N] are the same but for rounding, as 0.1 + 0.2 and 0.3 are."""
+    return not len(values) or bool(np.ptp(values) <= _ROUNDING * max(1.0, float(np.abs(values).max())))
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
@@ -67,20 +58,15 @@ def wilson_interval(successes: int, total: int) -> tuple[float, float]:
 
 
 def pass_at_k(correct: np.ndarray, samples: int, k: int) -> float:
-    """The unbiased estimate of pass@k: mean over items of 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
-
-    correct int [items]: how many of the `samples` of each item were right.
-    """
+    """The unbiased estimate of pass@k from how many of the `samples` of each item were right, `correct` int [items]:
+    the mean of 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1)."""
     total = math.comb(samples, k)
     return float(np.mean([1.0 - math.comb(samples - int(c), k) / total for c in correct]))
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """The 95 % percentile bootstrap interval of a mean [N] (Efron, 1979; SciPy's); unbounded with fewer than two
-    values.
-
-    For paired samples, give their differences: resampling pairs and resampling differences are the same.
-    """
+    """The 95 % percentile bootstrap interval of the mean of [N] values (Efron, 1979; SciPy's); of paired samples give
+    the differences. Unbounded with fewer than two values."""
     from scipy.stats import bootstrap
 
     if len(values) < 2:
@@ -92,8 +78,7 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]
 
 
 def mcnemar_p_value(first_only: int, second_only: int) -> float:
-    """The exact two-sided p-value of McNemar's test (1947): pairs that only one of two got right are a fair coin's
-    tosses."""
+    """The exact two-sided p-value of McNemar's test (1947) on pairs that only one of two got right."""
     from scipy.stats import binomtest
 
     total = first_only + second_only
@@ -101,15 +86,13 @@ def mcnemar_p_value(first_only: int, second_only: int) -> float:
 
 
 def mean_kl(log_ratio: np.ndarray) -> float:
-    """KL(p || q) from log q - log p of what was sampled from p, by the estimator k3, which is never negative
-    (Schulman, 2020)."""
+    """KL(p || q) from log q - log p of samples from p, by the estimator k3, never negative (Schulman, 2020)."""
     values = log_ratio.astype(np.float64)
     return float(np.mean(np.expm1(values) - values))
 
 
 def student_half_width(values: np.ndarray) -> np.ndarray:
-    """float64 [...]: half the 95 % interval of the mean over the first axis [N, ...], N >= 2: t(0.975, N - 1) · s /
-    √N."""
+    """Half the 95 % interval of the mean over the first axis [N, ...], N >= 2: t(0.975, N - 1) · s / √N."""
     from scipy.stats import t as student_t
 
     runs = len(values)

@@ -1,4 +1,4 @@
-"""The shared types, which pass between environments, engines, env runners and the learner.
+"""The types that pass between environments, engines, env runners and the learner.
 
 An environment returns `Observation`s, which are lists of `Message`s of text and images. `chat.py` turns them
 into token ids. A `GenerationRequest` asks an engine for samples and a `Completion` brings them back. One episode
@@ -23,11 +23,9 @@ from PIL import ExifTags, Image, ImageOps
 from rl_vlm.safe_text import safe
 from rl_vlm.tracing import Span
 
-# The policy of a run that has its own replicas. Runs that share replicas have a name each.
-TopLogprobs = tuple[
-    tuple[int, float], ...
-]  # (token id, log-probability) of the most likely tokens of a place, best first
-POLICY = "policy"
+# (token id, log-probability) of the most likely tokens of a place, best first
+TopLogprobs = tuple[tuple[int, float], ...]
+POLICY = "policy"  # of a run that has its own replicas; runs that share replicas have a name each
 # How many alternatives per position a request may ask for (the limit of OpenAI's interface).
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond them logits overflow
@@ -39,10 +37,8 @@ InFlightUpdates = Literal["keep", "recompute"]
 
 
 class RLVLMError(Exception):
-    """Base of the errors that this package raises on purpose; the message tells the user what to do.
-
-    What a file, a model or an endpoint put into the message cannot reach a terminal or a log raw: see `safe_text`.
-    """
+    """Base of the errors that this package raises on purpose; the message tells the user what to do, and what a file, a
+    model or an endpoint put into it reaches no terminal or log raw (see `safe_text`)."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(safe(one) if isinstance(one, str) else one for one in args))
@@ -82,11 +78,8 @@ class EncodedImage:
         return cls(hashlib.sha256(png).hexdigest(), png, rgb.width, rgb.height)
 
     def to_pil(self, name: str = "") -> Image.Image:
-        """Decode to an RGB PIL image. Raises UserInputError where the bytes are no PNG, or not one of the announced
-        size.
-
-        The size decides how many tokens the image takes, and may come from a client or a process apart from the bytes.
-        `name` is what the message calls the image.
+        """Decode to an RGB PIL image. Raises UserInputError, which calls it `name`, where the bytes are no PNG of the
+        announced size: that decides how many tokens the image takes, and may come from a client apart from the bytes.
         """
         name = f"Image {name or self.sha256[:12]}"
         try:
@@ -134,12 +127,10 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The text parts, joined."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def images(self) -> tuple[Image.Image | EncodedImage, ...]:
-        """The image parts, in order."""
         return tuple(part for part in self.parts if not isinstance(part, str))
 
 
@@ -172,35 +163,26 @@ class TrajectoryStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Temperature 0 is greedy. `seeds` holds one seed per sample, or is None for fresh randomness.
-
-    `choices` restricts a sample to one of these texts, followed by end-of-turn (guided choice). `top_logprobs` asks for
-    the most likely tokens at every position beside the sampled one.
-
-    `min_p` leaves out tokens that are less likely than this share of the most likely one. Before `min_tokens` no end of
-    turn is sampled and no stop string counts; with `ignore_eos` a sample does not end at an end of turn. Penalties: see
-    `engines/penalties.py`.
-    """
+    """How to sample. Penalties: see `engines/penalties.py`."""
 
     max_new_tokens: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 switches top-k off
     n: int = 1
-    seeds: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] | None = None  # one per sample; None for fresh randomness
     stop: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    top_logprobs: int = 0
-    min_p: float = 0.0
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    choices: tuple[str, ...] = ()  # a sample is one of these texts, followed by end-of-turn (guided choice)
+    top_logprobs: int = 0  # how many of the most likely tokens are told at every position
+    min_p: float = 0.0  # leaves out tokens that are less likely than this share of the most likely one
+    min_tokens: int = 0  # before these no end of turn is sampled and no stop string counts
+    ignore_eos: bool = False  # a sample does not end at an end of turn
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
     @property
     def penalises(self) -> bool:
-        """Whether any penalty is on."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def __post_init__(self) -> None:
@@ -218,22 +200,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Ask for `sampling.n` continuations of a prompt.
-
-    `prompt_ids` is int32 [P] with exactly one image placeholder per image; the engine expands them. `min_version` is
-    the oldest version of `policy` that may answer; -1 asks for the base model without an adapter. `preferred_replica`
-    is the id of the replica that should answer, usually because it answered the earlier turns of the conversation;
-    empty for any. `trace` is the span that the request belongs to (see tracing.py); empty where nothing is traced.
-    """
+    """Ask for `sampling.n` continuations of a prompt."""
 
     request_id: str
-    prompt_ids: np.ndarray
+    prompt_ids: np.ndarray  # int32 [P] with one placeholder per image, which the engine expands
     sampling: SamplingParams
     images: tuple[EncodedImage, ...] = ()
-    min_version: int = 0
-    preferred_replica: str = ""
+    min_version: int = 0  # the oldest version of `policy` that may answer; -1: the base model without an adapter
+    preferred_replica: str = ""  # usually the one that answered the earlier turns of the conversation
     policy: str = POLICY
-    trace: str = ""
+    trace: str = ""  # the span that the request belongs to (see tracing.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,51 +217,43 @@ class Sample:
     """One continuation: sampled token ids int32 [T] and their log-probabilities float32 [T] under the distribution
     that they were sampled from (token mask, choices and temperature applied).
 
-    `top_logprobs` holds, per position, (token id, log-probability) of the most likely tokens, best first; empty unless
-    the request asked for them. `pieces` holds (number of tokens, policy version) in order where the version changed
-    under the sample (in-flight updates); empty where all tokens are of the completion's version.
+    `pieces` holds (number of tokens, policy version) in order where the version changed under the sample (in-flight
+    updates); empty where all tokens are of the completion's version.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
-    top_logprobs: Sequence[TopLogprobs] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()  # per position, if the request asked for them
     pieces: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SampleChunk:
-    """New tokens of a streamed sample: ids int32 [k] and their log-probabilities float32 [k].
+    """New tokens of a streamed sample: ids int32 [k] and their log-probabilities float32 [k]."""
 
-    `number` says which of the request's `n` samples it is. `stop_reason` is set on a sample's last chunk.
-    """
-
-    number: int
+    number: int  # of the request's `n` samples
     token_ids: np.ndarray
     logprobs: np.ndarray
     policy_version: int
-    stop_reason: StopReason | None = None
+    stop_reason: StopReason | None = None  # of a sample's last chunk
     top_logprobs: Sequence[TopLogprobs] = ()
     replica_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to a `GenerationRequest`: `prompt_ids` is int32 with every image placeholder expanded.
-
-    `policy_version` is the oldest version of `policy` that sampled a token of it; see `Sample.pieces`. `spans` are the
-    replica's of a request that is traced. It is pickled with one array for all samples (see `_reduced`).
-    """
+    """The answer to a `GenerationRequest`."""
 
     request_id: str
-    prompt_ids: np.ndarray
+    prompt_ids: np.ndarray  # int32, with every image placeholder expanded
     samples: tuple[Sample, ...]
-    policy_version: int
+    policy_version: int  # the oldest version of `policy` that sampled a token; see `Sample.pieces`
     replica_id: str = ""
     queue_s: float = 0.0
     generate_s: float = 0.0
     policy: str = POLICY
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()  # the replica's, where the request is traced
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduced(self, "samples", Sample, ("token_ids", "logprobs"))
@@ -295,46 +263,36 @@ class Completion:
 class Turn:
     """One sampled turn of a trajectory: tokens [start, stop) of `Trajectory.token_ids`.
 
-    `policy_version` is the oldest version that sampled a token of it. Where several did (partial rollouts, in-flight
-    updates), `pieces` holds the (number of tokens, version) of each in order; it is empty otherwise.
-
-    `state_id` is a hash of what the environment showed before the turn: turns that were shown the same texts and images
-    have the same one; empty where it is unknown.
-
-    `parts` holds (name, value) of each part of the reward, before weights. `well_formed` is False where the environment
-    said so and where the turn was cut off.
+    Where several versions sampled it (partial rollouts, in-flight updates), `pieces` holds the (number of tokens,
+    version) of each in order; it is empty otherwise.
     """
 
     start: int
     stop: int
-    policy_version: int
+    policy_version: int  # the oldest that sampled a token of it
     stop_reason: StopReason
     reward: float = 0.0
-    state_id: str = ""
+    state_id: str = ""  # a hash of the texts and images that were shown before the turn; empty where it is unknown
     pieces: tuple[tuple[int, int], ...] = ()
-    parts: tuple[tuple[str, float], ...] = ()
-    well_formed: bool = True
+    parts: tuple[tuple[str, float], ...] = ()  # (name, value) of each part of the reward, before weights
+    well_formed: bool = True  # False where the environment said so, or the turn was cut off
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, _fields(self)  # costs a third of the dataclass's own pickling
 
 
 def judged_correct(info: Mapping[str, Any], reward: float) -> bool:
-    """The environment's `correct` of the info; without one, whether the reward is at least 1.
-
-    A text is no verdict: some environments have the right answer there.
-    """
+    """The info's `correct`, unless it is a text, as some environments have the right answer there; else whether the
+    reward is at least 1."""
     correct = info.get("correct")
     return bool(correct) if isinstance(correct, bool | int | float | np.bool_ | np.number) else reward >= 1.0
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode as the learner sees it.
-
-    token_ids int32 [T], loss_mask bool [T] (True where the policy sampled), logprobs float32 [T] (behaviour
-    log-probabilities, 0 where nothing was sampled). Images appear in the order of their placeholders.
-    """
+    """One episode as the learner sees it: token_ids int32 [T], loss_mask bool [T] (True where the policy sampled),
+    logprobs float32 [T] (behaviour log-probabilities, 0 where nothing was sampled), images in the order of their
+    placeholders."""
 
     trajectory_id: str
     token_ids: np.ndarray
@@ -353,12 +311,10 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The sum of the rewards of all turns."""
         return float(sum(turn.reward for turn in self.turns))
 
     @property
     def correct(self) -> bool:
-        """What `judged_correct` says."""
         return judged_correct(self.info, self.reward)
 
     @property
@@ -385,7 +341,6 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """How many turns the policy had."""
         return len(self.turns)
 
     @property
@@ -419,16 +374,13 @@ class Trajectory:
 
 @dataclass(slots=True)
 class TrajectoryGroup:
-    """The trajectories of one task instance (same environment, split, index and seed).
-
-    `env` is the environment's name in a mixture, and `stage` the curriculum's stage when the task was handed out.
-    """
+    """The trajectories of one task instance (same environment, split, index and seed)."""
 
     group_id: str
     index: int
     trajectories: list[Trajectory]
-    env: str = ""
-    stage: int = 0
+    env: str = ""  # the environment's name in a mixture
+    stage: int = 0  # the curriculum's, when the task was handed out
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduced(self, "trajectories", Trajectory, ("token_ids", "loss_mask", "logprobs"))
@@ -443,12 +395,10 @@ class TrajectoryGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version in the group."""
         return min(trajectory.oldest_version for trajectory in self.trajectories)
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version in the group."""
         return max(trajectory.newest_version for trajectory in self.trajectories)
 
 
@@ -457,10 +407,8 @@ def _fields(record: Any) -> tuple[Any, ...]:
 
 
 def _reduced(whole: Any, name: str, kind: type[Any], arrays: Sequence[str]) -> tuple[Any, ...]:
-    """How a record is pickled whose field `name` holds records of `kind`: each of their array fields in one array.
-
-    Pickling an array costs about 10 µs whatever its size, and a rollout has thousands of short ones.
-    """
+    """How a record is pickled whose field `name` holds records of `kind`: each of their array fields in one array, as
+    pickling an array costs about 10 µs whatever its size, and a rollout has thousands of short ones."""
     records, fields = getattr(whole, name), dict(zip(whole.__slots__, _fields(whole), strict=True))
     columns = dict(zip(kind.__slots__, zip(*map(_fields, records), strict=True), strict=False))
     for column in arrays if records else ():

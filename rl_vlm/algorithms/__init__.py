@@ -1,2 +1,1 @@
-"""Algorithms: what they share in `base.py`, the policy loop in `policy.py`, then one file each, and their
-checkpoints."""
+"""Algorithms: their base, the policy loop, then one file each; checkpoints and recovery."""

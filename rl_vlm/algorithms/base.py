@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from rl_vlm.serving.service import PolicyService
 
 
-# The base of the algorithms' RLlib configurations, which are derived from a run configuration.
-
-
 class RunAlgorithmConfig(AlgorithmConfig):
-    """An RLlib configuration whose `run_config` holds everything; `_apply_run_config` sets RLlib's own fields from
-    it."""
+    """An RLlib configuration that follows from `run_config` (`_apply_run_config`)."""
 
     run_config: Any  # the kind's own class
 
@@ -44,11 +40,8 @@ class RunAlgorithmConfig(AlgorithmConfig):
             self._apply_run_config()
 
     def update_from_dict(self, config_dict: dict[str, Any]) -> Self:
-        """RLlib's keys, `run_config` (nested), and the run configuration's dotted keys (`learner.lr`), as Tune sends
-        them.
-
-        `seed` is the run's, from which RLlib's follows.
-        """
+        """Takes RLlib's keys, `run_config` (nested) and its dotted keys (`learner.lr`), as Tune sends them. `seed` is
+        the run's."""
         rest = dict(config_dict)
         run_config = rest.pop("run_config", None)
         dotted = {key: rest.pop(key) for key in list(rest) if "." in key or (key == "seed" and rest[key] is not None)}
@@ -79,21 +72,13 @@ class RunAlgorithmConfig(AlgorithmConfig):
         self.debugging(seed=self.run_config.seed)
 
     def build_learner_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: batches are made by the driver."""
+        """No connectors: the driver makes batches, and env runners encode observations and decode actions."""
 
-    def build_env_to_module_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: env runners encode observations themselves."""
-
-    def build_module_to_env_connector(self, *args: Any, **kwargs: Any) -> None:
-        """No connector: env runners decode actions themselves."""
+    build_env_to_module_connector = build_module_to_env_connector = build_learner_connector
 
 
 class RunAlgorithm(Algorithm):
-    """The RLlib side of both loops, so that Tune can run them as they are.
-
-    A subclass says what starts beside RLlib's parts (`start_services`), what one iteration is (`iterate`), and how new
-    learners get their state back (`restore_learners`).
-    """
+    """The RLlib side of both loops, so that Tune can run them as they are."""
 
     run_config: TrainConfig
     _service: PolicyService | None = None
@@ -109,8 +94,7 @@ class RunAlgorithm(Algorithm):
     def from_run_config(
         cls, run_config: TrainConfig, scratch_folder: Path | None = None, service: PolicyService | None = None
     ) -> Any:
-        """The RLlib configuration of a run. `scratch_folder` keeps what the run needs on disk; `service` is the run's,
-        if it has been started already."""
+        """The RLlib configuration of a run; its files go to `scratch_folder`. `service`: one that has been started."""
         config = cls.get_default_config()
         config.run_config = run_config
         config.scratch_folder, config.service = scratch_folder, service
@@ -118,12 +102,11 @@ class RunAlgorithm(Algorithm):
         return config
 
     def __repr__(self) -> str:
-        """The class's name. RLlib's version reads the configuration; where the settings were rejected there is none,
-        and Ray, which prints this beside the error, would lose the error."""
+        """RLlib's reads the configuration; where it was rejected Ray, which prints this beside the error, would lose
+        that."""
         return type(self).__name__
 
     def setup(self, config: AlgorithmConfig) -> None:
-        """Start services, env runners and learners."""
         if not isinstance(config, AlgorithmConfig):  # Tune's dictionary
             config = self.get_default_config().update_from_dict(config)
         config = config.copy(copy_frozen=False)
@@ -142,13 +125,8 @@ class RunAlgorithm(Algorithm):
             self.config = config
             with light_env_runners():
                 super().setup(config)
-            self.learners = Learners(
-                self.learner_group,
-                self.run_config.learner,
-                self._rebuild_learners,
-                self.restore_learners,
-                self.restarts,
-            )
+            settings, rebuild, restore = self.run_config.learner, self._rebuild_learners, self.restore_learners
+            self.learners = Learners(self.learner_group, settings, rebuild, restore, self.restarts)
             self.make_state()
         except BaseException:
             # On a cluster that was joined, services would outlive a failed start.
@@ -179,15 +157,13 @@ class RunAlgorithm(Algorithm):
 
     @abstractmethod
     def progress(self) -> tuple[int, int, int]:
-        """How far the run is, where it ends and how often it is evaluated: in iterations, or in steps of a preference
-        run."""
+        """Done, in all, and between evaluations: iterations, or steps of a preference run."""
 
     @abstractmethod
     def held_out(self) -> dict[str, float]:
         """`accuracy` (success of a preference run) and `reward` of an evaluation now."""
 
     def training_step(self) -> None:
-        """RLlib's hook for one iteration."""
         started = time.perf_counter()
         self._clock.clear()
         with self._traced() as self.last_spans:
@@ -227,15 +203,11 @@ class RunAlgorithm(Algorithm):
         )
         return self.learner_group
 
-    # RLlib's other hooks.
-
     def restore_env_runners(self, env_runner_group: Any) -> list[int]:
-        """RLlib calls this before each step. Nothing to do: the samplers replace runners, which have no state to
-        restore."""
+        """RLlib calls this before each step. The samplers replace runners, which have no state."""
         return []
 
     def cleanup(self) -> None:
-        """Stop env runners, learners and services."""
         try:
             super().cleanup()
         finally:

@@ -1,8 +1,7 @@
 """Checkpoints of a run: weights and other tensors as safetensors, everything else as JSON in `state.json`.
 
 A checkpoint appears complete or not at all, and loading one runs no code. `state.json` is written last and holds a
-digest of each file of tensors. A policy run (and supervised fine-tuning) saves a `Checkpoint`; what a preference run
-saves, its algorithm says.
+digest of each file of tensors.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ AGENT = "agent.safetensors"  # of a preference run: the learner's tensors
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a checkpoint holds: the adapter (or all weights), the optimiser's moments by name, the algorithm's state,
-    and further tensors of the learners (a critic, averaged weights)."""
+    """What a policy run (and supervised fine-tuning) saves: the adapter (or all weights), the optimiser's moments by
+    name, the algorithm's state, and further tensors of the learners (a critic, averaged weights)."""
 
     adapter: WeightPayload
     moments: dict[str, Tensor]
@@ -104,11 +103,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 def save_checkpoint(
     checkpoints: Path, name: str, write: Callable[[Path], None], keep: int, history: Path | None = None
 ) -> Path:
-    """Let `write` fill `checkpoints/<name>`, which appears complete, then delete all but the newest `keep`. Raises
-    OSError.
-
-    With `history` every checkpoint stays in that folder, and `checkpoints` gets a copy of the latest alone.
-    """
+    """Let `write` fill `checkpoints/<name>`, which appears complete, then delete all but the newest `keep`. With
+    `history` every checkpoint stays in that folder, and `checkpoints` gets a copy of the latest alone. Raises
+    OSError."""
     target = checkpoints / name
     with replace_folder(target if history is None else history / name) as draft:
         write(draft)
@@ -116,8 +113,7 @@ def save_checkpoint(
         keep = 1
         with replace_folder(target) as draft:
             link_tree(history / name, draft)
-    # A run that was resumed from an older checkpoint may have left higher numbers behind: what was just written stays
-    # all the same.
+    # A run that was resumed from an older checkpoint may have left higher numbers behind.
     others = [folder for folder in list_checkpoints(checkpoints) if folder != target]
     for old in others[: max(len(others) + 1 - keep, 0)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -125,7 +121,6 @@ def save_checkpoint(
 
 
 def checkpoint_number(folder: Path) -> int:
-    """The iterations, or steps, after which a checkpoint was saved."""
     return int(folder.name.rpartition("-")[2])
 
 
@@ -137,20 +132,18 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def latest_checkpoint(checkpoints: Path, read: Callable[[Path], object] = read_checkpoint) -> Path | None:
-    """The newest checkpoint that `read` accepts; None without any. A warning names those that are passed over.
-
-    Raises UserInputError when there are some and none can be read: beginning anew would delete the run's history.
-    """
+    """The newest checkpoint that `read` accepts, with a warning for those that are passed over; None without any.
+    Raises UserInputError when none can be read: beginning anew would delete the run's history."""
     passed: list[str] = []
     for folder in reversed(list_checkpoints(checkpoints)):
         try:
             read(folder)
         except UserInputError as error:
             passed.append(str(error))
-            continue
-        for reason in passed:
-            logger.warning("%s %s is taken instead.", reason, folder.name)
-        return folder
+        else:
+            for reason in passed:
+                logger.warning("%s %s is taken instead.", reason, folder.name)
+            return folder
     if passed:
         raise UserInputError(
             f"{passed[0]} None of the {len(passed)} can be read: mend the storage, or begin anew with --overwrite."

@@ -1,4 +1,4 @@
-"""HeldOut: evaluations of the policy during training, on the replicas that sample for it."""
+"""HeldOut: evaluates the policy during training, on the replicas that sample for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 class HeldOut:
-    """Evaluates the policy of one algorithm on the held-out split."""
+    """The held-out evaluations of one algorithm."""
 
     def __init__(self, algorithm: PolicyAlgorithm) -> None:
         self._algorithm = algorithm
 
     def evaluate(self) -> dict[str, Any]:
-        """Greedy (and, with `evaluation.samples` above 1, pass@k) accuracy on the held-out split, per variant and
-        environment."""
+        """Accuracy on the held-out split, per variant and environment (see `summarize`)."""
         algorithm, run_config = self._algorithm, self._algorithm.run_config
         started = time.perf_counter()
         with self.evaluated_weights():
@@ -49,7 +48,6 @@ class HeldOut:
             return
 
         def give_back() -> None:
-            """Publish the trained weights again."""
             trained = algorithm.learners.call(lambda learner: learner.adapter(version))
             algorithm.recovery.publish_restored(trained)
 
@@ -67,5 +65,4 @@ class HeldOut:
     def averaged_adapter(self) -> WeightPayload:
         """The average of the weights. Raises LearnerLostError."""
         version = self._algorithm.version
-        average: WeightPayload = self._algorithm.learners.call(lambda learner: learner.averaged_adapter(version))
-        return average
+        return self._algorithm.learners.call(lambda learner: learner.averaged_adapter(version))  # type: ignore[no-any-return]

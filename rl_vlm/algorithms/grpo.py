@@ -1,9 +1,7 @@
 """GRPO: sample groups from the served policy, subtract each group's mean reward, take clipped policy-gradient steps.
 
-DeepSeekMath (arXiv 2402.03300) with DAPO's clip-higher (arXiv 2503.14476) and truncated importance sampling. One
-iteration: env runners sample complete groups through Ray Serve; the learner group updates the LoRA weights; the new
-adapter version goes to every replica. With `max_policy_lag` 0 these follow each other, otherwise sampling goes on while
-the learner learns.
+DeepSeekMath (arXiv 2402.03300) with DAPO's clip-higher (arXiv 2503.14476) and truncated importance sampling. With
+`max_policy_lag` 0 the steps of an iteration follow each other, otherwise sampling goes on while the learner learns.
 
 Advantage estimator, loss and aggregation are settings of their own (learning/estimators.py, learning/losses.py), so
 Dr. GRPO, DAPO, RLOO and GSPO are this algorithm with other settings.

@@ -1,4 +1,4 @@
-"""Learners: calls to an RLlib learner group whose learners may die, what their errors mean, and their replacement."""
+"""Learners: calls to an RLlib learner group whose learners may die, and their replacement."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from rl_vlm.imports import replaced
 from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
 from rl_vlm.serving.registry import OWN
 from rl_vlm.types import RLVLMError
-
-# An env-runner group whose processes get a small configuration instead of RLlib's, so that they need not import RLlib.
 
 # RLlib accepts them as env runners without the base class, whose import would cost each of their processes seconds.
 EnvRunner.register(RunEnvRunner)
@@ -86,12 +84,8 @@ class LearnerOutOfMemoryError(RLVLMError):
 class Learners:
     """The learners of a run: calls to them, and new ones in place of those that died.
 
-    Args:
-        group: RLlib's learner group.
-        settings: time limits and `max_restarts`.
-        rebuild: makes a new group.
-        restore: restores the newest available state in new learners.
-        restarts: counts deaths as "learner".
+    `rebuild` makes a new group, `restore` gives it the newest available state, and `restarts` counts deaths as
+    "learner".
     """
 
     def __init__(
@@ -108,21 +102,42 @@ class Learners:
         self._replacements = 0  # by this process: a run that is resumed has all of `max_restarts` again
 
     def call(self, function: Callable[[Any], Any]) -> Any:
-        """`function(learner)` of one learner; all are called where they compute in step. Raises LearnerLostError, and
-        what the function raises of RLVLMError."""
-        ask = on_all_learners if self._settings.in_step else on_one_learner
-        return ask(self.group, function)
+        """`function(learner)` of the first learner that answers; all hold the same weights. Where each holds a part of
+        the model or of the optimiser's state, all are called, as they answer only together.
+
+        Raises LearnerLostError, and what the function raises of RLVLMError.
+        """
+        group = self.group
+        if group.is_local:
+            return function(group._learner)
+        learners = group._worker_manager.healthy_actor_ids()
+        if self._settings.in_step:
+            if len(learners) < group.config.num_learners:  # the others would wait for the dead one
+                raise LearnerLostError("Not all learners are alive")
+
+            def first_answers(learner: Any) -> Any:
+                answer = function(learner)
+                return answer if learner._learner_index == 0 else None  # large, and the same everywhere
+
+            return _answers(group, first_answers, learners)[0]
+        lost = LearnerLostError("No learner is alive")
+        for learner in learners:  # one after the other: an answer may be large
+            try:
+                return _answers(group, function, [learner])[0]
+            except LearnerLostError as error:
+                lost = error
+        raise lost
 
     def call_each(self, function: Callable[[Any], Any]) -> None:
         """`function(learner)` of each learner. Raises as `call` does."""
-        on_every_learner(self.group, function)
+        if self.group.is_local:
+            function(self.group._learner)
+        else:
+            _answers(self.group, function, self.group._worker_manager.healthy_actor_ids())
 
     def update(self, batches: Sequence[Any]) -> list[Any] | None:
-        """Send one batch to each learner and return their results; None when learners died and were replaced.
-
-        Raises LearnerOutOfMemoryError, LearnerDiedError after `learner.max_restarts`, and whatever else a learner
-        raises.
-        """
+        """Send one batch to each learner and return their results; None when learners died and were replaced. Raises
+        LearnerOutOfMemoryError, LearnerDiedError, and whatever else a learner raises."""
         group = self.group
         try:
             if group.is_local:
@@ -150,8 +165,8 @@ class Learners:
             return None
 
     def timeout_s(self, kind: type) -> float:
-        """How long learners may take for a batch of some type: `update_timeout_s` at first, then a multiple of what
-        they took."""
+        """How long learners may take for a type of batch: `update_timeout_s` at first, then a multiple of what they
+        took."""
         limit, longest = self._settings.update_timeout_s, self._longest.get(kind)
         return limit if longest is None else min(limit, max(_LEAST_S, _SLOWER * longest))
 
@@ -179,9 +194,8 @@ class Learners:
 def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float) -> list[Any]:
     """Send one batch to each remote learner and return their results in its order.
 
-    RLlib's `LearnerGroup.update` waits for ever, and the answer of a learner whose node was cut off may never come.
-    Raises LearnerLostError if one is gone or silent, and what a learner raised, as soon as it has: the others may wait
-    for that one.
+    RLlib's `LearnerGroup.update` waits for ever, and a learner whose node was cut off may never answer. Raises
+    LearnerLostError if one is gone or silent, and at once what a learner raised: the others may wait for that one.
     """
     manager = group._worker_manager
     learners = manager.healthy_actor_ids()
@@ -206,8 +220,7 @@ def update_remote_learners(group: Any, batches: Sequence[Any], timeout_s: float)
 
 
 def _answers(group: Any, function: Callable[[Any], Any], learners: Sequence[int]) -> list[Any]:
-    """`function(learner)` of remote learners at the same time, in their order. Raises LearnerLostError where one does
-    not answer, and what the function raises of RLVLMError."""
+    """`function(learner)` of remote learners at the same time, in their order. Raises as `Learners.call` does."""
 
     def answer(learner: Any) -> Any:
         try:
@@ -227,44 +240,6 @@ def _answers(group: Any, function: Callable[[Any], Any], learners: Sequence[int]
     return [value for value, _ in answers]
 
 
-def on_one_learner(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` of the first learner that answers; all hold the same weights. Raises as `_answers` does."""
-    if group.is_local:
-        return function(group._learner)
-    lost = LearnerLostError("No learner is alive")
-    for learner in group._worker_manager.healthy_actor_ids():  # one after the other: an answer may be large
-        try:
-            return _answers(group, function, [learner])[0]
-        except LearnerLostError as error:
-            lost = error
-    raise lost
-
-
-def on_all_learners(group: Any, function: Callable[[Any], Any]) -> Any:
-    """`function(learner)` on all learners of a remote group; the first one's answer. Raises as `_answers` does.
-
-    For learners that answer only together, because each holds a part of the model or of the optimiser's state. Where
-    one is dead the others are not asked: they would wait for it.
-    """
-    learners = group._worker_manager.healthy_actor_ids()
-    if len(learners) < group.config.num_learners:
-        raise LearnerLostError("Not all learners are alive")
-
-    def first_answers(learner: Any) -> Any:
-        answer = function(learner)
-        return answer if learner._learner_index == 0 else None  # large, and the same everywhere
-
-    return _answers(group, first_answers, learners)[0]
-
-
-def on_every_learner(group: Any, function: Callable[[Any], Any]) -> None:
-    """`function(learner)` on all of them. Raises as `_answers` does."""
-    if group.is_local:
-        function(group._learner)
-    else:
-        _answers(group, function, group._worker_manager.healthy_actor_ids())
-
-
 def all_learners_answer(group: Any, count: int) -> bool:
     """Whether all `count` learners are alive; a collective that broke because a peer died leaves the others alive."""
     # RLlib takes one that raised an error for dead.
@@ -273,10 +248,8 @@ def all_learners_answer(group: Any, count: int) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not allocate: on a GPU its own class, on a CPU a RuntimeError that says so.
-
-    Ray's OutOfMemoryError does not count: a node's memory was full and Ray killed the process, so a retry may succeed.
-    """
+    """Whether torch could not allocate. Ray's OutOfMemoryError does not count: a node's memory was full and Ray killed
+    the process, so a retry may succeed."""
     if isinstance(error, NodeOutOfMemoryError):
         return False
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

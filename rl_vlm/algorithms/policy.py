@@ -74,7 +74,6 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
         self.training(lr=run_config.learner.lr)
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
-        """RLlib asks for the module that the learners train."""
         settings = {"model": self.served_model, "run_config": self.run_config}
         return RLModuleSpec(module_class=VLMModule, model_config=settings)
 
@@ -96,11 +95,9 @@ class PolicyAlgorithm(RunAlgorithm):
 
     @classmethod
     def get_default_config(cls) -> PolicyAlgorithmConfig:
-        """See RunAlgorithm."""
         return PolicyAlgorithmConfig(cls, PolicyConfig(algorithm=AlgorithmSection(name=cls.name)))
 
     def start_services(self, config: PolicyAlgorithmConfig) -> None:
-        """Start the served policy."""
         service = self._service = config.service or start_service(self.run_config)
         config.run_id, config.policy_key, config.served_model = service.run_id, service.key, service.model
         if shares_gpu(self.run_config):
@@ -109,17 +106,16 @@ class PolicyAlgorithm(RunAlgorithm):
 
     @property
     def service(self) -> PolicyService:
-        """The served policy."""
         assert self._service is not None
         return self._service
 
     def make_state(self) -> None:
-        """Make the rollouts, the state that checkpoints keep, and the collaborators."""
         run_config = self.run_config
         splits = survey(run_config.env, "train", run_config.evaluation.split)
         self.test_sizes, self.env_metrics = splits.sizes[run_config.evaluation.split], splits.metrics
         stream = TaskStream(make_task_source(run_config, splits.sizes["train"]), run_config)
-        self.rollouts = make_rollouts(EnvRunners(self.env_runner_group), stream, run_config)
+        self.runners = EnvRunners(self.env_runner_group)
+        self.rollouts = make_rollouts(self.runners, stream, run_config)
         self.rollouts.stop_requested = lambda: self.stop_requested()  # which is set later
         self.rng = np.random.default_rng(derive_seed(run_config.seed, 1))
         self.version = 0
@@ -147,13 +143,10 @@ class PolicyAlgorithm(RunAlgorithm):
 
     @abstractmethod
     def sample_and_learn(self) -> None:
-        """One iteration, out of `sample`, `score`, `estimate`, `take_steps` and `publish`.
-
-        Each step records its metrics. Raises LearnersReplacedError.
-        """
+        """One iteration, out of `sample`, `score`, `estimate`, `take_steps` and `publish`, which record their metrics.
+        Raises LearnersReplacedError."""
 
     def iterate(self) -> dict[str, float]:
-        """See RunAlgorithm."""
         started = time.perf_counter()
         self._recorded = {}
         self.last_groups, self.last_advantages = [], []
@@ -165,7 +158,6 @@ class PolicyAlgorithm(RunAlgorithm):
         return {**self._recorded, **self.counts()}
 
     def training_step(self) -> None:
-        """RLlib's hook for one iteration."""
         super().training_step()
         self.last_spans += self.rollouts.take_spans()
         self.updates += 1
@@ -191,13 +183,11 @@ class PolicyAlgorithm(RunAlgorithm):
         return groups
 
     def divide(self, groups: Sequence[TrajectoryGroup], estimate: Estimate | None = None) -> list[list[Minibatch]]:
-        """Divide groups into the minibatches of an epoch and these among the learners. Samples whose advantage is known
-        to be zero are left out."""
+        """The minibatches of an epoch, divided among the learners, without samples whose advantage is known to be 0."""
         return divide(groups, self.run_config, self.rng, estimate)
 
     def score(self, minibatches: Sequence[Sequence[Minibatch]]) -> Scores:
-        """The critic's values and the log-probabilities of policy and base model; the learners keep what they have
-        packed."""
+        """The critic's values, and the log-probabilities of policy and base model."""
         with self.timed("score"):
             return Scores.merge(self._update_learners([ScoreBatch(list(own)) for own in minibatches]))
 
@@ -228,10 +218,9 @@ class PolicyAlgorithm(RunAlgorithm):
         scored: bool = False,
         learn_policy: bool = True,
     ) -> WeightPayload:
-        """Clipped policy-gradient steps on the minibatches; with `learn_policy` False, of the critic alone. The new
-        weights.
+        """Clipped policy-gradient steps on the minibatches, or steps of the critic alone; returns the new weights.
 
-        `scored`: the learners have the minibatches from `score`. Env runners open the next episodes meanwhile.
+        `scored`: the learners have packed the minibatches for `score`. Env runners open the next episodes meanwhile.
         """
         learner, algorithm = self.run_config.learner, self.run_config.algorithm
         factor = lr_factor(learner, self.updates, algorithm.iterations - 1)
@@ -269,9 +258,7 @@ class PolicyAlgorithm(RunAlgorithm):
         # KL(policy || reference), from log policy - log reference.
         kl = mean_kl(-np.concatenate(list(scores.log_ratio.values()) or [np.zeros(1)]))
         self._recorded |= {"policy/kl": kl, "policy/kl_coef": self.kl_coef}
-        if (
-            learn_policy
-        ):  # while the critic learns alone the policy is the reference, which says nothing about the coefficient
+        if learn_policy:  # while the critic learns alone the policy is the reference
             self.kl_coef = adapted_kl_coef(self.kl_coef, kl, self.run_config.algorithm)
 
     def publish(self, adapter: WeightPayload) -> None:
@@ -286,8 +273,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
     @contextmanager
     def replicas_at_rest(self) -> Iterator[None]:
-        """Inside, the learner has the replicas' memory of keys and values, where `serving.vllm.rest_while_learning`
-        says so."""
+        """Inside, the learner has the replicas' memory, where `serving.vllm.rest_while_learning` says so."""
         if not self.run_config.serving.vllm.rest_while_learning:
             yield
             return
@@ -308,24 +294,18 @@ class PolicyAlgorithm(RunAlgorithm):
         return {
             "weights/version": float(self.version),
             **self._publication,
-            "time/runner": self.rollouts.runner_s,
-            **self.rollouts.metrics,
-            **self.rollouts.task_metrics,
-            **{f"dropped/{reason}": float(count) for reason, count in self.rollouts.dropped.items()},
+            **self.rollouts.metrics(),
         }
 
     def count_env_runners(self) -> None:
-        """Add the deaths of env runners to `restarts`."""
-        self.restarts["env_runner"] = self.recovery.earlier_restarts + self.rollouts.restarts
+        self.restarts["env_runner"] = self.recovery.earlier_restarts + self.runners.restarts
 
     def decode(self, token_ids: np.ndarray) -> str:
-        """Token ids as text, special tokens included."""
         if self._text is None:
             self._text = load_text_side(self.service.model.folder)
         return self._text.codec.decode(token_ids)
 
     def progress(self) -> tuple[int, int, int]:
-        """Iterations done and in all, and between evaluations."""
         return self.updates, self.run_config.algorithm.iterations, self.run_config.evaluation.every
 
     def held_out(self) -> dict[str, float]:
@@ -347,9 +327,7 @@ class PolicyAlgorithm(RunAlgorithm):
         """Go on from `state`; the rollouts are restored apart from it."""
         self.updates = int(state["updates"])
         self.rng.bit_generator.state = state["rng"]
-        if (
-            self.run_config.algorithm.kl_target
-        ):  # a fixed coefficient is the configuration's, which a resume may have changed
+        if self.run_config.algorithm.kl_target:  # a fixed one is the configuration's, which a resume may have changed
             self.kl_coef = float(state["kl_coef"])
         self.return_scale = ReturnScale(**state["return_scale"])
 
@@ -358,22 +336,20 @@ class PolicyAlgorithm(RunAlgorithm):
         write_checkpoint(Path(checkpoint_dir), self.recovery.checkpoint())
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Tune's hook, and `--resume`."""
         self.recovery.load(read_checkpoint(Path(checkpoint_dir)), new_process=True)
         self.recovery.last_checkpoint = Path(checkpoint_dir)
 
     def restore_learners(self) -> None:
-        """See RunAlgorithm."""
         self.recovery.restore_learners()
 
 
-# Of an adapted penalty: its factor, and its bounds.
+# The factor and the bounds of an adapted penalty.
 _KL_RATE, _KL_BOUNDS = 1.5, (1e-5, 0.5)
 
 
 def adapted_kl_coef(coefficient: float, kl: float, settings: AlgorithmSection) -> float:
-    """The KL coefficient after an iteration with that KL per token: larger above twice the target, smaller below half
-    of it."""
+    """The KL coefficient after an iteration with that KL per token: larger above twice the target, smaller below
+    half."""
     if settings.kl_target is None:
         return coefficient
     if kl > 2 * settings.kl_target:

@@ -1,10 +1,7 @@
 """PPO: clipped policy-gradient steps on advantages that a critic estimates.
 
 Schulman et al., arXiv 1707.06347, with generalised advantage estimation (arXiv 1506.02438) over tokens, turns, or
-tokens inside turns (learning/estimators.py). One iteration: env runners sample episodes through Ray Serve; the learners
-compute the critic's values (and log-probabilities of the base model, where a KL penalty is part of the reward); the
-driver computes advantages and returns; the learners take clipped steps on the policy's LoRA and on the critic; the new
-adapter goes to every replica.
+tokens inside turns (learning/estimators.py).
 
 The critic (learning/policy_model.py) is a linear head on the policy's last hidden state, or has a LoRA adapter of its
 own on the same frozen model. Returns are normalised (PopArt). In the first `critic.warmup_iterations` the policy stays

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,9 +44,6 @@ from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.sac import Batch, SACLearner, SACModule, SACUpdateBatch
 from rl_vlm.types import UserInputError
 
-if TYPE_CHECKING:
-    pass
-
 # Beside AGENT in a checkpoint.
 _REPLAY, _REWARD_MODEL, _LABELS = "replay.safetensors", "reward_model.safetensors", "labels"
 # The updater's statistics under the names of a run's metrics.
@@ -59,8 +56,6 @@ _METRICS = {
     "alpha_loss": "policy/alpha_loss",
     "alpha_value": "policy/alpha",
 }
-
-
 # Reward modes by the similarity of picture and text: the labels.source with the same model.
 _SIMILARITY_SOURCES = {"clip_image_text_matching": "clip", "blip2_image_text_matching": "itm"}
 
@@ -123,14 +118,12 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.training(lr=sac.lr)
 
     def prepare(self) -> None:
-        """Set the environment's spaces and horizon."""
         env = make_run_env(self.run_config)
         self.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
         self.horizon = env.horizon
         env.close()
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
-        """RLlib asks for the module that the learner trains."""
         assert self.observation_space is not None and self.action_space is not None
         settings = {
             "settings": self.run_config.preference.sac,
@@ -148,11 +141,9 @@ class PreferenceSAC(RunAlgorithm):
 
     @classmethod
     def get_default_config(cls) -> PreferenceSACConfig:
-        """See RunAlgorithm."""
         return PreferenceSACConfig(cls, PreferenceConfig())
 
     def start_services(self, config: PreferenceSACConfig) -> None:
-        """Start what the labeller needs."""
         config.prepare()
         self._service = config.service
         if self._service is None and self.run_config.preference.asks_served_model:
@@ -161,7 +152,6 @@ class PreferenceSAC(RunAlgorithm):
             self._service = start_service(self.run_config)
 
     def stop_services(self) -> None:
-        """Stop the labeller and what it needs."""
         if (feedback := getattr(self, "feedback", None)) is not None:
             feedback.close()
         super().stop_services()
@@ -185,7 +175,6 @@ class PreferenceSAC(RunAlgorithm):
         return client, load_text_side(service.model.folder, self.run_config.model.pixels)
 
     def make_state(self) -> None:
-        """Replay buffer, labels, reward model, env runners' sampler, and counters."""
         # The matrices are small: more threads gain little, and cost much where other processes use the same cores.
         torch.set_num_threads(self.run_config.learner.num_threads)
         settings = self.settings = self.run_config.preference
@@ -258,14 +247,15 @@ class PreferenceSAC(RunAlgorithm):
         for episode in self.tracker.add(batch, rewards):
             self._episodes.append(episode)
             self.on_episode(episode)
-        if self._may_overlap(end):
+        over = self.env_steps >= end or self._session_is_due() or self.stop_requested()
+        if not (self.run_config.deterministic or self.sampler.is_local or over):
             self._request(end)  # env runners step while the learner learns
         if before > 0 and current != "random":
             with self.timed("learn"):
                 self._update(len(batch) * self.settings.sac.updates_per_step, explore=current == "explore")
 
     def _rewards_of(self, batch: StepBatch) -> np.ndarray:
-        """float32 [n]: the task's own rewards, success alone, or those of a model, learned or not."""
+        """float32 [n]."""
         if self.settings.reward == "gt_task_reward":
             return batch.true_rewards
         if self.settings.reward == "sparse_task_reward":
@@ -283,10 +273,6 @@ class PreferenceSAC(RunAlgorithm):
         steps = max(min(self.settings.collection.steps, -(-left // num_envs)), 1)
         random = phase(self.settings, self.env_steps) == "random"
         self.sampler.start(None if random else self._actor, steps)
-
-    def _may_overlap(self, end: int) -> bool:
-        over = self.env_steps >= end or self._session_is_due() or self.stop_requested()
-        return not (self.run_config.deterministic or self.sampler.is_local or over)
 
     # Updates.
 
@@ -308,31 +294,24 @@ class PreferenceSAC(RunAlgorithm):
             return  # the learner was replaced; these updates are lost
         (result,) = results
         statistics, layers = result
-        self._count(statistics)
-        self._actor = NumpyActor(layers, self.settings.sac.log_std_bounds)
-
-    def _remember_learner(self) -> None:
-        """Copy the learner's state (a few megabytes) to the driver once per iteration, for the case that the learner
-        dies."""
-        if self.learner_group.is_local:
-            actor = self.learners.call(lambda learner: learner.actor_layers())
-        else:
-            actor, self._learner_state = self.learners.call(
-                lambda learner: (learner.actor_layers(), learner.snapshot())
-            )
-        self._actor = NumpyActor(actor, self.settings.sac.log_std_bounds)
-
-    def restore_learners(self) -> None:
-        """Restore the last iteration's state in a new learner. Experience, labels and reward model are in the
-        driver."""
-        state = self._learner_state
-        self.learners.call(lambda learner: learner.restore(state))
-        self._remember_learner()
-
-    def _count(self, statistics: dict[str, float]) -> None:
         updates = statistics.get("updates", 0.0)
         for name, value in statistics.items():
             self._sums[name] += value if name == "updates" else value * updates
+        self._actor = NumpyActor(layers, self.settings.sac.log_std_bounds)
+
+    def _remember_learner(self) -> None:
+        """Take the actor, and copy the state of a remote learner, which may die: a few megabytes per iteration."""
+        remote = not self.learner_group.is_local
+        actor, self._learner_state = self.learners.call(
+            lambda learner: (learner.actor_layers(), learner.snapshot() if remote else None)
+        )
+        self._actor = NumpyActor(actor, self.settings.sac.log_std_bounds)
+
+    def restore_learners(self) -> None:
+        """Experience, labels and reward model are in the driver."""
+        state = self._learner_state
+        self.learners.call(lambda learner: learner.restore(state))
+        self._remember_learner()
 
     # Labels.
 
@@ -354,7 +333,6 @@ class PreferenceSAC(RunAlgorithm):
         """Ask for labels, train the reward model, relabel; the first session also resets the critics. None: the user
         wants to stop."""
         metrics: dict[str, float] = {}
-        first = self.last_session < 0
         if self.feedback is not None:
             self.feedback.stop_requested = self.stop_requested
             count = session_size(self.settings, self.env_steps, self.feedback.asked)
@@ -367,7 +345,7 @@ class PreferenceSAC(RunAlgorithm):
                 metrics = report
                 with self.timed("relabel"):
                     self.replay.relabel_with(self._reward_model.input_kind, self._reward_model.rewards)
-        if first:
+        if self.last_session < 0:
             self._update(self.settings.reset_updates, reset=True)
             self._remember_learner()  # a learner that replaces this one must not have the critics from before
         self.last_session = self.env_steps
@@ -401,8 +379,6 @@ class PreferenceSAC(RunAlgorithm):
             "replay/rows": float(len(self.replay)),
         }
 
-    # Evaluation.
-
     def evaluate_policy(self, film: bool = True) -> list[EpisodeResult]:
         """The evaluation episodes, always from the same random starts; the first few with pictures if `film`."""
         evaluation = self.settings.evaluation
@@ -410,11 +386,9 @@ class PreferenceSAC(RunAlgorithm):
         return self.sampler.evaluate(self._actor, evaluation_seeds(self.run_config), film_count, timeout)
 
     def progress(self) -> tuple[int, int, int]:
-        """Environment steps done and in all, and between evaluations."""
         return self.env_steps, self.settings.total_steps, self.settings.evaluation.every
 
     def held_out(self) -> dict[str, float]:
-        """Success rate and mean true return."""
         metrics = evaluation_metrics(self.evaluate_policy(film=False))
         return {name: metrics[f"{name}/success"] for name in ("accuracy", "reward")}
 

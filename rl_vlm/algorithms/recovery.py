@@ -1,4 +1,4 @@
-"""Recovery: what a checkpoint of a policy run holds, and the way back to one, in a new process or with new learners."""
+"""Recovery: what a checkpoint of a policy run holds, and the way back to one."""
 
 from __future__ import annotations
 

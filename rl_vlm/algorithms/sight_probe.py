@@ -1,5 +1,4 @@
-"""SightProbe: checks before training that engine and learner see the same images, and measures during training what
-they do with them."""
+"""SightProbe: do engine and learner see the same images, and what does the policy do with them?"""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ _EARLY = 2  # iterations that the gate looks at whatever `sight.every` says: a s
 
 
 class SightProbe:
-    """The sight of one run. `needed` is whether tasks have images; `agreement` the gate's distance in nats, NaN
-    before."""
+    """The sight of one run. `needed`: whether tasks have images. Of the last comparison, in nats and NaN before:
+    `agreement` of engine and learner, and `effect` of a blank image."""
 
     def __init__(self, algorithm: PolicyAlgorithm) -> None:
         self._algorithm = algorithm

@@ -92,9 +92,12 @@ def evaluate(
         run = run.model_copy(update={"rollout": run.rollout.with_turns_of(max_new_tokens)})
     source = run_dir if endpoint else _source(config, adapter, run_dir)
     _check_out(out, resume, overwrite)
+    from rl_vlm.config import EndpointSection
     from rl_vlm.evaluation.heldout import EvaluationOptions
     from rl_vlm.runs.train import evaluate_run
 
+    access = {"model": endpoint_model, "token_env": endpoint_token_env, "timeout_s": endpoint_timeout_s}
+    server = None if endpoint is None else EndpointSection(url=endpoint, logprobs=False, **access)
     options = EvaluationOptions(
         blind=blind,
         resume=resume,
@@ -103,10 +106,7 @@ def evaluate(
         split=tuple(dict.fromkeys(name.value for name in split or ())),
         benchmark_runs=benchmark_runs,
         compare_hf=compare_hf,
-        endpoint=endpoint,
-        endpoint_model=endpoint_model,
-        endpoint_token_env=endpoint_token_env,
-        endpoint_timeout_s=endpoint_timeout_s,
+        endpoint=server,
     )
     results = evaluate_run(run, adapter=adapter, run_dir=source, out=out, options=options)
     say(json.dumps(results, indent=2))
@@ -146,14 +146,8 @@ def rollout(
     from rl_vlm.runs import play
     from rl_vlm.types import UserInputError
 
-    options = {
-        "batch_size": batch_size,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-    }
+    options: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
+    options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling = {name: value for name, value in options.items() if value is not None}
     if top_p is not None and not 0 < top_p <= 1:  # before a model loads
         raise UserInputError(f"--top-p is {top_p}: it must be above 0 and at most 1.")
@@ -168,17 +162,13 @@ def _source(config: Path | None, adapter: Path | None, run_dir: Path | None) -> 
 
 
 def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, Any], needs: tuple[str, ...]) -> Any:
-    """The run of a configuration, of flags alone, or of both; flags win.
-
-    Without a configuration the flags `needs` are required.
-    """
+    """The run of a configuration, of flags alone, or of both; flags win. Without a configuration the flags `needs` are
+    required."""
     from rl_vlm.types import UserInputError
 
     words = list(overrides or ())
-    if (
-        config is not None and "=" in str(config) and not config.exists()
-    ):  # the first change, where there is no configuration
-        words.insert(0, str(config))
+    if config is not None and "=" in str(config) and not config.exists():
+        words.insert(0, str(config))  # the first change, where there is no configuration
         config = None
     flags = {"model": "model.path", "env": "env.id"}
     missing = [f"--{name}" for name in needs if config is None and changes[flags[name]] is None]

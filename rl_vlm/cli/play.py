@@ -23,10 +23,7 @@ _SHOWN = 400  # characters of the info
 
 
 def half_blocks(image: Image.Image, columns: int, rows: int) -> Text:
-    """The image in at most `columns` × `rows` characters, its sides in proportion.
-
-    It is made larger by whole factors only.
-    """
+    """The image in at most `columns` × `rows` characters, its sides in proportion; enlarged by whole factors only."""
     limit = min(columns / image.width, 2 * rows / image.height)
     scale = limit if limit < 1 else int(limit)
     size = max(1, round(image.width * scale)), max(2, 2 * round(image.height * scale / 2))  # a character holds two rows

@@ -11,8 +11,6 @@ from PIL import Image, ImageDraw
 
 from rl_vlm.control_envs.base import ControlEnv, StepResult, unit_box
 
-# Draws the cart and its pole with PIL: no display, no OpenGL, equal bytes on every machine.
-
 SIZE = 200  # of the layout below, in pixels
 _SUPERSAMPLING = 2  # PIL does not smooth edges: draw larger, then average
 _GROUND_Y = 160.0  # the rail, which goes through the middle of the cart
@@ -23,13 +21,10 @@ _WHITE, _BLACK, _BROWN, _AXLE = (255, 255, 255), (0, 0, 0), (202, 152, 101), (12
 
 
 def draw_cartpole(angle: float, size: int = SIZE) -> np.ndarray:
-    """uint8 [size, size, 3]: a black cart in the middle and a brown pole on it.
-
-    `angle` is in radians, 0 is upright, positive leans to the right. The picture follows the cart and does
-    not show its place on the rail.
-    """
-    scale = size * _SUPERSAMPLING / SIZE
+    """uint8 [size, size, 3] by PIL (no display, no OpenGL, equal bytes on every machine): a black cart in the middle
+    and a brown pole on it, which leans to the right by `angle` (radians). The cart's place on the rail is not shown."""
     side = size * _SUPERSAMPLING
+    scale = side / SIZE
     image = Image.new("RGB", (side, side), _WHITE)
     draw = ImageDraw.Draw(image)
     middle = SIZE / 2
@@ -66,8 +61,7 @@ class ContinuousCartPole(ControlEnv):
     """
 
     def __init__(self, horizon: int = 100, image_size: int = 200) -> None:
-        self.horizon = horizon
-        self.image_size = image_size
+        self.horizon, self.image_size = horizon, image_size
         high = np.array([_TRACK, np.inf, _MAX_ANGLE, np.inf], dtype=np.float32)
         self.observation_space = Box(-high, high, dtype=np.float32)
         self.action_space = unit_box(1)
@@ -105,7 +99,6 @@ class ContinuousCartPole(ControlEnv):
         return self._observe(), -degrees, False, ended, info
 
     def frame(self) -> np.ndarray:
-        """The cart in the middle, the pole at its angle."""
         return draw_cartpole(self._state[2], self.image_size)
 
     def _observe(self) -> np.ndarray:

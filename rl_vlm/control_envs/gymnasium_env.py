@@ -1,4 +1,4 @@
-"""Gymnasium control environments, with pictures from their own camera or from a function of the user."""
+"""Gymnasium environments as control environments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GymnasiumControlEnv(ControlEnv):
     """Wraps a gymnasium environment with a vector observation and Box actions, which are rescaled to [-1, 1].
 
     Args:
-        env: the environment, or its gymnasium id.
+        env: the environment, or its id.
         horizon: steps after which an episode is truncated; by default what the id was registered with.
         image_size: pictures are resized to this.
         render: `module:function` or `file.py:function` that takes the unwrapped environment and returns uint8 [H, W,
@@ -61,7 +61,10 @@ class GymnasiumControlEnv(ControlEnv):
         if not isinstance(actions, Box) or not actions.is_bounded():
             raise UserInputError(f"{name} takes {actions}: the agent needs a bounded Box of real-valued actions.")
         if not isinstance(env.observation_space, Box):
-            env = _flatten(env, name)
+            try:
+                env = gymnasium.wrappers.FlattenObservation(env)
+            except (NotImplementedError, TypeError) as error:  # flattening is abstract for unknown spaces
+                raise UserInputError(f"The observations of {name} cannot be made a vector ({error}).") from error
         observations = env.observation_space
         assert isinstance(observations, Box)
         if observations.dtype == np.uint8:
@@ -77,14 +80,12 @@ class GymnasiumControlEnv(ControlEnv):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode."""
         super().reset(seed=seed)
         observation, info = self.env.reset(seed=seed, options=options)
         self._steps = 0
         return as_vector(observation), info
 
     def step(self, action: np.ndarray) -> StepResult:
-        """One step; the action goes from [-1, 1] to the environment's own bounds."""
         native = from_unit_box(action, self._low, self._high).reshape(self._action_shape)
         observation, reward, terminated, truncated, info = self.env.step(native.astype(self.env.action_space.dtype))
         self._steps += 1
@@ -92,23 +93,18 @@ class GymnasiumControlEnv(ControlEnv):
         return as_vector(observation), float(reward), bool(terminated), truncated, info
 
     def frame(self) -> np.ndarray:
-        """The environment's own picture, resized."""
         render, env = self._render, self.env
-        picture = picture_of(env.render if render is None else lambda: render(env.unwrapped))
-        return resize_frame(picture, self.image_size)
+        return picture_of(env.render if render is None else lambda: render(env.unwrapped), self.image_size)
 
     def success(self, info: Any) -> float:
-        if self._success_key is None:
-            return super().success(info)
-        return float(bool(info.get(self._success_key, False)))
+        return super().success(info) if self._success_key is None else float(bool(info.get(self._success_key, False)))
 
     def close(self) -> None:
-        """Close the environment."""
         self.env.close()
 
 
-def picture_of(render: Callable[[], Any]) -> np.ndarray:
-    """uint8 [height, width, 3] of a function that draws. Raises UserInputError where it cannot."""
+def picture_of(render: Callable[[], Any], size: int | None) -> np.ndarray:
+    """uint8 [size, size, 3], by area averaging, of a function that draws. Raises UserInputError where it cannot."""
     try:
         picture = np.asarray(render())
     except gymnasium.error.DependencyNotInstalled as error:
@@ -117,14 +113,9 @@ def picture_of(render: Callable[[], Any]) -> np.ndarray:
         raise UserInputError(
             f"The picture is {picture.dtype} {list(picture.shape)}: what draws must return uint8 [height, width, 3]."
         )
-    return picture
-
-
-def resize_frame(frame: np.ndarray, size: int) -> np.ndarray:
-    """uint8 [size, size, 3] by area averaging."""
-    if frame.shape[:2] == (size, size):
-        return frame
-    return np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))
+    if size is None or picture.shape[:2] == (size, size):
+        return picture
+    return np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BOX))
 
 
 def make_gymnasium(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
@@ -135,10 +126,3 @@ def make_gymnasium(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, An
         raise UserInputError(f"{env_id} needs a package ({error}): run `pip install {error.name}`.") from error
     except (gymnasium.error.Error, TypeError, ImportError) as error:
         raise UserInputError(f"gymnasium cannot make {env_id} ({one_line(error)}): correct env.kwargs.") from error
-
-
-def _flatten(env: gymnasium.Env[Any, Any], name: str) -> gymnasium.Env[Any, Any]:
-    try:
-        return gymnasium.wrappers.FlattenObservation(env)
-    except (NotImplementedError, TypeError) as error:  # flattening is abstract for unknown spaces
-        raise UserInputError(f"The observations of {name} cannot be made a vector ({error}).") from error

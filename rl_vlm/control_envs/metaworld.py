@@ -1,4 +1,4 @@
-"""MetaWorld's tasks as control environments, with RL-VLM-F's views of them. Imported only when one is made."""
+"""MetaWorld's tasks as control environments, with RL-VLM-F's views of them."""
 
 from __future__ import annotations
 
@@ -58,19 +58,17 @@ class MetaWorldEnv(ControlEnv):
         self.observation_space = Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
         self.action_space = unit_box(4)
         self._steps = 0
-        recolour = _RECOLOURED.get(task)
-        if recolour is not None:
-            geom = inner.model.geom(recolour[0]).id
-            inner.model.geom_matid[geom], inner.model.geom_rgba[geom] = -1, recolour[1]
+        if task in _RECOLOURED:
+            name, colour = _RECOLOURED[task]
+            geom = inner.model.geom(name).id
+            inner.model.geom_matid[geom], inner.model.geom_rgba[geom] = -1, colour
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode, with object and goal where the seed says.
-
-        MetaWorld ignores `reset(seed=)`; its generator is replaced instead.
-        """
+        """Start an episode, with object and goal where the seed says."""
         super().reset(seed=seed)
+        # MetaWorld ignores `reset(seed=)`.
         self._inner.np_random = np.random.default_rng(int(self.np_random.integers(2**31)))
         observation, _ = self._inner.reset()
         self._steps = 0
@@ -84,15 +82,12 @@ class MetaWorldEnv(ControlEnv):
         return observation.astype(np.float32), float(reward), False, truncated or self._steps >= self.horizon, info
 
     def frame(self) -> np.ndarray:
-        """The picture of the task's camera."""
         if self._renderer is None:
-            self._renderer = SceneRenderer(
-                self._inner.model, self._view, self.image_size, self._hide_arm, self._show_goal
-            )
+            model, arm, goal = self._inner.model, self._hide_arm, self._show_goal
+            self._renderer = SceneRenderer(model, self._view, self.image_size, arm, goal)
         return self._renderer.draw(self._inner.data)
 
     def close(self) -> None:
-        """Free the renderer and the simulation."""
         if self._renderer is not None:
             self._renderer.close()
             self._renderer = None
@@ -123,9 +118,9 @@ def _classes() -> dict[str, Any]:
 
 
 def _make_task(task: str) -> Any:
-    classes = _classes()
-    if f"{task}-v3" not in classes:
-        nearest = difflib.get_close_matches(f"{task}-v3", classes, n=1, cutoff=0.4)
+    classes, name = _classes(), f"{task}-v3"
+    if name not in classes:
+        nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.4)
         hint = f" Did you mean metaworld/{nearest[0]}?" if nearest else ""
         raise UserInputError(f"MetaWorld has no task {task!r}.{hint}")
-    return classes[f"{task}-v3"]()
+    return classes[name]()

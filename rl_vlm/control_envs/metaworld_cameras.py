@@ -25,8 +25,8 @@ _CUT = (80, 380, 100, 400)
 class View:
     """A camera: either one of the model's by `name`, or one at `position` with `xyaxes` or `euler` (radians, xyz).
 
-    `window` is what is kept of the picture: first row, last row, first column, last column of 480. `turned` marks
-    cameras whose picture is upside down.
+    `window` is what is kept of the picture: first and last row, first and last column, of 480. `turned`: the picture is
+    upside down.
     """
 
     name: str = ""
@@ -56,12 +56,8 @@ def choose_view(task: str, camera: str | None) -> View:
 
 
 class SceneRenderer:
-    """Pictures of one MuJoCo model from one view: no shadows, reflections, multisampling, goal markers or (if asked)
-    arm.
-
-    MuJoCo draws in software where there is no GPU, and these cost ten times more than the rest of the picture. A window
-    is drawn by a camera that sees only the window, not cut out of a larger picture.
-    """
+    """Pictures of one MuJoCo model from one view, without shadows, reflections and multisampling: where MuJoCo draws in
+    software these cost ten times more than the rest. A window is drawn by a camera that sees only the window."""
 
     def __init__(self, model: Any, view: View, size: int, hide_arm: bool, show_goal: bool = False) -> None:
         mujoco = import_mujoco()
@@ -90,7 +86,7 @@ class SceneRenderer:
             self._renderer.scene.flags[int(costly)] = 0
 
     def draw(self, data: Any) -> np.ndarray:
-        """uint8 [size, size, 3]. `data` stays as it is."""
+        """uint8 [size, size, 3]."""
         # The positions of bodies and of the edited camera must be recomputed, because a reset moves bodies without
         # doing so. This is done in a copy: in `data` it would change where the solver of the next step begins, and with
         # it the episode.
@@ -127,10 +123,8 @@ def import_mujoco() -> Any:
 
 
 def _load_triton() -> None:
-    """Load Triton before Mesa: both contain LLVM, and loading Triton's after Mesa's crashes the process.
-
-    torch loads Triton late, for instance with its first optimiser.
-    """
+    """Load Triton, as torch does later, before Mesa: both contain LLVM, and Triton's after Mesa's crashes the
+    process."""
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
 

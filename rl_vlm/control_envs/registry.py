@@ -1,4 +1,4 @@
-"""Control environments by id: our own, MetaWorld's, other packages' through entry points, and gymnasium's."""
+"""Control environments by id."""
 
 from __future__ import annotations
 
@@ -68,10 +68,7 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
 
 
 def _takes(factory: ControlEnvFactory, name: str) -> bool:
-    """Whether the factory takes this argument.
-
-    What a gymnasium environment's class passes on as `**kwargs`, a base must name.
-    """
+    """Whether the factory takes this argument; one that a gymnasium class passes on as `**kwargs` a base must name."""
     parameters = inspect.signature(factory).parameters
     if name in parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return name in parameters

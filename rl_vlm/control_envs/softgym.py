@@ -1,4 +1,4 @@
-"""Wraps SoftGym and other simulators of the old gym interface as ControlEnv, without importing them."""
+"""SoftGym and other simulators of the old gym interface as control environments, without importing them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium.spaces import Box
 
 from rl_vlm.control_envs.base import ControlEnv, StepResult, as_vector, from_unit_box, unit_box
-from rl_vlm.control_envs.gymnasium_env import picture_of, resize_frame
+from rl_vlm.control_envs.gymnasium_env import picture_of
 from rl_vlm.types import UserInputError
 
 
@@ -63,21 +63,16 @@ class SoftGymControlEnv(ControlEnv):
         return as_vector(self.simulator.reset()), {}
 
     def step(self, action: np.ndarray) -> StepResult:
-        """One step; the action goes from [-1, 1] to the simulator's own bounds."""
         native = from_unit_box(action, self._low.reshape(-1), self._high.reshape(-1)).reshape(self._low.shape)
         observation, reward, done, info = self.simulator.step(native.astype(np.float32))
         self._steps += 1
         truncated = self._steps >= self.horizon
-        measured = {"reward": float(reward), **info}.get(self._success_key)
-        success = measured is not None and float(measured) > self._success_above
-        info = {**info, "success": success}
+        measured = {"reward": reward, **info}.get(self._success_key, -np.inf)
+        info = {**info, "success": float(measured) > self._success_above}
         return as_vector(observation), float(reward), bool(done) and not truncated, truncated, info
 
     def frame(self) -> np.ndarray:
-        """The simulator's picture, resized."""
-        picture = picture_of(lambda: self.simulator.render(mode="rgb_array", **self._render_kwargs))
-        return resize_frame(picture, self.image_size)
+        return picture_of(lambda: self.simulator.render(mode="rgb_array", **self._render_kwargs), self.image_size)
 
     def close(self) -> None:
-        """Close the simulator."""
         getattr(self.simulator, "close", lambda: None)()

@@ -1,4 +1,4 @@
-"""The tasks of a held-out evaluation."""
+"""What a held-out evaluation asks: its options, its tasks, and what makes two evaluations the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import PolicyConfig
+from rl_vlm.config import EndpointSection, PolicyConfig
 from rl_vlm.envs.registry import make_part, part_size
 from rl_vlm.evaluation.outcomes import Side, label
 from rl_vlm.models.loading import resolve_model
@@ -22,10 +22,8 @@ from rl_vlm.types import Message, Split, UserInputError
 class EvaluationOptions:
     """Options of `rl-vlm eval`; each is named as its flag.
 
-    `blind`: also with blank images, and with those of other items. `against`: `base`, a run or an adapter that the
-    policy is compared with. `split`: in place of evaluation.split. `benchmark_runs`: repetitions of the throughput
-    measurement, 0 for none. `endpoint`: base URL of an OpenAI-compatible server that is measured in place of a served
-    model.
+    `blind`: also with blank images, and with those of other items. `split`: in place of evaluation.split. `endpoint`:
+    an OpenAI-compatible server that is measured in place of a served model.
     """
 
     blind: bool = False
@@ -35,10 +33,7 @@ class EvaluationOptions:
     split: tuple[Split, ...] = ()
     benchmark_runs: int = 0
     compare_hf: bool = False
-    endpoint: str | None = None
-    endpoint_model: str = "default"
-    endpoint_token_env: str = "RL_VLM_ENDPOINT_TOKEN"
-    endpoint_timeout_s: float = 120.0
+    endpoint: EndpointSection | None = None
 
     def refuse_any(self, why: str) -> None:
         """Raise UserInputError for the first option that is set."""
@@ -48,10 +43,7 @@ class EvaluationOptions:
 
 
 def evaluation_tasks(config: PolicyConfig, sizes: Mapping[str, int | None], min_version: int) -> list[RolloutTask]:
-    """One greedy episode per environment, item and variant; with `evaluation.samples` > 1 also a sampled group.
-
-    `sizes` of the split by name of the environment; None for items without end.
-    """
+    """One greedy episode per environment, item and variant; with `evaluation.samples` > 1 also a sampled group."""
     evaluation = config.evaluation
     kinds = [("greedy", 1, 0.0)]
     if evaluation.samples > 1:
@@ -90,40 +82,33 @@ def viewed_tasks(tasks: Sequence[RolloutTask], view: View, limit: int | None = N
     ]
 
 
-# The prompts of an evaluation's items, for measurements that ask them without playing them.
-
-
 class ItemPrompts:
-    """Opens items of the evaluation's split in the order of their numbers, a mixture's environments in turns.
-
-    Item `number` wraps around at the split's end.
-    """
+    """The prompts of an evaluation's items, for measurements that ask them without playing them."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        self._run = config
+        self._seed, self._split = config.seed, config.evaluation.split
         made = [(make_part(config.env, name), part) for name, part in config.env.parts.items()]
-        self._envs = [(env, part_size(part, env, config.evaluation.split)) for env, part in made]
+        self._envs = [(env, part_size(part, env, self._split)) for env, part in made]
 
     def take(self, numbers: Sequence[int]) -> list[tuple[Message, ...]]:
-        """What is shown first in each of these items."""
+        """What these items show first. Numbers wrap around at the split's end; a mixture's environments come in
+        turns."""
         found = []
         for number in numbers:
             rank, place = divmod(number, len(self._envs))
             env, size = self._envs[place]
             index = rank % (size or 2**31 - 1)
-            options = {"index": index, "split": self._run.evaluation.split}
-            observation, _ = env.reset(seed=derive_seed(self._run.seed, 4, index), options=options)
+            options = {"index": index, "split": self._split}
+            observation, _ = env.reset(seed=derive_seed(self._seed, 4, index), options=options)
             found.append(observation.messages)
         return found
 
     def close(self) -> None:
-        """Close the environments."""
         for env, _ in self._envs:
             env.close()
 
 
-# What decides the outcomes of an evaluation: names and values by which a resumed one is told from another.
-
+# The settings that decide an evaluation's outcomes.
 _BUDGET = {"max_turns", "max_new_tokens", "max_new_tokens_per_turn", "require_end_of_turn", "temperature"}
 _OF_THE_RUN = {"env": True, "rollout": _BUDGET, "evaluation": {"samples", "variants", "category"}}
 _OF_THE_MODEL = {
@@ -138,23 +123,16 @@ def identity_of(
     adapters: Mapping[Side, Path | None],
     sizes: Mapping[Split, Mapping[str, int | None]],
 ) -> dict[str, Any]:
-    """Dotted names and values.
-
-    `adapters` by side, `sizes` by split and environment; numbers of items asked and repetitions do not count.
-    """
+    """Names and values of all that decides the outcomes, by which a resumed evaluation is told from another. How many
+    items are asked, and how often, does not count."""
     known: dict[str, Any] = {"format": 2, "seed": config.seed, "size of the split": sizes}
     included: dict[str, Any] = dict(_OF_THE_RUN)
     if options.endpoint is None:
         known |= {"model": hash_model(resolve_model(config.model.path)), "engine": config.serving.expected_engine}
-        known |= {f"adapter ({side})": _hash_trained(folder) for side, folder in adapters.items()}
+        for side, folder in adapters.items():
+            known[f"adapter ({side})"] = "base model" if folder is None else read_payload(folder, 0).sha256[:16]
         included |= _OF_THE_MODEL
     else:
-        known |= {"endpoint": options.endpoint, "endpoint model": options.endpoint_model}
+        known |= {"endpoint": options.endpoint.url, "endpoint model": options.endpoint.model}
     sections = config.model_dump(mode="json", include=included)
     return known | {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-
-
-def _hash_trained(folder: Path | None) -> str:
-    if folder is None:
-        return "base model"
-    return read_payload(folder, 0).sha256[:16]

@@ -1,14 +1,11 @@
-"""Outcome: what an evaluation keeps of one finished episode.
-
-All results of evaluations are computed from these rows.
-"""
+"""Outcome: what an evaluation keeps of one finished episode, the file of them, and all results, which are computed from
+these rows."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, get_args
@@ -22,7 +19,7 @@ from rl_vlm.numerics import bootstrap_interval, mcnemar_p_value, pass_at_k, wils
 from rl_vlm.rollout.episodes import Conversation
 from rl_vlm.rollout.metrics import Metrics, declared_metrics, judge_metrics
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError, judged_correct
+from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError
 
 Side = Literal["policy", "against"]
 Kind = Literal["greedy", "sampled"]
@@ -33,9 +30,9 @@ LOST = "lost"  # the status of an item without an outcome, in tables
 class Outcome:
     """One finished episode. Its attributes are the columns of the items file.
 
-    `policy` is the measured policy, `against` the one that it is compared with. `id` names the item within a side and
-    `sample` the episode of a sampled item. `env` is the environment's id, in a mixture its name, which `variant` then
-    begins with. `info` holds the environment's numbers at the end, and the item's category as text.
+    `id` names the item within a side and `sample` the episode of a sampled item. `env` is the environment's id, in a
+    mixture its name, which `variant` then begins with. `info` holds the environment's numbers at the end, and the
+    item's category as text.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -62,18 +59,6 @@ class Outcome:
         return self.kind == "greedy" and self.view == "true"
 
 
-@dataclass(slots=True)
-class EndpointEpisode(Conversation):
-    """An episode that an endpoint played: no tokens, so no trajectory."""
-
-    reward: float = 0.0
-
-    @property
-    def correct(self) -> bool:
-        """Whether the environment judged it right."""
-        return judged_correct(self.info, self.reward)
-
-
 def label(env: str, variant: str) -> str:
     """The name of results: the variant, in a mixture after the environment's name."""
     if not env:
@@ -97,9 +82,8 @@ def new_outcome(task: RolloutTask, side: Side, sample: int, **measured: Any) -> 
 
 
 def outcomes_of(
-    config: PolicyConfig, task: RolloutTask, episodes: Iterable[Trajectory | EndpointEpisode], side: Side = "policy"
+    config: PolicyConfig, task: RolloutTask, episodes: Iterable[Trajectory | Conversation], side: Side = "policy"
 ) -> list[Outcome]:
-    """What is kept of the episodes of a task, samples in order."""
     return [
         new_outcome(
             task,
@@ -122,12 +106,7 @@ def outcomes_of_groups(
 ) -> list[Outcome]:
     """What is kept of all groups; tasks whose group was lost have no outcome."""
     found = {group.group_id: group.trajectories for group in groups}
-    return [
-        outcome
-        for task in tasks
-        if task.group_id in found
-        for outcome in outcomes_of(config, task, found[task.group_id])
-    ]
+    return [one for task in tasks for one in outcomes_of(config, task, found.get(task.group_id, ()))]
 
 
 def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
@@ -148,17 +127,11 @@ def items_path(out: Path) -> Path:
 
 
 class OutcomeLog:
-    """Outcomes in memory, and in a file where one is given.
+    """Outcomes in memory, and in a file where one is given, which no other process may be writing.
 
-    The file's first line says what is measured (`identity`); later ones are outcomes, each written when its item is
+    The file's first line says what is measured (`identity_of`); later ones are outcomes, each written when its item is
     finished. A line that was cut short by a kill is dropped, and an item of which only some samples are there is asked
-    again.
-
-    Args:
-        path: the items file; None keeps outcomes in memory alone.
-        identity: names and values that decide the outcomes: model, adapter, environment and the like.
-        resume: go on from the file.
-        overwrite: replace the file; without either, one that holds outcomes is refused.
+    again. A file that holds outcomes needs `resume` or `overwrite`.
     """
 
     def __init__(
@@ -166,18 +139,34 @@ class OutcomeLog:
     ) -> None:
         self._path = path
         self._found: dict[tuple[Side, str, int], Outcome] = {}
-        with contextlib.ExitStack() as opened:
-            if path is not None:
-                self._open(path, opened.enter_context(_locked(path)), dict(to_jsonable(identity)), resume, overwrite)
-            self._opened = opened.pop_all()
+        self._file = open_own(path) if path is not None else None
+        if path is not None and self._file is not None:
+            try:
+                self._open(path, self._file, dict(to_jsonable(identity)), resume, overwrite)
+            except BaseException:
+                self._file.close()
+                raise
 
     def _open(self, path: Path, file: BinaryIO, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserInputError(
+                f"Another evaluation is writing {path}: wait for its end, or choose another --out."
+            ) from error
         lines = whole_lines(path)
         if resume and lines:
             try:
-                _check_identity(path, json.loads(lines[0]), identity)
+                known = dict(json.loads(lines[0]))
+                for key in sorted(known.keys() | identity.keys()):
+                    before, now = (json.dumps(values.get(key)) for values in (known, identity))
+                    if before != now:
+                        raise UserInputError(
+                            f"{path} was measured with {key} {before[:80]}, and this evaluation has {now[:80]}: repeat "
+                            "the former command with --resume, or choose another --out."
+                        )
                 self._remember([_OUTCOME.validate_json(line) for line in lines[1:]])
-            except (ValueError, TypeError, AttributeError) as error:
+            except (ValueError, TypeError) as error:
                 raise UserInputError(
                     f"{path} is no items file of an evaluation by this version: remove it, or choose another --out."
                 ) from error
@@ -193,7 +182,6 @@ class OutcomeLog:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """All that is finished."""
         return list(self._found.values())
 
     def _remember(self, outcomes: Sequence[Outcome]) -> None:
@@ -203,7 +191,8 @@ class OutcomeLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        if self._file is not None:
+            self._file.close()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the outcomes of one finished item: in the file when this returns."""
@@ -222,32 +211,6 @@ class OutcomeLog:
                     self._found.pop(key, None)
         return left
 
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
-    """The file, which no other process can have. Raises UserInputError where one has it."""
-    with open_own(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserInputError(
-                f"Another evaluation is writing {path}: wait for its end, or choose another --out."
-            ) from error
-        yield file
-
-
-def _check_identity(path: Path, known: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    for key in sorted(known.keys() | identity.keys()):
-        before, now = (json.dumps(values.get(key)) for values in (known, identity))
-        if before != now:
-            raise UserInputError(
-                f"{path} was measured with {key} {before[:80]}, and this evaluation has {now[:80]}: repeat the former "
-                "command with --resume, or choose another --out."
-            )
-
-
-# The results of an evaluation from its outcomes: per variant, per category, numbers of the info, and two policies
-# compared.
 
 _Items = Mapping[str, list[Outcome]]  # of one side, by id
 
@@ -270,13 +233,13 @@ def summarize(
     outcomes: Sequence[Outcome],
     metrics: Mapping[str, Metrics] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy with its 95 % interval and mean reward per variant.
+    """Accuracy and mean reward per variant, with 95 % intervals.
 
-    Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, `reward/<variant>`,
-    `reward_low/<variant>`, `reward_high/<variant>`, `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... and
-    the samples. With a mixture these are over all its environments, and each has its own as well: `accuracy/<name>`,
-    for further variants `accuracy/<name>/<variant>`. `env/<metric>/<variant or name>` are the `metrics` that each
-    environment declares, over greedy episodes that were not lost.
+    Keys: `accuracy/<variant>`, `accuracy_low/<variant>`, `accuracy_high/<variant>`, the same of `reward`,
+    `items/<variant>`, and `pass@k/<variant>` for k = 1, 2, 4, ... and the samples. With a mixture these are over all
+    its environments, and each has its own as well: `accuracy/<name>`, for further variants `accuracy/<name>/<variant>`.
+    `env/<metric>/<variant or name>` are the `metrics` that each environment declares, over greedy episodes that were
+    not lost.
     """
     items, results = _by_item(tasks, outcomes, "policy"), dict[str, Any]()
     for variant in config.evaluation.variants:
@@ -318,10 +281,8 @@ def _mean(name: str, values: Iterable[float], seed: int) -> dict[str, float]:
 
 
 def _without_sight(tasks: Sequence[RolloutTask], items: _Items, seed: int) -> dict[str, float]:
-    """Accuracy with other images, `sight/accuracy_<view>`, and what the true ones gain on the same items.
-
-    `sight/accuracy_gap` is that gain over blank images, `sight/accuracy_gap_low` and `_high` its bootstrap interval.
-    """
+    """Accuracy with other images, `sight/accuracy_<view>`, and what the true ones gain over blank ones on the same
+    items, `sight/accuracy_gap`, with its bootstrap interval."""
     results: dict[str, float] = {}
     for view in ("blank", "swapped"):
         names = [task.group_id for task in tasks if task.view == view]
@@ -342,27 +303,24 @@ def _asked(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], side: Side
 def by_category(
     tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], key: str
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """The policy's table per variant: per category items, accuracy with its Wilson interval, and mean reward.
-
-    The environment names an item's category when it is played: lost items are a category of their own.
-    """
+    """Per variant and category of the policy: items, accuracy with its Wilson interval, and mean reward. An environment
+    names an item's category when it is played, so lost items are a category of their own."""
     members: dict[str, dict[str, list[Outcome]]] = {}
     for outcome in _asked(tasks, outcomes, "policy"):
         category = str(outcome.info.get(key, outcome.status))
         if key in outcome.info or outcome.status == LOST:
             members.setdefault(outcome.variant, {}).setdefault(category, []).append(outcome)
     return {
-        variant: {name: _row(found) for name, found in sorted(categories.items())}
+        variant: {
+            name: {
+                "items": len(found),
+                **_share("accuracy", sum(outcome.correct for outcome in found), len(found)),
+                "reward": float(np.mean([outcome.reward for outcome in found])),
+            }
+            for name, found in sorted(categories.items())
+        }
         for variant, categories in members.items()
         if set(categories) != {LOST}
-    }
-
-
-def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    return {
-        "items": len(outcomes),
-        **_share("accuracy", sum(outcome.correct for outcome in outcomes), len(outcomes)),
-        "reward": float(np.mean([outcome.reward for outcome in outcomes])),
     }
 
 
@@ -388,11 +346,8 @@ def info_numbers(outcomes: Sequence[Outcome], key: str) -> dict[str, dict[str, d
 
 
 def compared(tasks: Sequence[RolloutTask], outcomes: Sequence[Outcome], seed: int) -> dict[str, dict[str, Any]]:
-    """Per variant: the policy against the other one on the same items.
-
-    Differences are the policy's minus the other's, with bootstrap intervals over items; `p_value` is McNemar's, from
-    the items that only one of them got right (`only_policy`, `only_against`).
-    """
+    """Per variant: the policy against the other one on the same items, and the policy's minus the other's, with
+    bootstrap intervals over items; `p_value` is McNemar's, from the items that only one of them got right."""
     pairs: dict[str, list[tuple[Outcome, Outcome]]] = {}
     for ours, theirs in zip(*(_asked(tasks, outcomes, side) for side in get_args(Side)), strict=True):
         pairs.setdefault(ours.variant, []).append((ours, theirs))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.child import Answer
@@ -24,7 +25,7 @@ from rl_vlm.types import Message
 class PlainGenerate:
     """The model, with the adapter merged into it, and its image processor."""
 
-    def __init__(self, config: PolicyConfig, adapter: str | None, new_tokens: int) -> None:
+    def __init__(self, config: PolicyConfig, adapter: str | None) -> None:
         from transformers import AutoProcessor
 
         quiet_libraries()
@@ -32,7 +33,7 @@ class PlainGenerate:
         if not on_gpu:
             torch.set_num_threads(config.serving.num_threads)  # as a replica
         folder = resolve_model(config.model.path)
-        self._device, self._new_tokens = "cuda" if on_gpu else "cpu", new_tokens
+        self._device, self._new_tokens = "cuda" if on_gpu else "cpu", config.rollout.max_new_tokens_per_turn
         self._text = load_text_side(folder, config.model.pixels)
         self._model: Any = load_model(folder, config.model.dtype, self._device)
         if adapter is not None:
@@ -50,21 +51,15 @@ class PlainGenerate:
         for messages in conversations:
             span = codec.encode_prompt(messages)
             counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
-            rows.append(expand_image_tokens(span.token_ids, codec.image_token_id, counts, "item").astype(np.int64))
+            expanded = expand_image_tokens(span.token_ids, codec.image_token_id, counts, "item")
+            rows.append(torch.from_numpy(expanded.astype(np.int64)))
             images += [image.to_pil() for image in span.images]
-        longest = max(map(len, rows))
-        ids = torch.full((len(rows), longest), codec.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, found in enumerate(rows):
-            ids[row, longest - len(found) :] = torch.from_numpy(found)
-            mask[row, longest - len(found) :] = 1
+        ids = pad_sequence(rows, batch_first=True, padding_value=codec.pad_token_id, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         pictures = {}
         if images:
-            encoded = self._processor(images=images, size=self._size, return_tensors="pt").to(self._device)
-            pictures = {
-                "pixel_values": encoded["pixel_values"].to(self._model.dtype),
-                "image_grid_thw": encoded["image_grid_thw"],
-            }
+            pictures = self._processor(images=images, size=self._size, return_tensors="pt").to(self._device)
+            pictures["pixel_values"] = pictures["pixel_values"].to(self._model.dtype)
         ids = ids.to(self._device)
         with torch.inference_mode():
             out = self._model.generate(
@@ -77,16 +72,14 @@ class PlainGenerate:
                 pad_token_id=codec.pad_token_id,
                 **pictures,
             )
-        return [list(map(int, row)) for row in out[:, longest:].cpu()]
+        return out[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
-def answerer(settings: dict[str, Any], adapter: str | None, new_tokens: int) -> Answer:
-    """What answers requests for `items`, a list of numbers, greedily as one batch.
-
-    settings: a run's. A reply has `seconds`, from messages to tokens, and the `tokens` of each item.
-    """
+def answerer(settings: dict[str, Any], adapter: str | None) -> Answer:
+    """Answers the `items` of a request, numbers, greedily as one batch: the `seconds` from messages to tokens, and the
+    `tokens` of each."""
     config = of_policy(parse_config(settings))
-    prompts, plain = ItemPrompts(config), PlainGenerate(config, adapter, new_tokens)
+    prompts, plain = ItemPrompts(config), PlainGenerate(config, adapter)
 
     def answer(request: dict[str, Any], blobs: list[bytes]) -> Frame:
         conversations = prompts.take(request["items"])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_vlm.asking.endpoints import Answer, Ask, Question, ask_again
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.evaluation.outcomes import EndpointEpisode, Outcome, outcomes_of
+from rl_vlm.evaluation.outcomes import Outcome, outcomes_of
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
-from rl_vlm.rollout.episodes import viewed, viewed_opening
+from rl_vlm.rollout.episodes import Conversation, all_ended, viewed, viewed_opening
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import EncodedImage, Message, RLVLMError, as_encoded
 
@@ -33,10 +33,8 @@ async def play_tasks(
     at_once: int,
     max_losses: int,
 ) -> dict[str, str]:
-    """Play all tasks, `at_once` at a time; returns why which task was lost.
-
-    Raises EpisodesLostError after `max_losses` losses in a row; what was finished before is kept.
-    """
+    """Play all tasks, `at_once` at a time; returns why which task was lost. Raises EpisodesLostError after `max_losses`
+    losses in a row; what was finished before is kept."""
     waiting = iter(tasks)
     lost: dict[str, str] = {}
     in_a_row = 0
@@ -71,11 +69,12 @@ def losses(lost: Mapping[str, str]) -> dict[str, Any]:
 
 
 class EndpointPlayer:
-    """Plays a run's environments with the answers of `ask`.
+    """Plays a run's environments with the answers of `ask`, within the run's budgets; the server reports how many
+    tokens it sampled.
 
-    Rewards are the environments' own: parts that `env.reward` adds need the served model. Budgets of turns and tokens
-    are the run's; the server reports how many tokens it sampled. A question is asked `1 + rollout.group_retries` times
-    at most, not counting those where the server is busy, and has serving.request_timeout_s in all.
+    Rewards are the environments' own: parts that `env.reward` adds need the served model. A question is asked `1 +
+    rollout.group_retries` times at most, not counting those where the server is busy, and has serving.request_timeout_s
+    in all.
     """
 
     def __init__(self, config: PolicyConfig, ask: Ask) -> None:
@@ -92,20 +91,15 @@ class EndpointPlayer:
                 openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
                 first = openings[0][0].messages
                 shown = _with_images(first, await viewed_opening(_images(first), task, pool))
-                episodes = [
-                    EndpointEpisode(env, list(shown), dict(info)) for env, (_, info) in zip(envs, openings, strict=True)
-                ]
-                playing = [self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)]
-                # All episodes end before an error is raised, so that no environment is stepped after it was discarded.
-                for ended in await asyncio.gather(*playing, return_exceptions=True):
-                    if isinstance(ended, BaseException):
-                        raise ended
+                pairs = zip(envs, openings, strict=True)
+                episodes = [Conversation(env, list(shown), dict(info)) for env, (_, info) in pairs]
+                await all_ended([self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)])
         except RLVLMError as error:
             return str(error)
         pool.give_back(envs)
         return outcomes_of(self._config, task, episodes)
 
-    async def _play_out(self, task: RolloutTask, sample: int, episode: EndpointEpisode, pool: EnvPool) -> None:
+    async def _play_out(self, task: RolloutTask, sample: int, episode: Conversation, pool: EnvPool) -> None:
         rollout = self._config.rollout
         while budget := episode.next_budget(rollout):
             answer = await self._answer(task, sample, episode, budget)
@@ -115,13 +109,12 @@ class EndpointPlayer:
             (result,) = await pool.step([episode.env], [answer.text])
             if isinstance(result, RLVLMError):
                 raise result
-            episode.reward += result[1]
             observation = episode.receive(result)
             if observation is None:
                 return
             episode.messages += _with_images(observation.messages, viewed(_images(observation.messages), task))
 
-    async def _answer(self, task: RolloutTask, sample: int, episode: EndpointEpisode, budget: int) -> Answer:
+    async def _answer(self, task: RolloutTask, sample: int, episode: Conversation, budget: int) -> Answer:
         messages, turn = tuple(episode.messages), episode.num_turns
 
         def question(attempt: int) -> Question:
@@ -132,7 +125,6 @@ class EndpointPlayer:
         return await ask_again(self._ask, question, attempts=attempts, deadline_s=deadline_s, who="endpoint")
 
     def close(self) -> None:
-        """Close all environments."""
         self._pools.close()
 
 
@@ -142,7 +134,7 @@ def _images(messages: Sequence[Message]) -> tuple[EncodedImage, ...]:
 
 def _with_images(messages: Sequence[Message], images: Iterable[EncodedImage]) -> list[Message]:
     """The messages with other images in the places of their own, in order."""
-    left: Iterator[EncodedImage] = iter(images)
+    left = iter(images)
     return [
         Message(message.role, tuple(part if isinstance(part, str) else next(left) for part in message.parts))
         for message in messages

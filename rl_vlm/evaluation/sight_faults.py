@@ -2,8 +2,7 @@
 
 The engine's log-probabilities of what it sampled are compared with the learner's, recomputed as they should be and
 under hypotheses of what may have gone wrong: blank images, images in another order, positions without rows, no adapter.
-A hypothesis that explains the engine much better than the truth is the fault. This works for any model, engine and
-environment.
+A hypothesis that explains the engine much better than the truth is the fault.
 """
 
 from __future__ import annotations
@@ -54,11 +53,8 @@ def distance(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> flo
 
 
 def explain(distances: Mapping[str, float], limits: tuple[float, float]) -> Fault | None:
-    """The fault behind the engine's log-probabilities, if there is one.
-
-    `distances`: of the engine's log-probabilities from the learner's, "true" and by hypothesis. `limits`: EXACT or
-    ROUNDED.
-    """
+    """The fault behind the engine's log-probabilities, if there is one. `distances` from the learner's: "true" and by
+    hypothesis. `limits`: EXACT or ROUNDED."""
     true = distances["true"]
     if true <= limits[0]:
         return None
@@ -80,14 +76,14 @@ def engine_is_blind(
 ) -> Fault | None:
     """A fault if the engine answers the same with blank images; `again` repeats `true`, which shows its noise.
 
-    All are sampled with the same seeds, item by item. One that does not stop a run where equal answers are all sure: a
+    All are sampled with the same seeds, item by item. Where equal answers are all sure the fault does not stop a run: a
     policy that has converged, or that says one thing only, gives them seeing or not.
     """
-    seen = [
-        _difference(first, other) > 3 * _difference(first, same) + 1e-5
-        for first, same, other in zip(true, again, blank, strict=True)
-        if _can_tell(first, other)
-    ]
+    seen = []
+    for first, same, other in zip(true, again, blank, strict=True):
+        change = _difference(first, other)
+        if change == np.inf or not all(_is_sure(_first_turn(one)[1]).all() for one in (first, other)):
+            seen.append(change > 3 * _difference(first, same) + 1e-5)
     if not seen:
         return Fault(
             "too_sure",
@@ -118,23 +114,15 @@ def raise_or_tell(faults: Sequence[Fault], mode: str) -> list[str]:
 
 
 def _difference(first: Trajectory, other: Trajectory) -> float:
-    """How far the first turns of two samples are apart: infinite where their tokens differ, else nats."""
+    """How far the first turns of two samples are apart, in nats; infinite where their tokens differ."""
     (ids, logprobs), (other_ids, other_logprobs) = _first_turn(first), _first_turn(other)
     return float(np.abs(logprobs - other_logprobs).max()) if np.array_equal(ids, other_ids) else float("inf")
 
 
-def _can_tell(first: Trajectory, other: Trajectory) -> bool:
-    """Whether the first turns of two samples differ in their tokens or hold one that is not sure in both."""
-    least = [_first_turn(one)[1] for one in (first, other)]
-    return _difference(first, other) == float("inf") or not _is_sure(np.minimum(*least)).all()
-
-
 def _first_turn(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """The first turn's token ids and log-probabilities [T]."""
     span = slice(trajectory.turns[0].start, trajectory.turns[0].stop)
     return trajectory.token_ids[span], trajectory.logprobs[span]
 
 
 def _is_sure(logprobs: np.ndarray) -> np.ndarray:
-    """bool [T]; nan is not sure."""
-    return logprobs > -_SURE
+    return logprobs > -_SURE  # nan is not

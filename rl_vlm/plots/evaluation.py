@@ -10,6 +10,7 @@ from rl_vlm.plots.curves import COLORS, GRID, MUTED, new_figure, save_figure
 
 _MOST_BARS = 40
 _VIEWS = {"blank": "with blank images", "swapped": "with the images of other items"}
+_THEIRS = (("hf_tokens_per_s_mean", 1), ("ratio", 2))  # keys of the comparison, and digits
 Values = Mapping[str, Any]
 Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]  # a sentence above it, heads, rows
 
@@ -20,12 +21,11 @@ def _parts(results: Values) -> dict[str, Values]:
 
 
 def _variants(part: Values) -> list[str]:
-    """The variants that a split's results have."""
     return [name.removeprefix("accuracy/") for name in part if name.startswith("accuracy/")]
 
 
 def evaluation_page(results: Values) -> str:
-    """The results as Markdown: a table of accuracies and rewards, then the tables of what else was measured."""
+    """The results as Markdown."""
     lines = [
         f"# Evaluation of {results['model']} on {results['env']}",
         "",
@@ -66,16 +66,10 @@ def _measured(values: Values, name: str, suffix: str = "") -> str:
 
 
 def _tables(part: Values) -> Iterator[Table]:
-    """The tables of a split."""
-    rows: list[list[Any]] = [
-        [
-            name,
-            part[f"items/{name}"],
-            *(_measured(part, what, f"/{name}") for what in ("accuracy", "reward")),
-            _number(part[f"turns/{name}"]),
-        ]
-        for name in _variants(part)
-    ]
+    rows: list[list[Any]] = []
+    for name in _variants(part):
+        accuracy, reward = (_measured(part, what, f"/{name}") for what in ("accuracy", "reward"))
+        rows.append([name, part[f"items/{name}"], accuracy, reward, _number(part[f"turns/{name}"])])
     yield "", ["variant", "items", "accuracy", "reward", "turns"], rows
     sampled = [name.removeprefix("pass@").split("/", 1) for name in part if name.startswith("pass@")]
     rows = [[k, name, _number(part[f"pass@{k}/{name}"])] for k, name in sampled]
@@ -110,21 +104,13 @@ def _tables(part: Values) -> Iterator[Table]:
 
 
 def _throughput(block: Values) -> Table:
-    rows = [
-        [
-            batch,
-            f"{row['tokens_per_s_mean']:.1f} ± {row['tokens_per_s_std']:.1f}",
-            f"{1000 * row['first_token_s']:.1f}",
-            f"{row['steady_tokens_per_s']:.1f}",
-            *(f"{row[key]:.{digits}f}" if key in row else "–" for key, digits in _THEIRS),
-        ]
-        for batch, row in block["batches"].items()
-    ]
+    rows = []
+    for batch, row in block["batches"].items():
+        ours = f"{row['tokens_per_s_mean']:.1f} ± {row['tokens_per_s_std']:.1f}"
+        theirs = [f"{row[key]:.{digits}f}" if key in row else "–" for key, digits in _THEIRS]
+        rows.append([batch, ours, f"{1000 * row['first_token_s']:.1f}", f"{row['steady_tokens_per_s']:.1f}", *theirs])
     heads = ["batch", "tokens/s", "first token (ms)", "steady tokens/s", "transformers tokens/s", "ours / theirs"]
     return f"{block['runs']} runs of {block['new_tokens']} new tokens, greedy, warmed up.", heads, rows
-
-
-_THEIRS = (("hf_tokens_per_s_mean", 1), ("ratio", 2))
 
 
 def draw_evaluation(results: Values, path: Path) -> None:
@@ -146,7 +132,7 @@ def draw_evaluation(results: Values, path: Path) -> None:
 
 
 def _shares(results: Values) -> Iterator[tuple[str, float, float, float, str]]:
-    """What an accuracy is of, the accuracy, its interval, and a colour."""
+    """What an accuracy is of, the accuracy, the ends of its interval, and a colour."""
 
     def share(name: str, values: Values, color: str, key: str = "accuracy", suffix: str = "") -> Any:
         return name, *(values[f"{key}{end}{suffix}"] for end in ("", "_low", "_high")), color

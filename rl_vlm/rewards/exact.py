@@ -1,7 +1,7 @@
-r"""Exact values without a computer algebra system: rational · √integer · π^integer.
+r"""Exact values rational · √integer · π^integer, without a computer algebra system.
 
 Nearly every answer to a geometry question has this form (`12`, `0.5`, `\frac{3}{4}`, `4\sqrt{2}`, `9\pi`), and two
-such values compare exactly in microseconds.
+such values compare in microseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from math import isqrt
 
 _MAX_BITS = 8192
@@ -34,7 +35,6 @@ class Monomial:
     pi_power: int = 0
 
     def times(self, other: Monomial) -> Monomial:
-        """The product."""
         rational = self.rational * other.rational
         square, radicand = _square_free(self.radicand * other.radicand)
         if rational == 0:
@@ -57,21 +57,17 @@ class Monomial:
         return Monomial(Fraction(square, self.rational.denominator), radicand)
 
     def power(self, exponent: int) -> Monomial:
-        """The value to a small integer power."""
         if abs(exponent) > _MAX_EXPONENT:
             raise NotExactError("large exponent")
         base = self if exponent >= 0 else self.inverse()
-        result = Monomial(Fraction(1))
-        for _ in range(abs(exponent)):
-            result = result.times(base)
-        return result
+        return reduce(Monomial.times, [base] * abs(exponent), Monomial(Fraction(1)))
 
 
 def _square_free(number: int) -> tuple[int, int]:
     """(s, n) with number = s² n and n free of squares."""
     root = isqrt(number)
     if root * root == number:
-        return (root, 1) if number else (0, 1)
+        return root, 1
     if number > _MAX_RADICAND:
         raise NotExactError("large radicand")
     square, factor = 1, 2
@@ -99,8 +95,7 @@ class _Reader:
     """Recursive descent; the caller bounds the nesting of the text."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.position = 0
+        self.text, self.position = text, 0
 
     def product(self) -> Monomial:
         value = self.factor()

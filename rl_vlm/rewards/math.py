@@ -2,8 +2,8 @@ r"""Grades mathematical answers: whether the last boxed answer equals the truth 
 
 Equal means: the same text after normalisation, the same exact number, or the same expression symbolically. There is
 no numeric tolerance: `5.657` is not `4\sqrt{2}`. Tuples and lists agree element by element, in order; sets in any
-order. Most pairs are decided by `normalize` and `exact`; the rest goes to a child process under a limit of CPU time.
-All functions block (up to two seconds of CPU time on hostile input): from asyncio, call them in an executor.
+order. What `normalize` and `exact` cannot decide goes to a child process under a limit of CPU time, so all functions
+may block for two seconds of CPU time: from asyncio, call them in an executor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rl_vlm.rewards.exact import Monomial, parse_monomial
-from rl_vlm.rewards.normalize import MAX_CHARS, Answer, is_oversized, normalize_answer, read_answer
-from rl_vlm.rewards.symbolic import CPU_S, WORKER, GraderError, Reason
+from rl_vlm.rewards.normalize import MAX_CHARS, Answer, is_oversized, read_answer
+from rl_vlm.rewards.symbolic import CPU_S, WORKER, Reason
 from rl_vlm.rewards.units import units_clash
 from rl_vlm.safe_text import without_thoughts
 
@@ -81,9 +81,8 @@ def bare_truth(text: str) -> str:
     return text.strip()
 
 
-# Decides which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers.
-#
-# These checks refuse most hostile input at little cost; the time limit of `symbolic` holds for the rest.
+# Which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers. This
+# refuses most hostile input at little cost; the time limit of `symbolic` holds for the rest.
 
 MAX_SYMBOLIC_CHARS = 300
 MAX_DIGITS = 50  # in one number
@@ -124,17 +123,6 @@ def refusal(text: str) -> str:
     return "a value that takes too long" if _LARGE.search(text) else ""
 
 
-__all__ = [
-    "Grade",
-    "GraderError",
-    "Reason",
-    "compare",
-    "extract_boxed",
-    "grade_turns",
-    "is_equal",
-    "normalize_answer",
-]
-
 _ONE = Monomial(Fraction(1))
 _PERCENT = Monomial(Fraction(1, 100))
 _DEGREE = Monomial(Fraction(1, 180), pi_power=1)
@@ -154,10 +142,8 @@ class Grade:
 
 
 def grade_turns(turns: Sequence[str], truth: str) -> Grade:
-    """Grade an episode by the last of the policy's turns that holds a boxed answer.
-
-    Pass only what the policy sampled: boxes in messages of the environment are not answers. Nor are those in thoughts.
-    """
+    """Grade an episode by the last of the policy's turns that holds a boxed answer outside of thoughts. Pass only what
+    the policy sampled: boxes in messages of the environment are not answers."""
     for turn in reversed(turns):
         answer = extract_boxed(without_thoughts(turn))
         if answer is not None:
@@ -172,11 +158,8 @@ def is_equal(answer: str, truth: str) -> bool:
 
 
 def compare(answer: str, truth: str) -> Reason:
-    """`is_equal` with its reason.
-
-    Results are cached, used up CPU time too: the same answer must not take it again. Raises GraderError where nothing
-    can be said; that is not cached.
-    """
+    """`is_equal` with its reason, from a cache where the answer was seen before, also one that used up its CPU time.
+    Raises GraderError where nothing can be said; that is not cached."""
     if len(answer) > MAX_CHARS:
         return Reason.TOO_LONG
     return _compare(answer.strip(), truth.strip())
@@ -185,8 +168,7 @@ def compare(answer: str, truth: str) -> Reason:
 class _SymbolicBudget:
     """Symbolic comparisons of all elements of an answer under one limit of CPU time."""
 
-    def __init__(self, cpu_s: float) -> None:
-        self._left_s = cpu_s
+    _left_s = CPU_S
 
     def compare(self, answer: str, truth: str) -> Reason:
         if refusal(answer) or refusal(truth):
@@ -206,7 +188,7 @@ def _compare(answer: str, truth: str) -> Reason:
         return Reason.CORRECT
     if is_oversized(answer) or is_oversized(truth):
         return Reason.UNPARSABLE
-    return _same(read_answer(answer), read_answer(truth), _SymbolicBudget(CPU_S))
+    return _same(read_answer(answer), read_answer(truth), _SymbolicBudget())
 
 
 def _same(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
@@ -286,16 +268,14 @@ def _end_of_chain(text: str) -> str:
 
 def _same_number(value: Monomial, given: Answer, wanted: Monomial, expected: Answer) -> bool:
     """Equal as written, or in value with percent and degree signs: 50% = 1/2, 180 degrees = pi."""
-    if {given.unit, expected.unit} <= {"degree", "rad", ""} and "degree" in {given.unit, expected.unit}:
-        in_radians = [
-            number.times(_DEGREE if side.unit == "degree" else _ONE)
-            for number, side in ((value, given), (wanted, expected))
-        ]
-        if in_radians[0] == in_radians[1]:
+    units = {given.unit, expected.unit}
+    if "degree" in units and units <= {"degree", "rad", ""}:
+        ours = value.times(_DEGREE if given.unit == "degree" else _ONE)
+        if ours == wanted.times(_DEGREE if expected.unit == "degree" else _ONE):
             return True
     if units_clash(given.unit, expected.unit):
         return False
     if value == wanted:
         return True
-    scaled = [number.times(_PERCENT if side.percent else _ONE) for number, side in ((value, given), (wanted, expected))]
-    return scaled[0] == scaled[1]
+    ours = value.times(_PERCENT if given.percent else _ONE)
+    return ours == wanted.times(_PERCENT if expected.percent else _ONE)

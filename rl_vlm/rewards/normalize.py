@@ -1,7 +1,7 @@
 r"""Normalises the spelling of answers: spacing, fractions, roots, units, degrees, percent, names such as `x=`.
 
 `normalize_answer` gives one canonical text. `read_answer` keeps the structure as well (tuple, list, set) and what the
-text loses (name, unit, percent sign), for the comparison. Nothing here evaluates anything.
+text loses (name, unit, percent sign). Nothing here evaluates anything.
 """
 
 from __future__ import annotations
@@ -33,12 +33,8 @@ _UNICODE = str.maketrans(
         **dict.fromkeys("≥⩾", r"\ge "),
         **_GREEK,
         **_FRACTIONS,
-        "×": r"\cdot ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "⁄": "/",
-        "∕": "/",
+        **dict.fromkeys("×·⋅", r"\cdot "),
+        **dict.fromkeys("÷⁄∕", "/"),
         "∞": r"\infty ",
         "√": r"\sqrt ",
         "∛": r"\sqrt[3]",
@@ -49,12 +45,7 @@ _UNICODE = str.maketrans(
         "∠": r"\angle ",
         "∪": r"\cup ",
         "∩": r"\cap ",
-        "％": "%",
-        "＝": "=",
-        "，": ",",
-        "．": ".",
-        "（": "(",
-        "）": ")",
+        **dict(zip("％＝，．（）", "%=,.()", strict=True)),
     }
 )
 # A raised 0 behind a number is how some write a degree sign; a power of 0 has no use there.
@@ -158,15 +149,11 @@ class Answer:
 
 
 def normalize_answer(text: str) -> str:
-    r"""One canonical text for the spellings of an answer: `\dfrac12 \text{ cm}.` becomes `\frac{1}{2}`.
-
-    Texts beyond MAX_CHARS or MAX_NESTING are only stripped.
-    """
+    r"""`\dfrac12 \text{ cm}.` becomes `\frac{1}{2}`; texts beyond MAX_CHARS or MAX_NESTING are only stripped."""
     return text.strip() if is_oversized(text) else str(read_answer(text))
 
 
 def is_oversized(text: str) -> bool:
-    """Whether a text is too long or too deeply nested for an answer."""
     return len(text) > MAX_CHARS or nesting(text) > MAX_NESTING
 
 
@@ -174,11 +161,8 @@ def nesting(text: str) -> int:
     """The greatest depth of brackets of any kind."""
     depth = deepest = 0
     for char in text:
-        if char in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in ")]}":
-            depth = max(0, depth - 1)
+        depth = max(0, depth + (char in "([{") - (char in ")]}"))
+        deepest = max(deepest, depth)
     return deepest
 
 
@@ -206,9 +190,7 @@ def read_answer(text: str) -> Answer:
 
 def _read_list(text: str) -> Answer:
     parts = _split(text)
-    if len(parts) > 1:
-        return Answer(items=tuple(_read_item(part) for part in parts))
-    return _read_item(text)
+    return Answer(items=tuple(map(_read_item, parts))) if len(parts) > 1 else _read_item(text)
 
 
 def _read_item(text: str) -> Answer:
@@ -242,8 +224,7 @@ def _read_item(text: str) -> Answer:
 
 
 def _without_text(text: str) -> str:
-    r"""The content of a `\text{}` around a whole answer: `\text{12 cm}` as `12 cm`, `\text{3 apples}` as `3\text{
-    apples}`."""
+    r"""The content of a `\text{}` around a whole answer: `12 cm`; of `\text{3 apples}` it is `3\text{ apples}`."""
     whole = _WHOLE_TEXT.fullmatch(text)
     if whole is None:
         return text
@@ -308,8 +289,7 @@ def _enclosing(text: str) -> tuple[str, str] | None:
 
 
 def _left_to_right(text: str) -> str:
-    r"""`2/3\pi` as `\frac{2}{3}\pi`: quotients and products of one line are read in the order in which they are
-    written."""
+    r"""`2/3\pi` as `\frac{2}{3}\pi`: quotients and products of one line are read as they are written."""
     return _QUOTIENT_BEFORE_FACTOR.sub(r"\\frac{\1}{\2}", text)
 
 

@@ -2,8 +2,7 @@
 
 math_verify limits time with SIGALRM, which only the main thread may use, and no Python-level limit interrupts a long
 big-integer power. So the comparison runs in a child process that the kernel ends when it has used up its CPU time: a
-reward must not depend on what else the machine does. There is one child per process; it starts on first use and is used
-by one thread at a time.
+reward must not depend on what else the machine does. Each process has one child, for one thread at a time.
 """
 
 from __future__ import annotations
@@ -57,11 +56,9 @@ class SymbolicWorker:
         return self._child.pid if self._child else None
 
     def compare(self, answer: str, truth: str, cpu_s: float = CPU_S) -> tuple[Reason, float]:
-        """Compare two normalised expressions that passed `math.refusal`.
-
-        Returns the verdict and the CPU seconds that it took, at most about `cpu_s`. Raises GraderError if the child
-        does not start, too many threads wait, or the clock's limit passed first.
-        """
+        """The verdict on two normalised expressions that passed `math.refusal`, and its CPU seconds, at most about
+        `cpu_s`. Raises GraderError if the child does not start, too many threads wait, or the clock's limit passed
+        first."""
         try:
             with self._queue.turn():
                 return self._compare({"answer": answer, "truth": truth}, cpu_s)
@@ -91,7 +88,7 @@ class SymbolicWorker:
                 child.kill()
 
     def forget(self) -> None:
-        """Drop the child and the queue, as in a forked process: they belong to the parent."""
+        """Drop the child and the queue, which in a forked process belong to the parent."""
         self._queue = Queue(self._max_waiting, MAX_WAIT_S)
         self._child = None
 

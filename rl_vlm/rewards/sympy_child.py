@@ -139,12 +139,11 @@ def _is_relation(value: Any) -> bool:
 
 def _same_relation(expected: Any, given: Any) -> bool:
     """Equal up to a constant factor and up to exchanging the sides; chains link by link."""
-    if isinstance(expected, And) or isinstance(given, And):
-        if not (isinstance(expected, And) and isinstance(given, And)):
-            return False
-        links = list(zip(expected._unsorted_args, given._unsorted_args, strict=False))
-        same_length = len(expected._unsorted_args) == len(given._unsorted_args)
-        return same_length and all(_same_relation(one, other) for one, other in links)
+    if isinstance(expected, And) != isinstance(given, And):
+        return False
+    if isinstance(expected, And):
+        ours, theirs = expected._unsorted_args, given._unsorted_args
+        return len(ours) == len(theirs) and all(map(_same_relation, ours, theirs))
     if type(expected) not in _FLIPPED or type(given) not in _FLIPPED:
         return bool(expected == given)
     difference = sympy.simplify(given.lhs - given.rhs)

@@ -21,8 +21,8 @@ _IMITATED = ("CYRILLIC", "GREEK", "ARMENIAN", "CHEROKEE")
 def refusal(text: str, max_chars: int) -> str:
     """Why a text must not be graded; "" if it may be: "too_long", "hidden", "special" or "look_alike" characters.
 
-    Look-alikes are words that mix Latin letters with those of an alphabet that imitates them, and letters that are only
-    another shape of a Latin one (full width, mathematical bold). Texts in other languages are fine.
+    Look-alikes are words that mix Latin letters with an alphabet that imitates them, and letters that are another shape
+    of a Latin one (full width, mathematical bold). Texts in other languages are fine.
     """
     if len(text) > max_chars:
         return "too_long"
@@ -30,9 +30,8 @@ def refusal(text: str, max_chars: int) -> str:
         if any((character < " " and character not in _FINE) or character == "\x7f" for character in text):
             return "hidden"
         return "special" if _SPECIAL.search(text) else ""
-    if any(unicodedata.category(character) in _HIDDEN and character not in _FINE for character in text):
-        return "hidden"
-    if _OVERLAID.search(text):
+    hidden = any(unicodedata.category(character) in _HIDDEN and character not in _FINE for character in text)
+    if hidden or _OVERLAID.search(text):
         return "hidden"
     if any(_is_imitation(word) for word in _WORD.findall(text)):
         return "look_alike"
@@ -44,13 +43,9 @@ def _is_imitation(word: str) -> bool:
         return False
     names = [unicodedata.name(letter, "") for letter in word if letter.isalpha()]
     latin = any(name.startswith("LATIN") for name in names)
-    if latin and any(name.startswith(_IMITATED) for name in names):
-        return True
-    return any(unicodedata.decomposition(letter).startswith(_SHAPES) for letter in word)
+    mixed = latin and any(name.startswith(_IMITATED) for name in names)
+    return mixed or any(unicodedata.decomposition(letter).startswith(_SHAPES) for letter in word)
 
-
-# Texts that a model compares: quoted so that they stay data, and refused where they speak to the judge instead of
-# about the image.
 
 _QUOTES = re.compile('["\u201c-\u201f\u00ab\u00bb\u2033\u301d-\u301f\uff02]')
 _SPACES = re.compile(r"\s+")
@@ -84,17 +79,15 @@ _TO_THE_JUDGE = re.compile(
 
 
 def quoted(text: str, max_chars: int) -> str:
-    """The text on one line between straight quotes, cut off after `max_chars`. No quote inside can end it, and no line
-    break begins something else."""
+    """The text on one line between straight quotes that no quote inside can end, cut off after `max_chars`."""
     return '"' + _QUOTES.sub("'", _SPACES.sub(" ", text).strip())[:max_chars] + '"'
 
 
 def judged_refusal(text: str, max_chars: int) -> str:
-    """Why a text is not shown to a judge; "" if it may be.
+    """Why a text is not shown to a judge; "" if it may be: "empty", a reason of `refusal`, or "to_the_judge".
 
-    Reasons: empty; those of `refusal`; to_the_judge (it gives orders, names the texts that are compared, or
-    repeats the question). The last is a list of phrases, not a proof: a judge that can be talked into something may be
-    talked into it by others.
+    The last is a list of phrases (orders, names of the texts that are compared, the question itself), not a proof: a
+    judge that can be talked into something may be talked into it by others.
     """
     if not text.strip():
         return "empty"

@@ -61,7 +61,7 @@ GENERIC = "unit"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An answer without its unit. `unit` is canonical (`cm^2`), or "" where there is none that this module knows."""
+    """An answer without its unit, which is canonical (`cm^2`), or "" where this module knows none."""
 
     text: str
     unit: str = ""
@@ -79,18 +79,15 @@ def detach_unit(text: str) -> Measured:
         return Measured(f"{text[: match.start()]}\\cdot 10^{{{_SCALES[match['text'] or match['bare']]}}}")
     if (match := _TEXT.search(text)) and match.start():
         content = match["content"].strip()
-        if rate := _RATE.fullmatch(content):
-            return Measured(text[: match.start()], _canonical(rate, match["power"]))
-        if unit := _UNIT.fullmatch(content):
-            return Measured(text[: match.start()], _canonical(unit, match["power"]))
+        if known := _RATE.fullmatch(content) or _UNIT.fullmatch(content):
+            return Measured(text[: match.start()], _canonical(known, match["power"]))
         if _ANY_WORDS.fullmatch(content) and not _NOT_A_UNIT.search(content.lower()):
             return Measured(text[: match.start()])
         return Measured(text)
-    if (match := _RATE.search(text)) and text[: match.start()].rstrip()[-1:] in tuple("0123456789})"):
-        return Measured(text[: match.start()], _canonical(match))
-    if match := _BARE_UNIT.search(text):
-        return Measured(text[: match.start()], _canonical(match))
-    return Measured(text)
+    match = _RATE.search(text)
+    if match is None or text[: match.start()].rstrip()[-1:] not in tuple("0123456789})"):
+        match = _BARE_UNIT.search(text)
+    return Measured(text[: match.start()], _canonical(match)) if match else Measured(text)
 
 
 def units_clash(answer: str, truth: str) -> bool:

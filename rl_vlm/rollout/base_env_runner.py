@@ -1,9 +1,7 @@
 """The base of the env runners: the methods that RLlib calls.
 
-Every env-runner process imports it, so its imports are few.
-
-They do not derive from RLlib's EnvRunner, whose import brings torch, Tune and Data into each of those processes: five
-seconds of CPU. `RunnerGroup` starts them, and RLlib calls them by the names of these methods.
+They do not derive from RLlib's EnvRunner, whose import brings torch, Tune and Data into each of their processes: five
+seconds of CPU. `RunnerGroup` starts them.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What an env runner is made from: the run, the served policy's id, key and model (if there is one), the
-    environment's spaces."""
+    """What an env runner is made from; id, key and model are those of the served policy, if there is one."""
 
     run_config: Any  # PolicyConfig or PreferenceConfig
     run_id: str
@@ -43,11 +40,8 @@ class RunnerConfig:
 
 
 class RunEnvRunner:
-    """An env runner of a run, without state that RLlib has to synchronise.
-
-    Weights are in Serve or sent with each call, metrics are part of the results, and the driver writes checkpoints.
-    `worker_index` counts from 1; 0 is one in the driver's own process.
-    """
+    """An env runner of a run. Weights are in Serve or sent with each call, and the driver writes checkpoints: there is
+    no state that RLlib has to synchronise. `worker_index` counts from 1; 0 is one in the driver's own process."""
 
     def __init__(self, own_spaces: Spaces, *, config: RunnerConfig, worker_index: int = 1) -> None:
         self.config = config
@@ -68,12 +62,14 @@ class RunEnvRunner:
         """How many calls an actor of this class answers at once, each in a thread of its own if there are several."""
         return 1
 
+    # What RLlib calls. There is no state, and metrics are part of the results.
+
     def ping(self) -> str:
-        """RLlib asks whether the process is alive."""
+        """Whether the process is alive."""
         return "pong"
 
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """RLlib calls any function with the runner. A failure leaves it in an unknown state, so the process ends."""
+        """Any function with the runner. A failure leaves it in an unknown state, so the process ends."""
         try:
             return func(self, *args, **kwargs)
         except Exception as error:
@@ -81,19 +77,16 @@ class RunEnvRunner:
             raise SystemExit(1) from error
 
     def assert_healthy(self) -> None:
-        """RLlib calls this after construction; any answer will do."""
+        """Any answer will do."""
 
     def get_spaces(self) -> dict[str, Spaces]:
         """Observation and action space, under RLlib's keys."""
         return {ENV_SPACES: self._spaces, MODULE_ID: self._spaces}
 
-    def get_metrics(self) -> dict[str, Any]:
-        """Empty: metrics are part of the results."""
+    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}
 
-    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Empty: the driver writes checkpoints."""
-        return {}
+    get_state = get_metrics
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing: there is no state."""
+        pass

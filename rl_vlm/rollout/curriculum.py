@@ -15,13 +15,18 @@ from rl_vlm.types import TrajectoryGroup, UserInputError
 _NEWEST = 256  # episodes over which `curriculum/solve_rate` is the mean
 
 
+def env_weights(env: EnvSection) -> dict[str, float]:
+    """Weights of a mixture's environments by name; a single one has the empty name."""
+    return {part.name: part.weight for part in env.mixture} or {"": 1.0}
+
+
 def blend(here: Any, there: Any, share: float) -> Any:
     """`here` moved by `share` (0 to 1) of the way to `there`.
 
     Numbers move linearly, and stay integers (rounded, halves up) where both are. Lists of the same length and mappings
     move item by item. Whatever else differs stays as it is here.
     """
-    if _is_number(here) and _is_number(there):
+    if all(isinstance(end, int | float) and not isinstance(end, bool) for end in (here, there)):
         value = here + (there - here) * share
         return math.floor(value + 0.5) if isinstance(here, int) and isinstance(there, int) else value
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
@@ -31,31 +36,20 @@ def blend(here: Any, there: Any, share: float) -> Any:
     return here
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 class Stages:
-    """What each stage sets.
+    """What each stage sets: arguments that are laid over the environment's own, not over those of the stage before.
 
-    A stage's arguments are laid over the environment's own, not over those of the stage before.
-
-    A number that one of two stages leaves out moves from or to the environment's own argument, where it has one.
+    Between two stages a number that one of them leaves out moves from or to the environment's own, where it has one.
     """
 
     def __init__(self, settings: CurriculumSection, env: EnvSection) -> None:
         self._settings = settings
         self._own = {name: part.kwargs for name, part in env.parts.items()}
-        self._weights = {part.name: part.weight for part in env.mixture} or {"": 1.0}
-
-    def __len__(self) -> int:
-        return len(self._settings.stages)
+        self._weights = env_weights(env)
 
     def share(self, stage: int, done: int) -> float:
-        """How far a run with `done` episodes or iterations is from the stage's start to the next one's: 0 to below 1.
-
-        In steps of 1 / blend_levels; 0 without blending and in the last stage.
-        """
+        """How far a run with `done` episodes or iterations is from the stage's start to the next one's: 0 to below 1 in
+        steps of 1 / blend_levels; 0 without blending and in the last stage."""
         settings = self._settings
         if not settings.blend or stage + 1 >= len(settings.stages):
             return 0.0
@@ -89,11 +83,11 @@ class Stages:
         return dict(blend(here, self._weights | self._settings.stages[stage + 1].mixture, share))
 
     def all_arguments(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """All that will ever be set: where it comes from, the environment's name, the arguments; equal ones once."""
+        """All that will ever be set, equal arguments once: where they come from, the environment's name, and they."""
         levels = self._settings.blend_levels if self._settings.blend else 1
         seen: list[tuple[str, dict[str, Any]]] = []
         for stage, title in enumerate(self._settings.names):
-            for level in range(levels if stage + 1 < len(self) else 1):
+            for level in range(levels if stage + 1 < len(self._settings.stages) else 1):
                 for name, arguments in self.arguments(stage, level / levels).items():
                     if (name, arguments) not in seen:
                         seen.append((name, arguments))
@@ -106,10 +100,6 @@ class Curriculum(Mixture):
 
     By episodes, those are counted that were sampled (also of groups that are not learned from); by iterations, the
     learner's steps. Which of its tasks were solved is forgotten at each move.
-
-    Args:
-        run: the stages and when they begin, and what Mixture needs.
-        sizes: size of each training split; None for items without end.
     """
 
     def __init__(self, run: PolicyConfig, sizes: Mapping[str, int | None]) -> None:
@@ -125,7 +115,6 @@ class Curriculum(Mixture):
         self._move()
 
     def take(self, count: int) -> list[TaskItem]:
-        """The next `count` tasks, as the stage has them."""
         share = self._share()
         self.weights = self._stages.weights(self.stage, share)
         arguments = self._stages.arguments(self.stage, share)
@@ -142,7 +131,6 @@ class Curriculum(Mixture):
         self._move()
 
     def lose(self, tasks: Sequence[RolloutTask]) -> None:
-        """Note the lost tasks of this stage."""
         super().lose([task for task in tasks if task.stage == self.stage])
 
     def _move(self) -> None:
@@ -164,7 +152,7 @@ class Curriculum(Mixture):
         names = self._settings.names
         found = {
             "curriculum/stage": float(self.stage),
-            "curriculum/stages": float(len(self._stages)),
+            "curriculum/stages": float(len(names)),
             "curriculum/episodes": float(self._episodes),
             **{f"curriculum/taken/{name}": float(self._in_stages[place]) for place, name in enumerate(names)},
             **super().metrics(),
@@ -174,7 +162,6 @@ class Curriculum(Mixture):
         return found
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs."""
         return {
             "stages": list(self._settings.names),
             "stage": self.stage,
@@ -206,5 +193,4 @@ def make_task_source(run: PolicyConfig, sizes: Mapping[str, int | None]) -> Mixt
     """The task source that the configuration asks for; `sizes` of the training splits by name of the environment."""
     if run.curriculum.stages:
         return Curriculum(run, sizes)
-    weights = {part.name: part.weight for part in run.env.mixture} or {"": 1.0}
-    return Mixture(weights, sizes, run.seed, run.curriculum.sampling == "solve_rate")
+    return Mixture(env_weights(run.env), sizes, run.seed, run.curriculum.sampling == "solve_rate")

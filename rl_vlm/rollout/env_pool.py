@@ -1,5 +1,5 @@
-"""Environments while they are played: their calls in threads beside the event loop, with deadlines, one pool for each
-set of arguments, and what becomes of those that fail."""
+"""Environments while they are played: a pool for each set of arguments, calls in threads with deadlines, and what
+becomes of environments that fail."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -23,22 +24,21 @@ from rl_vlm.types import Observation, RLVLMError
 from rl_vlm.waiting import hung_calls
 
 
+@dataclass(slots=True)
 class _Call:
-    """A call of an environment, and what became of it. `future` is that of the thread that makes it."""
+    """A call of an environment, and what became of it."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self.began = 0.0  # on the monotonic clock
-        self.seconds = 0.0
-        self.done = False
-        self.result: Any = None  # or the RLVLMError that it failed with
-        self.future: Future[None] | None = None
+    function: Callable[[], Any]
+    began: float = 0.0  # on the monotonic clock
+    seconds: float = 0.0
+    done: bool = False
+    result: Any = None  # or the RLVLMError that it failed with
+    future: Future[None] | None = None  # of the thread that makes it
 
     def make(self) -> None:
-        """What a thread does."""
         self.began = time.monotonic()
         try:
-            self.result = self._function()
+            self.result = self.function()
         except RLVLMError as error:
             self.result = error
         except (Exception, SystemExit) as error:
@@ -46,11 +46,6 @@ class _Call:
             self.result = EnvError(f"The environment raised {type(error).__name__}: {error}{place_of(error)}")
         self.seconds = time.monotonic() - self.began
         self.done = True
-
-
-def _make_all(calls: Iterable[_Call]) -> None:
-    for call in calls:
-        call.make()
 
 
 logger = logging.getLogger(__name__)
@@ -61,12 +56,9 @@ _PATIENCE_S = 0.1  # beyond what a batch of such calls takes, before each of the
 
 
 class EnvPool:
-    """Makes environments and runs their methods in threads with a deadline.
+    """Makes environments and runs their methods in threads, each call with a deadline of `timeout_s`.
 
     Args:
-        make: makes one environment.
-        timeout_s: deadline of one call.
-        max_threads: calls that run at once.
         build_timeout_s: deadline of making an environment, if longer than `timeout_s`: it may import a simulator.
         inline: run calls on the event loop itself, in order and without deadline (deterministic runs).
     """
@@ -79,11 +71,8 @@ class EnvPool:
         inline: bool = False,
         build_timeout_s: float = 120.0,
     ) -> None:
-        self._make = make
-        self._timeout_s = timeout_s
-        self._build_timeout_s = build_timeout_s
-        self._inline = inline
-        self._max_threads = max_threads
+        self._make, self._inline, self._max_threads = make, inline, max_threads
+        self._timeout_s, self._build_timeout_s = timeout_s, max(timeout_s, build_timeout_s)
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
         # Running means; the first calls go alone. Not one for both: after many quick resets slow steps would go in one
         # thread.
@@ -95,32 +84,20 @@ class EnvPool:
         self.stuck = 0  # threads that a hanging environment holds
 
     async def borrow(self, count: int) -> list[VisionEnv]:
-        """Environments for one group, reused ones first; the others are built at once, each within the deadline.
-
-        Raises the first RLVLMError of a build; what was built beside it is kept for later.
-        """
-        reused = self._idle[-count:]
+        """Environments for one group: idle ones first, the others are built at the same time. Raises the first
+        RLVLMError of a build; what was built beside it is kept for later."""
+        envs = self._idle[-count:]
         del self._idle[-count:]
-        missing = count - len(reused)
         self.lent += count
         try:
-            built = await self._build(missing) if missing else []
+            built = await self._results([_Call(self._make) for _ in range(count - len(envs))], self._build_timeout_s)
+            envs += [one for one in built if not isinstance(one, RLVLMError)]
+            _raise_first(built)
         except BaseException:
-            self.lent -= missing
-            self.give_back(reused)
+            self.lent -= count - len(envs)
+            self.give_back(envs)
             raise
-        error = next((result for result in built if isinstance(result, RLVLMError)), None)
-        if error is None:
-            return reused + built
-        whole = [result for result in built if not isinstance(result, RLVLMError)]
-        self.lent -= missing - len(whole)
-        self.give_back([*reused, *whole])
-        raise error
-
-    async def _build(self, count: int) -> list[Any]:
-        """New environments, or the error of each."""
-        calls = [_Call(self._make) for _ in range(count)]
-        return await self._results(calls, max(self._timeout_s, self._build_timeout_s))
+        return envs
 
     def give_back(self, envs: Sequence[VisionEnv]) -> None:
         """Keep environments whose episodes ended without an error for later groups."""
@@ -137,12 +114,21 @@ class EnvPool:
         self, envs: Sequence[VisionEnv], seed: int, options: dict[str, Any]
     ) -> list[tuple[Observation, Info]]:
         """Open the same task instance in all copies."""
-        results = await self.run([partial(_reset, env, seed, options) for env in envs], "reset")
-        return [_result_or_raise(result) for result in results]
+
+        def open_one(env: VisionEnv) -> tuple[Observation, Info]:
+            return check_reset(env.reset(seed=seed, options=dict(options)))
+
+        results = await self.run([partial(open_one, env) for env in envs], "reset")
+        _raise_first(results)
+        return results
 
     async def step(self, envs: Sequence[VisionEnv], actions: Sequence[str]) -> list[StepResult | RLVLMError]:
         """Step each environment with its action; an environment's error is returned in its place."""
-        return await self.run([partial(_step, env, action) for env, action in zip(envs, actions, strict=True)])
+
+        def step_one(env: VisionEnv, action: str) -> StepResult:
+            return check_step(env.step(action))
+
+        return await self.run([partial(step_one, *pair) for pair in zip(envs, actions, strict=True)])
 
     async def run(self, functions: Sequence[Callable[[], Any]], kind: Literal["reset", "step"] = "step") -> list[Any]:
         """Run functions; each gives its result or the RLVLMError that it failed with."""
@@ -159,15 +145,17 @@ class EnvPool:
         return results
 
     async def _run_batch(self) -> None:
-        """Run short calls of all groups at this moment in one thread switch. Calls that it does not come to because one
-        is not short are left over.
-
-        Groups that finish together then send their requests in one call to the policy.
-        """
+        """Run short calls of all groups at this moment in one thread switch, so that groups that finish together send
+        their requests in one call to the policy. Where one call is not short, those behind it are left over."""
         await asyncio.sleep(0)  # other tasks that are ready add their calls first
         calls, self._batch = self._batch_calls, None
         left = iter(calls)
-        future = self._threads.submit(_make_all, left)
+
+        def make_them() -> None:
+            for call in left:
+                call.make()
+
+        future = self._threads.submit(make_them)
         for call in calls:
             call.future = future
         await asyncio.wait([asyncio.wrap_future(future)], timeout=_PATIENCE_S + 2 * _SHORT_CALL_S * len(calls))
@@ -175,7 +163,7 @@ class EnvPool:
             call.future = None
 
     async def _results(self, calls: Sequence[_Call], timeout_s: float) -> list[Any]:
-        """What the calls give. Those that no thread has makes a thread of their own."""
+        """What the calls give. A call that no thread has gets a thread of its own."""
         for call in calls:
             if self._inline:
                 call.make()
@@ -185,7 +173,7 @@ class EnvPool:
         return [call.result for call in calls]
 
     async def _wait(self, call: _Call, timeout_s: float) -> None:
-        """Wait for a call. The deadline starts when it begins, unless all threads hang."""
+        """Wait for a call. The deadline starts when it begins; where all threads hang it never does."""
         assert call.future is not None
         waited = asyncio.wrap_future(call.future)
         while not waited.done():
@@ -203,34 +191,22 @@ class EnvPool:
             hung_calls.append(("an environment", ended))
         else:
             call.future.cancel()
-        call.result, call.seconds = _timed_out(timeout_s), timeout_s
+        call.seconds = timeout_s
+        call.result = EnvTimeoutError(
+            f"The environment did not answer within {timeout_s:g} s: raise env.step_timeout_s, or set env.isolation to "
+            "process."
+        )
 
     def close(self) -> None:
-        """Close all idle environments and the threads."""
         for env in self._idle:
             _close_quietly(env)
         self._threads.shutdown(wait=False)  # environments that failed may still be waiting to be closed
 
 
-def _timed_out(seconds: float) -> EnvTimeoutError:
-    return EnvTimeoutError(
-        f"The environment did not answer within {seconds:g} s: raise env.step_timeout_s, or set env.isolation to "
-        "process."
-    )
-
-
-def _reset(env: VisionEnv, seed: int, options: dict[str, Any]) -> tuple[Observation, Info]:
-    return check_reset(env.reset(seed=seed, options=dict(options)))
-
-
-def _step(env: VisionEnv, action: str) -> StepResult:
-    return check_step(env.step(action))
-
-
-def _result_or_raise(result: Any) -> Any:
-    if isinstance(result, RLVLMError):
-        raise result
-    return result
+def _raise_first(results: Sequence[Any]) -> None:
+    for result in results:
+        if isinstance(result, RLVLMError):
+            raise result
 
 
 def _close_quietly(env: VisionEnv) -> None:
@@ -260,42 +236,27 @@ class EnvPools:
 
     def of(self, task: RolloutTask) -> EnvPool:
         """The pool whose environments play a task."""
-        key = self._key(task)
-        pool = self._pools.pop(key, None) or self._new(task)
+        variant = self._run.variant_arguments(task.variant, task.env) if task.variant else {}
+        changes = {**variant, **task.arguments}
+        key = task.env, json.dumps(changes, sort_keys=True)
+        pool = self._pools.pop(key, None) or self._new(task.env, changes)
         self._pools[key] = pool
         self._close_old(pool)
         return pool
 
-    def _changes(self, task: RolloutTask) -> dict[str, Any]:
-        variant = self._run.variant_arguments(task.variant, task.env) if task.variant else {}
-        return {**variant, **task.arguments}
-
-    def _key(self, task: RolloutTask) -> tuple[str, str]:
-        return task.env, json.dumps(self._changes(task), sort_keys=True)
-
-    @property
-    def _episodes(self) -> int:
-        """Episodes that training plays at once here."""
-        return self._run.rollout.groups_at_once * self._run.rollout.group_size
-
-    def _new(self, task: RolloutTask) -> EnvPool:
-        run = self._run
-        env, changes = run.env, self._changes(task)
+    def _new(self, name: str, changes: dict[str, Any]) -> EnvPool:
+        env, rollout = self._run.env, self._run.rollout
 
         def build() -> VisionEnv:
             if env.isolation == "process":
                 from rl_vlm.envs.isolation import ProcessEnv
 
-                part = env.parts[task.env]
+                part = env.parts[name]
                 return ProcessEnv(part.id, part.make_kwargs(changes), step_timeout_s=env.step_timeout_s)
-            return make_part(env, task.env, changes)
+            return make_part(env, name, changes)
 
-        return EnvPool(
-            build,
-            env.step_timeout_s,
-            max_threads=min(max(self._episodes, _MIN_THREADS), _MAX_THREADS),
-            inline=run.deterministic,
-        )
+        threads = min(max(rollout.groups_at_once * rollout.group_size, _MIN_THREADS), _MAX_THREADS)
+        return EnvPool(build, env.step_timeout_s, threads, inline=self._run.deterministic)
 
     def _close_old(self, newest: EnvPool) -> None:
         # A pool whose environment hangs is kept, so that `stuck` shows it.
@@ -306,11 +267,9 @@ class EnvPools:
 
     @property
     def stuck(self) -> bool:
-        """Whether an environment hangs."""
         return any(pool.stuck for pool in self._pools.values())
 
     def close(self) -> None:
-        """Close all environments; new ones are made as tasks need them."""
         for pool in self._pools.values():
             pool.close()
         self._pools = {}
@@ -329,13 +288,10 @@ def discard_on_failure(pool: EnvPool, envs: list[VisionEnv]) -> Iterator[None]:
     """Discard the environments on any error; an RLVLMError is raised as GroupFailedError."""
     try:
         yield
-    except RLVLMError as error:
+    except BaseException as error:
         pool.discard(envs)
-        if isinstance(error, GroupFailedError):
-            raise
-        raise GroupFailedError(reason_of(error), str(error)) from error
-    except BaseException:
-        pool.discard(envs)
+        if isinstance(error, RLVLMError) and not isinstance(error, GroupFailedError):
+            raise GroupFailedError(reason_of(error), str(error)) from error
         raise
 
 

@@ -1,12 +1,8 @@
-"""RolloutWorker: samples groups for an env runner, from its tasks to complete groups. It does not use RLlib.
-
-It is not part of the env runner's class because that must not have coroutines: Ray would make it an asynchronous actor.
-"""
+"""Env runners of vision environments: from tasks to complete groups."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import Counter
@@ -28,14 +24,12 @@ from rl_vlm.serving.registry import OWN, PolicyKey
 from rl_vlm.tracing import continued, span
 from rl_vlm.types import EncodedImage, TrajectoryGroup
 
-logger = logging.getLogger(__name__)
-
 # Up to this many tokens per answer a Serve call costs more than waiting for the slowest answer of a batch.
 _COALESCE_UP_TO_TOKENS = 128
 
 
 class RolloutWorker:
-    """Samples groups of one run: keeps environments, the chat codec and the client between calls.
+    """Samples groups of one run: keeps environments, the chat codec and the client between calls. No RLlib here.
 
     `place` numbers the `num_workers` workers of the run. `key` opens the run's policy in the application of `run_id`.
     """
@@ -49,35 +43,24 @@ class RolloutWorker:
         num_workers: int = 1,
         key: PolicyKey = OWN,
     ) -> None:
-        self._run = run
+        self._run, self._run_id, self._key = run, run_id, key
         self._place, self._num_workers = place, num_workers
-        self._run_id, self._key = run_id, key
         self._text = load_text_side(model, run.model.pixels)
-        self._rewards = {name: part.reward for name, part in run.env.parts.items()}
         self._client: PolicyClient | None = None
         self.pools = EnvPools(run)
         self._counted_retries = 0  # calls may overlap, and each reports what is new
-        self._opened: dict[str, tuple[RolloutTask, OpenGroup]] = {}
+        self._opened: dict[str, OpenGroup] = {}
 
     async def open_ahead(self, tasks: list[RolloutTask]) -> None:
-        """Open the episodes of tasks that will be run next, and let the replicas encode their images.
-
-        Neither needs the policy's weights, so it is done while the learner works. `run` repeats what fails here.
-        """
-        for task, opened in self._opened.values():  # of a round that was not run
-            self.pools.of(task).give_back(opened.envs)
+        """Open the episodes of tasks that will be run next, and let the replicas encode their images: neither needs
+        weights that the learner still computes. `run` repeats what fails here."""
+        for opened in self._opened.values():  # of a round that was not run
+            self.pools.of(opened.task).give_back(opened.envs)
         self._opened = {}
-        outcomes = await asyncio.gather(*(self._open(task) for task in tasks))
-        self._opened = {task.group_id: (task, opened) for task, opened in zip(tasks, outcomes, strict=True) if opened}
-        await self._connect().encode_images([opened.prompt.images for _, opened in self._opened.values()])
-
-    async def _open(self, task: RolloutTask) -> OpenGroup | None:
-        try:
-            return await open_group(task, self.pools.of(task), self._text)
-        except Exception as error:
-            # `run` opens the group anew, and counts what fails then.
-            logger.debug("opening %s ahead failed: %s", task.group_id, error)
-            return None
+        opening = [open_group(task, self.pools.of(task), self._text) for task in tasks]
+        outcomes = await asyncio.gather(*opening, return_exceptions=True)
+        self._opened = {opened.task.group_id: opened for opened in outcomes if isinstance(opened, OpenGroup)}
+        await self._connect().encode_images([opened.prompt.images for opened in self._opened.values()])
 
     async def run(self, tasks: list[RolloutTask]) -> RolloutResult:
         """Sample all tasks; failures of environments and requests are reported in the result, never raised."""
@@ -115,64 +98,53 @@ class RolloutWorker:
     async def _attempt(self, task: RolloutTask, client: PolicyClient, dropped: Counter[str]) -> TrajectoryGroup | str:
         """The group, or why it is lost after all its attempts."""
         rollout, max_context = self._run.rollout, self._run.serving.max_context
-        attempt = 0
-        opened = self._take_opened(task)
-        while True:
+        opened, why = self._take_opened(task), ""
+        for attempt in range(1 + rollout.group_retries):
             try:
                 with span("group", group=task.group_id, index=task.index, size=task.size, attempt=attempt):
                     group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
                     with span("reward"):
-                        reward = self._rewards[task.env]
-                        return await score_group(group, reward, client, self._text) if reward.weights else group
+                        return await score_group(group, self._run.env.parts[task.env].reward, client, self._text)
             except GroupFailedError as error:
                 dropped[error.reason] += 1
-                if attempt >= rollout.group_retries:
-                    return str(error)
+                why = str(error)
             except Exception as error:
                 dropped["unexpected"] += 1
-                if attempt >= rollout.group_retries:
-                    return f"{type(error).__name__}: {error}"
+                why = f"{type(error).__name__}: {error}"
             opened = None
-            attempt += 1
+        return why
 
     def _take_opened(self, task: RolloutTask) -> OpenGroup | None:
         """What `open_ahead` opened for this task."""
-        if task.group_id not in self._opened:
-            return None
-        prepared, opened = self._opened.pop(task.group_id)
-        if (
-            replace(prepared, min_version=task.min_version, trace=task.trace) != task
-        ):  # the same id with other parameters
-            self.pools.of(prepared).give_back(opened.envs)
-            return None
-        return opened
+        opened = self._opened.pop(task.group_id, None)
+        if opened is None or replace(opened.task, min_version=task.min_version, trace=task.trace) == task:
+            return opened
+        self.pools.of(opened.task).give_back(opened.envs)  # it was opened with other parameters
+        return None
 
     def close_envs(self) -> None:
-        """Forget all environments; new ones are made as tasks need them."""
         self._opened = {}
         self.pools.close()
 
 
 def share_images(groups: Iterable[TrajectoryGroup]) -> None:
-    """Make images with the same bytes one object, which travels to the driver and the learners once, and is held once
-    there."""
+    """Make images with the same bytes one object, which travels to the driver and the learners once."""
     known: dict[str, EncodedImage] = {}
     for group in groups:
         for trajectory in group.trajectories:
             trajectory.images = tuple(known.setdefault(image.sha256, image) for image in trajectory.images)
 
 
-# VLMEnvRunner: an env runner that drives many vision episodes at once with asyncio.
-#
-# With a policy lag the actor answers several calls at once, one per group, in threads (`concurrent_calls`); all of them
-# run on one event loop, in a thread of its own. Threads and not coroutines: a coroutine anywhere in the class would
-# make it an asynchronous actor, whose health checks and calls at lag 0 would then share the loop with user code.
-
 T = TypeVar("T")
 
 
 class VLMEnvRunner(RunEnvRunner):
-    """Samples trajectory groups from the served policy; the algorithm's `run_config` says everything."""
+    """An env runner that drives many vision episodes at once with asyncio.
+
+    With a policy lag the actor answers several calls at once, one per group, in threads that share one event loop. A
+    coroutine anywhere in the class would make it an asynchronous actor, whose health checks and calls at lag 0 would
+    then share the loop with user code.
+    """
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__((ObservationSpace(), TextSpace()), config=config, **kwargs)
@@ -204,9 +176,7 @@ class VLMEnvRunner(RunEnvRunner):
         return self._wait_for(self._worker.run(tasks))
 
     def open_ahead(self, *, tasks: list[RolloutTask]) -> None:
-        """Open the episodes that the next `sample` will be asked for."""
         self._wait_for(self._worker.open_ahead(tasks))
 
     def stop(self) -> None:
-        """Close the environments."""
         self._worker.close_envs()

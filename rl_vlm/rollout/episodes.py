@@ -36,6 +36,7 @@ from rl_vlm.types import (
     TrajectoryStatus,
     Turn,
     as_encoded,
+    judged_correct,
 )
 
 T = TypeVar("T")
@@ -50,13 +51,15 @@ class Conversation:
     info: Info
     num_turns: int = field(default=0, kw_only=True)
     num_sampled: int = field(default=0, kw_only=True)
+    reward: float = field(default=0.0, kw_only=True)
     status: TrajectoryStatus = field(default=TrajectoryStatus.COMPLETED, kw_only=True)
 
-    def next_budget(self, rollout: RolloutSection, room: int | None = None) -> int:
-        """The tokens that the next turn may have, with `room` left in the context.
+    @property
+    def correct(self) -> bool:
+        return judged_correct(self.info, self.reward)
 
-        0 ends the episode, which is truncated.
-        """
+    def next_budget(self, rollout: RolloutSection, room: int | None = None) -> int:
+        """The tokens that the next turn may have, with `room` left in the context; 0 ends the episode, truncated."""
         left = min(rollout.max_new_tokens_per_turn, rollout.max_new_tokens - self.num_sampled)
         budget = max(left if room is None else min(left, room), 0)
         if budget == 0 or self.num_turns >= rollout.max_turns:
@@ -75,27 +78,18 @@ class Conversation:
 
     def receive(self, result: StepResult) -> Observation | None:
         """Take in what the environment replied; None where that ended the episode."""
-        observation, _, terminated, truncated, info = result
+        observation, reward, terminated, truncated, info = result
+        self.reward += reward
         self.info.update(info)
         if truncated and not terminated:
             self.status = TrajectoryStatus.TRUNCATED
         return None if terminated or truncated else observation
 
 
-# A turn is sampled in one request or, for partial rollouts, in pieces that may come from several versions of the
-# policy (Kimi k1.5, arXiv 2501.12599, section 2.6.2). With in-flight updates one request's answer may consist of
-# several versions, too (`Sample.pieces`). A piece that ends because of its length goes on from what was sampled so far:
-# the next request's prompt is the prompt and these tokens, whose keys and values are computed anew under the weights
-# that the replica has by then. So each token's log-probability is that of the version which sampled it, given
-# everything before it.
-
-
 class CompletionClient(Protocol):
     """Answers generation requests: the Serve client, or an engine in the same process."""
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Answer one request."""
-        ...
+    async def generate(self, request: GenerationRequest) -> Completion: ...
 
 
 class ImageAccountingError(RLVLMError):
@@ -103,21 +97,21 @@ class ImageAccountingError(RLVLMError):
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTurn:
-    """What the policy said: token ids int32 [T], log-probabilities float32 [T], and (tokens, version) of each piece in
-    order."""
+class SampledTurn(Sample):
+    """What the policy said in a whole turn; `pieces` has one element at least."""
 
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    stop_reason: StopReason
-    pieces: tuple[tuple[int, int], ...]
-    replica_id: str
+    replica_id: str = ""
 
 
 async def sample_turns(
     policy: CompletionClient, request: GenerationRequest, expected: np.ndarray, name: str, piece: int | None
 ) -> list[SampledTurn]:
-    """The `sampling.n` answers to a request; `piece`: at most this many tokens of a turn in one request, None for all.
+    """The `sampling.n` answers to a request, with at most `piece` tokens of a turn in one request (None: all).
+
+    A turn in pieces (partial rollouts; Kimi k1.5, arXiv 2501.12599, section 2.6.2) may come from several versions of
+    the policy; with in-flight updates one answer may, too (`Sample.pieces`). The prompt of a further piece is all that
+    came before, whose keys and values are computed anew under the replica's present weights. So each token's
+    log-probability is that of the version which sampled it, given everything before it.
 
     `expected` is the prompt with images expanded. Raises ImageAccountingError where the engine's differs.
     """
@@ -145,38 +139,32 @@ async def sample_turns(
             completions.append(await policy.generate(further))
             _check_prompt(completions[-1], np.concatenate([expected, said]), name)
             samples.append(completions[-1].samples[0])
-        return _turn(samples, completions)
+        pieces: list[tuple[int, int]] = []
+        for sample, completion in zip(samples, completions, strict=True):
+            for count, version in sample.pieces or ((len(sample.token_ids), completion.policy_version),):
+                if pieces and pieces[-1][1] == version:
+                    count += pieces.pop()[0]
+                pieces.append((count, version))
+        return SampledTurn(
+            np.concatenate([sample.token_ids for sample in samples]),
+            np.concatenate([sample.logprobs for sample in samples]),
+            samples[-1].stop_reason,
+            pieces=tuple(pieces),
+            replica_id=completions[-1].replica_id,
+        )
 
-    return await _all_ended([whole_turn(number) for number in range(len(first.samples))])
+    return await all_ended([whole_turn(number) for number in range(len(first.samples))])
 
 
-async def _all_ended(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order.
-
-    All have ended before an error is raised, so that no environment is stepped after it was discarded.
-    """
+async def all_ended(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. All have ended before an error is raised, so that no environment is stepped after it was
+    discarded."""
     results: list[T] = []
     for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
         results.append(outcome)
     return results
-
-
-def _turn(samples: list[Sample], completions: list[Completion]) -> SampledTurn:
-    pieces: list[tuple[int, int]] = []
-    for sample, completion in zip(samples, completions, strict=True):
-        for count, version in sample.pieces or ((len(sample.token_ids), completion.policy_version),):
-            if pieces and pieces[-1][1] == version:
-                count += pieces.pop()[0]
-            pieces.append((count, version))
-    return SampledTurn(
-        samples[0].token_ids if len(samples) == 1 else np.concatenate([sample.token_ids for sample in samples]),
-        samples[0].logprobs if len(samples) == 1 else np.concatenate([sample.logprobs for sample in samples]),
-        samples[-1].stop_reason,
-        tuple(pieces),
-        completions[-1].replica_id,
-    )
 
 
 def _check_prompt(completion: Completion, expected: np.ndarray, name: str) -> None:
@@ -205,14 +193,10 @@ def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[Encoded
     return blanked(images) if task.view == "blank" else images
 
 
-# A group's first turn is one request with `n = group size`: one prefill and one image encoding for all its samples.
-# After that the episodes of a group are independent.
-
-
 @dataclass(slots=True)
 class _Episode(Conversation):
-    """One conversation while it grows. `ids` has one placeholder per image; `spans` hold the expanded pieces;
-    `logprobs` those of each sampled turn."""
+    """A conversation in tokens: `ids` with one placeholder per image, `spans` with images expanded; `logprobs` of each
+    sampled turn."""
 
     number: int
     ids: list[np.ndarray]
@@ -225,13 +209,11 @@ class _Episode(Conversation):
     replicas: list[str] = field(default_factory=list)
 
     def append(self, ids: np.ndarray, expanded: np.ndarray) -> None:
-        """Add tokens, also with images expanded."""
         self.ids.append(ids)
         self.spans.append(expanded)
         self.length += len(expanded)
 
     def add_sampled(self, sampled: SampledTurn) -> None:
-        """Add what the policy said."""
         start = self.length
         self.append(sampled.token_ids, sampled.token_ids)
         self.logprobs.append(sampled.logprobs)
@@ -253,6 +235,7 @@ class _Episode(Conversation):
 class OpenGroup:
     """A group whose episodes are reset and whose prompt is encoded, before the first request."""
 
+    task: RolloutTask
     envs: list[VisionEnv]
     openings: list[tuple[Observation, Info]]
     prompt: EncodedSpan
@@ -270,7 +253,7 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
         for observation, _ in openings[1:]:
             _check_same_opening(observation, first, prompt, text)
         prompt = replace(prompt, images=await viewed_opening(prompt.images, task, pool))
-        return OpenGroup(envs, openings, prompt, _expand(prompt, text, task.group_id))
+        return OpenGroup(task, envs, openings, prompt, _expand(prompt, text, task.group_id))
 
 
 async def run_group(
@@ -282,10 +265,8 @@ async def run_group(
     max_context: int,
     opened: OpenGroup | None = None,
 ) -> TrajectoryGroup:
-    """Sample one group, from where `open_group` left it. Raises GroupFailedError when any of its episodes fails.
-
-    `max_context` bounds prompt and sampled tokens of an episode together.
-    """
+    """Sample one group, from where `open_group` left it. `max_context` bounds prompt and sampled tokens of an episode
+    together. Raises GroupFailedError when any of its episodes fails."""
     if opened is None:
         opened = await open_group(task, pool, text)
     with discard_on_failure(pool, opened.envs):
@@ -296,7 +277,11 @@ async def run_group(
 
 @dataclass(frozen=True, slots=True)
 class _GroupSampler:
-    """Plays the episodes of one group to their ends."""
+    """Plays the episodes of one group to their ends.
+
+    The first turn is one request with `n = group size`: one prefill and one image encoding for all samples. After that
+    the episodes are independent.
+    """
 
     task: RolloutTask
     pool: EnvPool
@@ -315,15 +300,8 @@ class _GroupSampler:
                 f"The prompt of item {task.index} has {len(expanded)} tokens and serving.max_context is "
                 f"{self.max_context}: raise it or shrink the images.",
             )
-        seeds = tuple(derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size))
-        request = GenerationRequest(
-            request_id=f"{task.group_id}:0",
-            prompt_ids=prompt.token_ids,
-            images=prompt.images,
-            sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, task.size, seeds),
-            min_version=task.min_version,
-        )
-        turns = await sample_turns(self.policy, request, expanded, task.group_id, rollout.partial_tokens)
+        seeds = [derive_seed(task.sampling_seed, sample, 0) for sample in range(task.size)]
+        turns = await self._sample("0", prompt, expanded, budget, seeds)
         opening_state = state_id(first, prompt.images)
         episodes = [
             _Episode(
@@ -342,7 +320,7 @@ class _GroupSampler:
         ]
         # The first actions are sent to all environments together, later ones by each episode alone.
         observations = await self._act(episodes, turns)
-        await _all_ended(
+        await all_ended(
             [
                 self._play_on(episode, observation)
                 for episode, observation in zip(episodes, observations, strict=True)
@@ -351,6 +329,20 @@ class _GroupSampler:
         )
         trajectories = [_finish(episode, task) for episode in episodes]
         return TrajectoryGroup(task.group_id, task.index, trajectories, task.env, task.stage)
+
+    async def _sample(
+        self, name: str, prompt: EncodedSpan, expanded: np.ndarray, budget: int, seeds: Sequence[int], replica: str = ""
+    ) -> list[SampledTurn]:
+        task = self.task
+        request = GenerationRequest(
+            request_id=f"{task.group_id}:{name}",
+            prompt_ids=prompt.token_ids,
+            images=prompt.images,
+            sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, len(seeds), tuple(seeds)),
+            min_version=task.min_version,
+            preferred_replica=replica,
+        )
+        return await sample_turns(self.policy, request, expanded, task.group_id, self.rollout.partial_tokens)
 
     async def _play_on(self, episode: _Episode, observation: Observation | None) -> None:
         """The second and later turns of one episode."""
@@ -368,18 +360,10 @@ class _GroupSampler:
             episode.state_id = state_id(observation, span.images)
             if task.record:
                 episode.messages.extend(observation.messages)
-            turn = len(episode.turns)
-            seeds = (derive_seed(task.sampling_seed, episode.number, turn),)
-            request = GenerationRequest(
-                request_id=f"{task.group_id}:{episode.number}:{turn}",
-                prompt_ids=np.concatenate(episode.ids),
-                images=tuple(episode.images),
-                sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, seeds=seeds),
-                min_version=task.min_version,
-                preferred_replica=episode.replicas[-1],
-            )
-            so_far = np.concatenate(episode.spans)
-            turns = await sample_turns(self.policy, request, so_far, task.group_id, self.rollout.partial_tokens)
+            number, turn = episode.number, len(episode.turns)
+            prompt = EncodedSpan(np.concatenate(episode.ids), tuple(episode.images))
+            seed, so_far = derive_seed(task.sampling_seed, number, turn), np.concatenate(episode.spans)
+            turns = await self._sample(f"{number}:{turn}", prompt, so_far, budget, [seed], episode.replicas[-1])
             (observation,) = await self._act([episode], turns)
 
     async def _act(self, episodes: Sequence[_Episode], turns: Sequence[SampledTurn]) -> list[Observation | None]:
@@ -401,29 +385,19 @@ class _GroupSampler:
             if isinstance(result, RLVLMError):
                 raise GroupFailedError(reason_of(result), str(result)) from result
             reward, info = result[1], result[4]
-            turn = episode.turns[-1]
-            episode.turns[-1] = replace(
-                turn,
-                reward=reward,
-                parts=reward_parts(info),
-                well_formed=turn.well_formed and not _is_false(info.get("well_formed")),
-            )
+            turn, verdict = episode.turns[-1], info.get("well_formed")
+            # numpy's kind of False too, which comparisons of arrays give; no other value is a verdict.
+            ill_formed = isinstance(verdict, bool | np.bool_) and not verdict
+            well_formed = turn.well_formed and not ill_formed
+            episode.turns[-1] = replace(turn, reward=reward, parts=reward_parts(info), well_formed=well_formed)
             if (observation := episode.receive(result)) is not None:
                 observations[episode.number] = observation
         return [observations.get(episode.number) for episode in episodes]
 
 
-def _is_false(value: object) -> bool:
-    """Whether it is a bool and false, numpy's kind too, which comparisons of arrays give; no other value is a
-    verdict."""
-    return isinstance(value, bool | np.bool_) and not value
-
-
 def state_id(observation: Observation, images: Sequence[EncodedImage]) -> str:
-    """16 hexadecimal digits that equal observations share: of roles, texts and the encoded `images`, in order.
-
-    Not of token ids, which depend on how the turn before ended.
-    """
+    """16 hexadecimal digits that equal observations share: of roles, texts and the encoded `images`, in order. Not of
+    token ids, which depend on how the turn before ended."""
     found = hashlib.sha256()
     numbered = iter(images)
     for message in observation.messages:

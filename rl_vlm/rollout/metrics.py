@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.types import Trajectory, TrajectoryGroup
+from rl_vlm.types import TrajectoryGroup
 
 Metrics = Mapping[str, tuple[float, ...]]  # VisionEnv.metrics: name of an info key -> its quantiles
 
@@ -23,8 +23,7 @@ def group_metrics(declared: Mapping[str, Metrics], groups: Sequence[TrajectoryGr
 
 
 def declared_metrics(declared: Metrics, infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`env/<name>` for each of `VisionEnv.metrics`, its mean over the episodes that have it, and `env/<name>_p50` per
-    quantile."""
+    """`env/<name>`: the mean over the episodes that have it; `env/<name>_p50` and so on for its quantiles."""
     metrics: dict[str, float] = {}
     for name, quantiles in declared.items():
         values = [float(info[name]) for info in infos if isinstance(info.get(name), (bool, int, float))]
@@ -53,9 +52,9 @@ def judge_metrics(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     asked = notes["judge_first"] >= 0
     return {
         "judge/win_rate": float(notes["judge_win"].mean()),
-        "judge/order_bias": _mean(notes["judge_contradicts"][asked]),
-        "judge/first_rate": _mean(notes["judge_first"][asked]),
-        "judge/unclear": _mean(notes["judge_unclear"][asked]) / 2,
+        "judge/order_bias": float(notes["judge_contradicts"][asked].sum() / max(asked.sum(), 1)),
+        "judge/first_rate": float(notes["judge_first"][asked].sum() / max(asked.sum(), 1)),
+        "judge/unclear": float(notes["judge_unclear"][asked].sum() / max(asked.sum(), 1) / 2),
         "judge/refused": float(notes["judge_refused"].mean()),
         "judge/requests": float(notes["judge_requests"].sum()),
         "judge/tokens": float(notes["judge_tokens"].sum()),
@@ -63,18 +62,11 @@ def judge_metrics(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
 def sampling_metrics(
     groups: Sequence[TrajectoryGroup], version: int, seconds: float, max_turns: int, crosses_versions: bool = False
 ) -> dict[str, float]:
-    """Metrics of the groups that a learner at `version` learns from; `seconds`: how long it waited for them.
-
-    Where turns cross versions the lag bounds the age of a group's newest token, and `rollout/oldest_token` is that of
-    its oldest.
-    """
+    """Metrics of the groups that a learner at `version` learns from, for which it waited `seconds`. Where turns cross
+    versions the lag bounds the age of a group's newest token; `rollout/oldest_token` is that of its oldest."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         return {}
@@ -102,31 +94,17 @@ def sampling_metrics(
         values = [t.info[key] for t in trajectories if isinstance(t.info.get(key), (bool, int, float))]
         if values:
             metrics[f"rollout/{key}"] = float(np.mean(values))
-    return (
-        metrics | part_metrics(trajectories) | metrics_by_env(groups) | judge_metrics(one.info for one in trajectories)
-    )
-
-
-def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`reward/part/<name>`: the mean of a part of the reward, before weights, over the episodes that have it."""
+    # The mean of each part of the reward, before weights, over the episodes that have it.
     totals = defaultdict(list)
     for trajectory in trajectories:
         sums: defaultdict[str, float] = defaultdict(float)
-        for turn in trajectory.turns:
-            for name, value in turn.parts:
-                sums[name] += value
+        for name, value in (part for turn in trajectory.turns for part in turn.parts):
+            sums[name] += value
         for name, value in sums.items():
             totals[name].append(value)
-    return {f"reward/part/{name}": float(np.mean(values)) for name, values in totals.items()}
-
-
-def metrics_by_env(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Of a mixture: `reward/<name>` and `accuracy/<name>` of each environment that has groups."""
-    members: defaultdict[str, list[Trajectory]] = defaultdict(list)
-    for group in groups:
-        if group.env:
-            members[group.env] += group.trajectories
-    return {
-        **{f"reward/{name}": float(np.mean([one.reward for one in found])) for name, found in members.items()},
-        **{f"accuracy/{name}": float(np.mean([one.correct for one in found])) for name, found in members.items()},
-    }
+    metrics |= {f"reward/part/{name}": float(np.mean(values)) for name, values in totals.items()}
+    for name in sorted({group.env for group in groups if group.env}):  # of a mixture
+        members = [one for group in groups if group.env == name for one in group.trajectories]
+        metrics[f"reward/{name}"] = float(np.mean([one.reward for one in members]))
+        metrics[f"accuracy/{name}"] = float(np.mean([one.correct for one in members]))
+    return metrics | judge_metrics(one.info for one in trajectories)

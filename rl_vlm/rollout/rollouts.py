@@ -1,13 +1,9 @@
-"""Complete groups on their way to the learner: those that wait, each with its own age, and those that are replaced.
-
-No Ray, no clock.
-"""
+"""Complete groups on their way to the learner, in rounds or continuously, and counts of what was dropped and lost."""
 
 from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,27 +18,27 @@ from rl_vlm.rollout.sampler import (
     RoundAbandonedError,
     Sampler,
     SamplingError,
-    merged,
 )
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, TaskStream, merged
 from rl_vlm.tracing import Span, traceparent
 from rl_vlm.types import RLVLMError, TrajectoryGroup
+
+_MOST_LOST = 64  # lost groups from which on a run ends if they are more than the complete ones
+
+
+class TooManyFailuresError(RLVLMError):
+    """Too many groups in a row were lost, or most of all."""
 
 
 class GroupBuffer:
     """Holds groups and never gives one that is too old.
 
-    A group's age is the learner's version minus the oldest version that sampled a token of it; of groups whose turns
-    cross versions (partial rollouts, in-flight updates), minus the newest: when their episodes began does not count.
-
-    Args:
-        max_lag: the largest age that is given out.
-        partial: turns cross versions.
+    A group's age is the learner's version minus the oldest version that sampled a token of it; where turns cross
+    versions (`partial`), minus the newest: when episodes began does not count.
     """
 
     def __init__(self, max_lag: int, partial: bool = False) -> None:
-        self._max_lag = max_lag
-        self._partial = partial
+        self._max_lag, self._partial = max_lag, partial
         self._groups: list[TrajectoryGroup] = []
 
     def __len__(self) -> int:
@@ -55,16 +51,11 @@ class GroupBuffer:
         self._groups.sort(key=lambda group: (self._version(group), group.group_id))
 
     def take(self, count: int, version: int) -> tuple[list[TrajectoryGroup], list[TrajectoryGroup]]:
-        """Up to `count` groups for a learner at `version`, and all that have become too old for it; neither stays
-        here."""
+        """Up to `count` groups for a learner at `version`, and all that are too old for it; neither stays here."""
         fresh = [group for group in self._groups if version - self._version(group) <= self._max_lag]
         stale = [group for group in self._groups if version - self._version(group) > self._max_lag]
         self._groups = fresh[count:]
         return fresh[:count], stale
-
-    def has_batch(self, count: int, version: int) -> bool:
-        """Whether `count` groups wait that are not too old for a learner at `version`."""
-        return sum(version - self._version(group) <= self._max_lag for group in self._groups) >= count
 
     def batch_leaves_time(self, count: int, version: int, running: Sequence[int]) -> bool:
         """Whether all others can still be learned from in time after the learner has taken the `count` oldest groups.
@@ -83,79 +74,132 @@ class GroupBuffer:
         return group.newest_version if self._partial else group.oldest_version
 
     def clear(self) -> None:
-        """Forget all groups."""
         self._groups = []
 
 
-_MOST_LOST = 64  # lost groups from which on a run ends if they are more than the complete ones
-
-
-class TooManyFailuresError(RLVLMError):
-    """Too many groups in a row were lost, or most of all."""
-
-
-# Rollouts: groups for a learner, in rounds or continuously, and what was learned from, dropped and lost.
-#
-# At lag 0 a round is sampled, then learned from (`RoundRollouts`). With a lag, groups are handed out one by one and
-# used when they are complete (`ContinuousRollouts`): env runners never wait for the slowest group of a round.
-
-
-class Rollouts(ABC):
+class Rollouts:
     """Gives groups to the learner and counts what was learned from, dropped and lost.
+
+    At lag 0 a round is sampled, then learned from; a deterministic run is lock-step, refilled groups included. With lag
+    L and B groups per step, groups are handed out one by one and used when they are complete, so that env runners never
+    wait for the slowest of a round: at most (L + 1) × B are under way or wait while the learner waits, and L × B while
+    it works. So every group can be learned from before it is too old. `rollout.late_groups` says whether the learner
+    waits for one that is late, or steps with the first B and drops late ones.
 
     Args:
         sampler: samples whole rounds: evaluations, and training at lag 0.
-        stream: the tasks.
-        run: lag, budgets and iterations.
+        continuous: samples groups one by one, with a lag.
     """
 
-    def __init__(self, sampler: Sampler, stream: TaskStream, run: PolicyConfig) -> None:
-        self._sampler, self._stream, self._run = sampler, stream, run
+    def __init__(
+        self, sampler: Sampler, stream: TaskStream, run: PolicyConfig, continuous: Sampler | None = None
+    ) -> None:
+        self._sampler, self._continuous, self._stream, self._run = sampler, continuous, stream, run
         self._batch = run.rollout.prompts_per_iteration
         self.crosses_versions = run.rollout.crosses_versions
         self._buffer = GroupBuffer(run.rollout.max_policy_lag, partial=self.crosses_versions)
         share = run.algorithm.max_refill
         # Groups without a gradient that may be replaced in an iteration (dynamic sampling, DAPO, arXiv 2503.14476,
-        # section 3.2). A small share of a few is one at least.
+        # section 3.2). A small share of few groups is one at least.
         self._most_refills = max(round(share * self._batch), int(share > 0))
         self._refills_left = self._most_refills
+        self._opened: list[RolloutTask] = []  # of the next round, whose episodes are being opened
         self._lost_in_a_row = self._lost = self._complete = 0
         self._failures: dict[str, str] = {}  # why groups were lost, by their ids
         self.stop_requested: Callable[[], bool] = lambda: False
         self.trajectories = 0  # given to the learner
         self.dropped: Counter[str] = Counter()
         self.requests_by_replica: Counter[str] = Counter()
-        self.runner_s = 0.0  # of the last iteration: how long a round took a runner, or with a lag a group
-        self.metrics: dict[str, float] = {}  # other metrics of the last iteration
         self._spans: list[Span] = []
         self._iteration = 0
+        self._measured: dict[str, float] = {}  # of the last iteration
+        self._looked = time.monotonic()
 
-    @property
-    def restarts(self) -> int:
-        """How often an env runner died or was restarted."""
-        return self._sampler.runners.restarts
-
-    @property
-    def task_metrics(self) -> dict[str, float]:
-        """Where the task source stands."""
-        return self._stream.metrics()
-
-    @abstractmethod
     def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
-        """Complete groups for a learner at `version`, none older than `max_policy_lag`.
+        """Complete groups for a learner at `version`, none older than `max_policy_lag`. Raises SamplingError,
+        TooManyFailuresError, and RoundAbandonedError once `stop_requested()` is true."""
+        self._iteration = self._run.algorithm.iterations - iterations_left - 1
+        self._stream.begin(self._iteration)
+        self._refills_left = self._most_refills
+        if self._continuous is None:
+            return self._sample_round(version)
+        return self._sample_ahead(self._continuous, version, iterations_left)
 
-        `iterations_left` counts the iterations after this one. Raises SamplingError, TooManyFailuresError, and
-        RoundAbandonedError once `stop_requested()` is true.
-        """
+    def _sample_round(self, version: int) -> list[TrajectoryGroup]:
+        """Lost groups are missing from the batch; those without a gradient are replaced in further rounds."""
+        runner_s = 0.0
+        tasks, self._opened = self._opened or self._stream.take(self._batch), []
+        while tasks:
+            self._give(self._sampler, tasks, version)
+            result = self._sampler.finish(self.stop_requested)
+            runner_s += result.seconds
+            tasks = self._stream.take(len(self._add(result)))
+        self._measured = {"time/runner": runner_s}
+        return self._take(self._batch, version)
 
-    @abstractmethod
-    def open_next(self) -> None:
-        """Called before the learner works: begin what needs no newer weights."""
-
-    def take_spans(self) -> list[Span]:
-        """The spans of traced groups that have come since the last call: with a lag, those of an earlier iteration."""
-        taken, self._spans = self._spans, []
+    def _sample_ahead(self, sampler: Sampler, version: int, iterations_left: int) -> list[TrajectoryGroup]:
+        """Exactly `prompts_per_iteration` groups: lost and dropped ones are replaced."""
+        rollout, batch = self._run.rollout, self._batch
+        ahead = min(rollout.max_policy_lag, iterations_left)
+        self._take(0, version)  # drops what the newest step has made too old
+        self._fill(sampler, batch * (ahead + 1), version)
+        progress, sampled, runner_s = time.monotonic(), 0, 0.0
+        while not self._is_ready(sampler, version):
+            if self.stop_requested():
+                raise RoundAbandonedError("Sampling was stopped.")
+            result = sampler.collect(version, STOP_CHECK_S)
+            self._add(result)
+            self._take(0, version)
+            if result.groups or result.lost:
+                progress, sampled = time.monotonic(), sampled + len(result.groups)
+                runner_s += result.seconds
+                self._fill(sampler, batch * (ahead + 1), version)
+            elif time.monotonic() - progress > 2 * rollout.timeout_s:
+                raise SamplingError(
+                    f"No group was completed within {2 * rollout.timeout_s:g} s: see the logs of the env runners, "
+                    "or raise rollout.timeout_s."
+                )
+        taken = self._take(batch, version)
+        # The next groups are sampled with the current weights while the learner works.
+        self._fill(sampler, batch * ahead, version)
+        now = time.monotonic()
+        available_s = (now - self._looked) * rollout.num_env_runners * rollout.groups_at_once
+        self._looked = now
+        self._measured = {
+            "time/runner": runner_s / max(sampled, 1),
+            "rollout/utilisation": min(runner_s / max(available_s, 1e-9), 1.0),
+            "rollout/under_way": float(len(sampler)),
+            "rollout/waiting": float(len(self._buffer)),
+        }
         return taken
+
+    def _is_ready(self, sampler: Sampler, version: int) -> bool:
+        """Whether the learner may take a batch; groups that are too old have been dropped."""
+        running = sampler.versions()
+        if len(self._buffer) < self._batch:
+            return False
+        if not running or self._run.rollout.late_groups == "drop":
+            return True
+        if self.crosses_versions:
+            running = []  # these go on with newer weights, so none becomes too old
+        return self._buffer.batch_leaves_time(self._batch, version, running)
+
+    def _fill(self, sampler: Sampler, limit: int, version: int) -> None:
+        missing = limit - len(self._buffer) - len(sampler)
+        if missing > 0:
+            self._give(sampler, self._stream.take(missing), version)
+
+    def _give(self, sampler: Sampler, tasks: Sequence[RolloutTask], version: int) -> None:
+        trace = traceparent()
+        sampler.give([replace(task, trace=trace) for task in tasks], self._run.rollout.timeout_s, version)
+
+    def open_next(self) -> None:
+        """At lag 0, before the learner works: open the next round's episodes and encode their images, which needs no
+        newer weights. Not in a deterministic run, which is lock-step."""
+        if self._continuous is None and self._run.rollout.open_ahead and not self._run.deterministic:
+            self._stream.begin(self._iteration + 1)
+            self._opened = self._stream.take(self._batch)
+            self._sampler.open_ahead(self._opened)
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
@@ -170,54 +214,37 @@ class Rollouts(ABC):
             self.dropped["runner_died"] += died
         return result.groups, result
 
-    def _begin(self, iterations_left: int) -> None:
-        """An iteration begins."""
-        self._iteration = self._run.algorithm.iterations - iterations_left - 1
-        self._stream.begin(self._iteration)
-        self._refills_left = self._most_refills
-
     def _add(self, result: RolloutResult) -> list[TrajectoryGroup]:
         """Count what was sampled and put it into the buffer; returns the groups that must be replaced."""
         self._spans += result.spans
-        self.dropped.update(result.dropped)
-        if result.retries:
-            self.dropped["request_retries"] += result.retries
-        if result.lost:
-            self.dropped["group_lost"] += len(result.lost)
-        self._count_failures(result)
-        self._stream.lose(result.lost)
         # Equal rewards have no gradient under estimators that compare them; with others there is no refill.
         replaced = [group for group in result.groups if are_equal(group.rewards)][: self._refills_left]
-        if replaced:
-            self.dropped["no_gradient"] += len(replaced)
+        counts = {"request_retries": result.retries, "group_lost": len(result.lost), "no_gradient": len(replaced)}
+        self.dropped.update(result.dropped)
+        self.dropped.update({reason: count for reason, count in counts.items() if count})
+        self._count_failures(result)
+        self._stream.lose(result.lost)
         self._refills_left -= len(replaced)
         self._stream.done_with(replaced)
         names = {group.group_id for group in replaced}
         self._buffer.add(group for group in result.groups if group.group_id not in names)
         return replaced
 
-    def take_failures(self) -> dict[str, str]:
-        """Why groups were lost since the last call, by their ids."""
-        taken, self._failures = self._failures, {}
-        return taken
-
     def _count_failures(self, result: RolloutResult) -> None:
-        """Raises TooManyFailuresError where too many groups in a row were lost, or most of them, naming the last
-        reason."""
+        """Raises TooManyFailuresError, which names the last reason."""
         self._failures |= result.lost
         self._lost, self._complete = self._lost + len(result.lost), self._complete + len(result.groups)
-        if self._lost >= _MOST_LOST and self._lost > self._complete:
-            raise TooManyFailuresError(
-                f"{self._lost} of {self._lost + self._complete} groups were lost, the last because of: "
-                f"{list(self._failures.values())[-1]}. Repair the environment or the server."
-            )
         self._lost_in_a_row = 0 if result.groups else self._lost_in_a_row + len(result.lost)
-        if self._lost_in_a_row >= self._run.rollout.max_consecutive_failures:
-            raise TooManyFailuresError(
-                f"{self._lost_in_a_row} groups in a row were lost, the last because of: "
-                f"{list(result.lost.values())[-1]}. Repair the environment or the server, or raise "
-                "rollout.max_consecutive_failures."
-            )
+        if self._lost >= _MOST_LOST and self._lost > self._complete:
+            what, advice = f"{self._lost} of {self._lost + self._complete} groups", ""
+        elif self._lost_in_a_row >= self._run.rollout.max_consecutive_failures:
+            what, advice = f"{self._lost_in_a_row} groups in a row", ", or raise rollout.max_consecutive_failures"
+        else:
+            return
+        raise TooManyFailuresError(
+            f"{what} were lost, the last because of: {list(self._failures.values())[-1]}. Repair the environment or "
+            f"the server{advice}."
+        )
 
     def _take(self, count: int, version: int) -> list[TrajectoryGroup]:
         """Groups for the learner, from the buffer; those that are too old are dropped."""
@@ -226,16 +253,28 @@ class Rollouts(ABC):
             self.dropped["too_old"] += len(stale)
         self._stream.done_with([*taken, *stale])
         self.trajectories += sum(len(group) for group in taken)
-        for group in taken:
-            for trajectory in group.trajectories:
-                self.requests_by_replica.update(trajectory.replica_ids)
+        self.requests_by_replica.update(
+            replica for group in taken for trajectory in group.trajectories for replica in trajectory.replica_ids
+        )
         return taken
 
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs.
+    def take_spans(self) -> list[Span]:
+        """The spans of traced groups that have come since the last call: with a lag, those of an earlier iteration."""
+        taken, self._spans = self._spans, []
+        return taken
 
-        Tasks that are under way are sampled anew after a resume: none of their items is lost.
-        """
+    def take_failures(self) -> dict[str, str]:
+        """Why groups were lost since the last call, by their ids."""
+        taken, self._failures = self._failures, {}
+        return taken
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last iteration, of the tasks, and what was dropped since the run began."""
+        dropped = {f"dropped/{reason}": float(count) for reason, count in self.dropped.items()}
+        return self._measured | self._stream.metrics() | dropped
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs. Tasks that are under way are sampled anew after a resume: none is lost."""
         return {
             "tasks": self._stream.state(),
             "trajectories": self.trajectories,
@@ -247,137 +286,18 @@ class Rollouts(ABC):
         """Go back to a saved place in the data, and with `counts` to the saved counts as well."""
         self._stream.restore(state["tasks"])
         self._buffer.clear()
-        self._forget()
+        self._opened = []
+        if self._continuous is not None:
+            self._continuous.clear()
         if counts:
             self.trajectories = int(state["trajectories"])
             self.dropped = Counter(state["dropped"])
             self.requests_by_replica = Counter(state["requests_by_replica"])
 
-    @abstractmethod
-    def _forget(self) -> None:
-        """Forget the tasks that are under way."""
-
-
-class RoundRollouts(Rollouts):
-    """Samples a round, which is then learned from. Lock-step in a deterministic run, refilled groups included."""
-
-    def __init__(self, sampler: Sampler, stream: TaskStream, run: PolicyConfig) -> None:
-        super().__init__(sampler, stream, run)
-        self._opened: list[RolloutTask] | None = None  # tasks whose episodes are being opened
-
-    def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
-        """See `Rollouts`.
-
-        Lost groups are missing from the batch; those without a gradient are replaced in further rounds.
-        """
-        self._begin(iterations_left)
-        self.runner_s = 0.0
-        tasks, self._opened = self._opened or self._stream.take(self._batch), None
-        while tasks:
-            trace = traceparent()
-            self._sampler.give([replace(task, trace=trace) for task in tasks], self._run.rollout.timeout_s, version)
-            result = self._sampler.finish(self.stop_requested)
-            self.runner_s += result.seconds
-            tasks = self._stream.take(len(self._add(result)))
-        return self._take(self._batch, version)
-
-    def open_next(self) -> None:
-        """Open the next round's episodes and encode their images: neither needs the weights that are learned
-        meanwhile."""
-        # Not in a deterministic run, which is lock-step.
-        if not self._run.rollout.open_ahead or self._run.deterministic:
-            return
-        self._stream.begin(self._iteration + 1)
-        self._opened = self._stream.take(self._batch)
-        self._sampler.open_ahead(self._opened)
-
-    def _forget(self) -> None:
-        self._opened = None
-
-
-class ContinuousRollouts(Rollouts):
-    """Keeps the env runners at work and gives the learner groups as they become complete.
-
-    With lag L and B groups per step, at most (L + 1) × B groups are under way or wait while the learner waits, and L ×
-    B while it works: so every group can be learned from before it is too old. Whether the learner waits for one that is
-    late, or steps with the first B complete groups and drops late ones, is `rollout.late_groups`.
-    """
-
-    def __init__(self, sampler: Sampler, stream: TaskStream, run: PolicyConfig, continuous: Sampler) -> None:
-        super().__init__(sampler, stream, run)
-        self._continuous = continuous
-        self._slots = run.rollout.num_env_runners * run.rollout.groups_at_once
-        self._patience_s = 2 * run.rollout.timeout_s
-        self._looked = time.monotonic()
-
-    def next_groups(self, version: int, iterations_left: int) -> list[TrajectoryGroup]:
-        """See `Rollouts`. Exactly `prompts_per_iteration` groups: lost and dropped ones are replaced."""
-        lag, batch = self._run.rollout.max_policy_lag, self._batch
-        self._begin(iterations_left)
-        self._take(0, version)  # drops what the newest step has made too old
-        self._fill(batch * (min(lag, iterations_left) + 1), version)
-        progress, sampled, runner_s = time.monotonic(), 0, 0.0
-        while not self._ready(version):
-            if self.stop_requested():
-                raise RoundAbandonedError("Sampling was stopped.")
-            result = self._continuous.collect(version, STOP_CHECK_S)
-            self._add(result)
-            self._take(0, version)
-            if result.groups or result.lost:
-                progress, sampled = time.monotonic(), sampled + len(result.groups)
-                runner_s += result.seconds
-                self._fill(batch * (min(lag, iterations_left) + 1), version)
-            elif time.monotonic() - progress > self._patience_s:
-                raise SamplingError(
-                    f"No group was completed within {self._patience_s:g} s: see the logs of the env runners, "
-                    "or raise rollout.timeout_s."
-                )
-        taken = self._take(batch, version)
-        # The next groups are sampled with the current weights while the learner works.
-        self._fill(batch * min(lag, iterations_left), version)
-        self._measure(sampled, runner_s)
-        return taken
-
-    def open_next(self) -> None:
-        """Does nothing: the next groups are being sampled."""
-
-    def _ready(self, version: int) -> bool:
-        buffer, running = self._buffer, self._continuous.versions()
-        if not buffer.has_batch(self._batch, version):
-            return False
-        if not running or self._run.rollout.late_groups == "drop":
-            return True
-        if self.crosses_versions:
-            running = []  # these go on with newer weights, so none becomes too old
-        return buffer.batch_leaves_time(self._batch, version, running)
-
-    def _fill(self, limit: int, version: int) -> None:
-        missing = limit - len(self._buffer) - len(self._continuous)
-        if missing > 0:
-            trace = traceparent()
-            tasks = [replace(task, trace=trace) for task in self._stream.take(missing)]
-            self._continuous.give(tasks, self._run.rollout.timeout_s, version)
-
-    def _measure(self, sampled: int, runner_s: float) -> None:
-        now = time.monotonic()
-        elapsed, self._looked = now - self._looked, now
-        self.runner_s = runner_s / max(sampled, 1)
-        self.metrics = {
-            "rollout/utilisation": min(runner_s / max(elapsed * self._slots, 1e-9), 1.0),
-            "rollout/under_way": float(len(self._continuous)),
-            "rollout/waiting": float(len(self._buffer)),
-        }
-
-    def _forget(self) -> None:
-        self._continuous.clear()
-
 
 def make_rollouts(runners: EnvRunners, stream: TaskStream, run: PolicyConfig) -> Rollouts:
-    """The rollouts that the lag asks for."""
     # All may have been on one preemptible node: the autoscaler starts another machine.
     grace_s = max(RESTART_GRACE_S, run.serving.startup_timeout_s if os.environ.get("RL_VLM_AUTOSCALING") else 0.0)
-    sampler = Sampler(runners, sharded=True, grace_s=grace_s)
-    if run.rollout.max_policy_lag == 0:
-        return RoundRollouts(sampler, stream, run)
     places = run.rollout.groups_at_once + 1  # see VLMEnvRunner.concurrent_calls
-    return ContinuousRollouts(sampler, stream, run, Sampler(runners, sharded=False, places=places, grace_s=grace_s))
+    ahead = Sampler(runners, sharded=False, places=places, grace_s=grace_s) if run.rollout.max_policy_lag else None
+    return Rollouts(Sampler(runners, sharded=True, grace_s=grace_s), stream, run, ahead)

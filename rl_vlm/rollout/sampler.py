@@ -1,78 +1,78 @@
-"""The driver's side of sampling: it sends tasks to env runners, takes their groups, and replaces runners that die or
-hang."""
+"""The driver's side of sampling: sends tasks to env runners, takes their groups, replaces runners that die or hang."""
 
 from __future__ import annotations
 
 import heapq
-import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
 from rl_vlm.types import RLVLMError
 
-_PROBE_WAIT_S = 1.0  # a probe waits for the runners that do not answer yet
+STOP_CHECK_S = 0.5  # how often a wait checks whether the user wants to stop
+RESTART_GRACE_S = 120.0  # the longest time that a process takes to come back on a machine that is there
+_PAUSE_S = 0.2  # between looks while no runner is up
+_PROBE_EVERY_S = 2.0
+_PROBE_WAIT_S = 1.0  # how long a probe waits for runners that do not answer yet
+
+
+class SamplingError(RLVLMError):
+    """No env runner is left, or no group was completed for too long."""
+
+
+class RoundAbandonedError(RLVLMError):
+    """The user asked to stop while groups were being sampled."""
 
 
 class EnvRunners:
-    """The env runners: which are up, and how often they died. A death is counted once, however many calls fail with it.
-
-    Args:
-        group: actors that Ray restarts when they die.
-    """
+    """The env runners. A death is counted once, however many calls fail with it."""
 
     def __init__(self, group: EnvRunnerGroup) -> None:
-        self._group = group
-        # Runners that died or were killed and have not come back; their deaths are counted.
-        self._down: set[int] = set()
+        self._manager = group._worker_manager  # of actors that Ray restarts when they die
+        self._down: set[int] = set()  # their deaths are counted, and they have not come back
         self._deaths = 0  # not yet reported
-        self._lives: Counter[int] = Counter()
+        self.lives: Counter[int] = Counter()  # how often each runner died or was killed
         self._probed = 0.0
-        self.restarts = 0
 
     @property
-    def _manager(self) -> Any:
-        return self._group._worker_manager
+    def restarts(self) -> int:
+        """How often runners died or were killed."""
+        return self.lives.total()
 
-    def actor(self, runner: int) -> Any:
-        """The handle of a runner."""
+    def actor(self, runner: int) -> ray.actor.ActorHandle:
         return self._manager.actors()[runner]
-
-    def all(self) -> list[int]:
-        """The ids of all runners."""
-        return list(self._manager.actor_ids())
 
     def healthy(self) -> list[int]:
         """The ids of the runners that are up as far as is known."""
         return list(self._manager.healthy_actor_ids())
 
-    def life(self, runner: int) -> int:
-        """How often this runner has died: what a call to an earlier life says about health is out of date."""
-        return self._lives[runner]
+    def usable(self) -> list[int]:
+        """The ids of the runners that tasks are divided among: all of them while none is up."""
+        return self.healthy() or list(self._manager.actor_ids())
 
     def lost(self, runner: int) -> None:
         """Count a runner that died, until it is back."""
-        self._manager.set_actor_state(runner, healthy=False)
         if runner not in self._down:
-            self._down.add(runner)
-            self._lives[runner] += 1
             self._deaths += 1
-            self.restarts += 1
+            self.lives[runner] += 1
+        self._mark_down(runner)
 
     def restart(self, runner: int) -> None:
         """Kill a runner in which an environment hangs; Ray starts it again."""
         ray.kill(self.actor(runner), no_restart=False)
+        self.lives[runner] += 1
+        self._mark_down(runner)
+
+    def _mark_down(self, runner: int) -> None:
         self._manager.set_actor_state(runner, healthy=False)
         self._down.add(runner)
-        self._lives[runner] += 1
-        self.restarts += 1
 
     def probe(self, at_most_every_s: float = 0.0) -> None:
         """Look whether runners that are down are back, including those that RLlib has marked."""
@@ -89,60 +89,40 @@ class EnvRunners:
         return deaths
 
     def _unhealthy(self) -> set[int]:
-        return set(self.all()) - set(self.healthy())
+        return set(self._manager.actor_ids()) - set(self._manager.healthy_actor_ids())
 
 
-# Each call of a runner holds a shard of a round (`sharded`) or a single task, whose group is then there when it is
-# complete and not when its round is. An env runner answers several calls at once in threads of its actor
-# (`VLMEnvRunner.concurrent_calls`); further calls wait in Ray's queue in the runner's process. So a runner has work
-# while the driver is busy with the learner. A call that fails names the groups that are lost with it, and no result
-# can arrive twice.
-
-logger = logging.getLogger(__name__)
-
-STOP_CHECK_S = 0.5  # how often a wait checks whether the user wants to stop
-RESTART_GRACE_S = 120.0  # how long a process takes to come back at most, on a machine that is there
-_PAUSE_S = 0.2  # between looks while no runner is up
-_PROBE_EVERY_S = 2.0
-
-
-class SamplingError(RLVLMError):
-    """No env runner is left, or no group was completed for too long."""
-
-
-class RoundAbandonedError(RLVLMError):
-    """The user asked to stop while groups were being sampled."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
-    """Tasks that one call samples, when they are lost (on the clock of `Sampler._waited_s`; None before they run), and
-    who runs them."""
+    """Tasks that one call samples. At `due`, on the clock of `Sampler._waited_s`, they are lost; None before they
+    run."""
 
-    tasks: list[RolloutTask]
-    timeout_s: float
+    tasks: list[RolloutTask]  # none where episodes are opened ahead
+    timeout_s: float = 0.0
     due: float | None = None
     runner: int = 0
     life: int = 0
 
     def lost(self, why: str, count_as: str = "") -> RolloutResult:
         """The result of a call that will never have one."""
-        dropped = {count_as: len(self.tasks)} if count_as else {}
+        dropped = {count_as: len(self.tasks)} if count_as and self.tasks else {}
         return RolloutResult(lost={task.group_id: why for task in self.tasks}, dropped=dropped)
 
 
 class Sampler:
     """Samples tasks on the env runners.
 
-    Only time in `collect` and `finish` counts towards a call's deadline, as the driver may have been busy with other
-    work, and only from when a runner has a place for the call. An answer from an earlier life of a runner says nothing
-    about its health now.
+    A call holds a runner's shard of a round (`sharded`), or a single task, whose group then does not wait for its
+    round. A runner answers several calls at once in threads of its actor (`VLMEnvRunner.concurrent_calls`); further
+    calls wait in Ray's queue in its process, so it has work while the driver is busy with the learner. A call that
+    fails names the groups that are lost with it, and no result can arrive twice.
+
+    A call's deadline counts only the time that the driver spends waiting here, from when a runner has a place for the
+    call. An answer from an earlier life of a runner says nothing about its health now.
 
     Args:
-        runners: the env runners.
-        sharded: give each runner its share of the tasks in one call; otherwise each task is a call, and the idlest
-        runner gets it.
-        places: calls that a runner answers at once; it takes them in the order in which they were sent.
+        sharded: give each runner its share of the tasks in one call; otherwise the idlest runner gets each task.
+        places: calls that a runner answers at once, in the order in which they were sent.
         grace_s: how long to wait for a first runner to come back when all have died.
     """
 
@@ -151,11 +131,10 @@ class Sampler:
         self._sharded, self._places, self._grace_s = sharded, places, grace_s
         self._open: dict[ray.ObjectRef, _Call] = {}
         self._waiting: list[_Call] = []  # without a runner
-        self._opening: list[tuple[int, ray.ObjectRef]] = []  # runners that open episodes ahead
         self._waited_s = self._none_up_s = 0.0
 
     def __len__(self) -> int:
-        return sum(len(call.tasks) for call in (*self._open.values(), *self._waiting))
+        return len(self.versions())
 
     def versions(self) -> list[int]:
         """Of each task under way, the oldest version that may sample it."""
@@ -163,7 +142,6 @@ class Sampler:
 
     def give(self, tasks: Sequence[RolloutTask], timeout_s: float, version: int | None = None) -> None:
         """Send tasks to the runners; each is sampled by `version` (None: its own) or a newer one. Returns at once."""
-        self._check_openings()
         self.runners.probe(_PROBE_EVERY_S)
         shards = self._shards(tasks) if self._sharded else [[task] for task in tasks]
         self._waiting += [_Call(shard, timeout_s) for shard in shards]
@@ -171,11 +149,9 @@ class Sampler:
 
     def open_ahead(self, tasks: Sequence[RolloutTask]) -> None:
         """Let the runners open the episodes of tasks that will be given next. Returns at once."""
-        runners = self.runners.healthy() or self.runners.all()
-        self._opening = [
-            (runner, self.runners.actor(runner).open_ahead.remote(tasks=shard))
-            for runner, shard in zip(runners, self._shards(tasks), strict=False)
-        ]
+        for runner, shard in zip(self.runners.usable(), self._shards(tasks), strict=False):
+            ref = self.runners.actor(runner).open_ahead.remote(tasks=shard)
+            self._open[ref] = _Call([], runner=runner, life=self.runners.lives[runner])
 
     def clear(self) -> None:
         """Forget all tasks. Calls that run go on, and nobody looks at what they return."""
@@ -184,17 +160,12 @@ class Sampler:
 
     def collect(self, version: int, wait_s: float) -> RolloutResult:
         """What has become complete, waiting up to `wait_s` for a first answer. Tasks of runners that died are sent
-        anew, for `version`. Raises SamplingError when all runners are gone and none comes back.
-        """
+        anew, for `version`. Raises SamplingError when all runners are gone and none comes back."""
         return merged(self._answers(version, wait_s), sum)
 
     def finish(self, stop_requested: Callable[[], bool] = lambda: False) -> RolloutResult:
-        """Wait for all tasks.
-
-        The groups are sorted by their ids, whatever the order in which they arrived; seconds are the slowest runner's.
-
-        Raises SamplingError, and RoundAbandonedError once `stop_requested()` is true; nothing is under way then.
-        """
+        """Wait for all tasks; the result's seconds are the slowest call's. Raises SamplingError, and
+        RoundAbandonedError once `stop_requested()` is true; nothing is under way then."""
         answers: list[RolloutResult] = []
         try:
             while len(self):
@@ -209,12 +180,12 @@ class Sampler:
         started = time.monotonic()
         self.runners.probe(_PROBE_EVERY_S)
         self._send(version)
-        self._start_clocks()
+        self._place()
         answers: list[RolloutResult] = []
         if self._open:
-            dues = (call.due for call in self._open.values() if call.due is not None)
-            wait_s = min(wait_s, max(min(dues, default=wait_s) - self._waited_s, 0.0))
-            answers += [self._answer(ref, self._open.pop(ref)) for ref in _complete(list(self._open), wait_s)]
+            due = min((call.due for call in self._open.values() if call.due is not None), default=math.inf)
+            ready = _complete(list(self._open), max(min(wait_s, due - self._waited_s), 0.0))
+            answers += [self._answer(ref, self._open.pop(ref)) for ref in ready]
         elif self._waiting:
             time.sleep(_PAUSE_S)
         self._waited_s += time.monotonic() - started
@@ -228,34 +199,34 @@ class Sampler:
 
     def _shards(self, tasks: Sequence[RolloutTask]) -> list[list[RolloutTask]]:
         """Tasks dealt to the runners in turn, so that a task's place decides its runner."""
-        count = min(len(self.runners.healthy() or self.runners.all()), len(tasks))
+        count = min(len(self.runners.usable()), len(tasks))
         return [list(tasks[k::count]) for k in range(count)]
 
     def _send(self, version: int | None) -> None:
         healthy = self.runners.healthy()
-        if not healthy or not self._waiting:
+        if not healthy:
             return
-        load = Counter(call.runner for call in self._open.values())
+        load = Counter(call.runner for call in self._open.values() if call.tasks)
         least = [(load[runner], runner) for runner in healthy]  # a heap: there may be thousands of both
         heapq.heapify(least)
         for call in self._waiting:
-            busy, runner = least[0]
-            heapq.heapreplace(least, (busy + 1, runner))
-            tasks = call.tasks if version is None else [replace(task, min_version=version) for task in call.tasks]
-            ref = self.runners.actor(runner).sample.remote(tasks=tasks)
-            self._open[ref] = replace(call, tasks=tasks, runner=runner, life=self.runners.life(runner))
+            busy, call.runner = least[0]
+            heapq.heapreplace(least, (busy + 1, call.runner))
+            call.life = self.runners.lives[call.runner]
+            if version is not None:
+                call.tasks = [replace(task, min_version=version) for task in call.tasks]
+            self._open[self.runners.actor(call.runner).sample.remote(tasks=call.tasks)] = call
         self._waiting.clear()
 
     def _answer(self, ref: ray.ObjectRef, call: _Call) -> RolloutResult:
         try:
-            result: RolloutResult = ray.get(ref, timeout=30)
-        except RayTaskError as error:
-            # The runner itself is alive: its code failed outside of any episode.
+            result: RolloutResult = ray.get(ref, timeout=30) or RolloutResult()  # None: episodes were opened
+        except RayTaskError as error:  # the runner is alive: its code failed outside of any episode
             return call.lost(str(error.cause), "runner_error")
-        except (RayActorError, GetTimeoutError, RayError):
+        except RayError:  # the runner is gone, or does not hand over what it has
             if self._is_current(call):
                 self.runners.lost(call.runner)
-            self._waiting.append(call)
+            self._waiting += [call] if call.tasks else []
             return RolloutResult()
         if result.needs_restart and self._is_current(call):
             self.runners.restart(call.runner)
@@ -263,74 +234,39 @@ class Sampler:
 
     def _is_current(self, call: _Call) -> bool:
         """Whether the runner that got this call has not died since."""
-        return call.life == self.runners.life(call.runner)
+        return call.life == self.runners.lives[call.runner]
 
-    def _placed(self) -> list[ray.ObjectRef]:
-        """The calls that have one of their runner's places."""
+    def _place(self) -> set[ray.ObjectRef]:
+        """The calls that have one of their runner's places; their clocks run. One that is sent anew keeps its
+        deadline."""
         ahead: Counter[int] = Counter()
-        placed = []
+        placed = set()
         for ref, call in self._open.items():
-            if ahead[call.runner] < self._places:
-                placed.append(ref)
-            ahead[call.runner] += 1
+            if call.tasks and ahead[call.runner] < self._places:
+                placed.add(ref)
+                if call.due is None:
+                    call.due = self._waited_s + call.timeout_s
+            ahead[call.runner] += bool(call.tasks)
         return placed
 
-    def _start_clocks(self) -> None:
-        """A call that is sent anew keeps its own deadline."""
-        for ref in self._placed():
-            call = self._open[ref]
-            if call.due is None:
-                self._open[ref] = replace(call, due=self._waited_s + call.timeout_s)
-
     def _expire(self) -> list[RolloutResult]:
-        """Tasks whose deadline has passed are lost.
-
-        Runners where they had a place are restarted: their other calls are sent anew.
-        """
+        """Tasks whose deadline has passed are lost. Runners where they had a place are restarted: their other calls are
+        sent anew."""
         count_as = "round_timeout" if self._sharded else "group_timeout"
         expired = []
-        placed = set(self._placed())
-        for ref, call in [(ref, call) for ref, call in self._open.items() if self._is_late(call)]:
-            del self._open[ref]
-            expired.append(call.lost(f"no result within {call.timeout_s:g} s", count_as))
-            if ref in placed and self._is_current(call):
-                self.runners.restart(call.runner)
-        for call in [call for call in self._waiting if self._is_late(call)]:
-            self._waiting.remove(call)
-            expired.append(call.lost("its env runner died"))
+        placed = self._place()
+        for ref, call in list(self._open.items()):
+            if self._is_late(call):
+                del self._open[ref]
+                expired.append(call.lost(f"no result within {call.timeout_s:g} s", count_as))
+                if ref in placed and self._is_current(call):
+                    self.runners.restart(call.runner)
+        expired += [call.lost("its env runner died") for call in self._waiting if self._is_late(call)]
+        self._waiting = [call for call in self._waiting if not self._is_late(call)]
         return expired
 
     def _is_late(self, call: _Call) -> bool:
         return call.due is not None and call.due <= self._waited_s
-
-    def _check_openings(self) -> None:
-        """Count runners that died while they opened episodes: they may be back already, and then their next call
-        succeeds."""
-        for runner, ref in self._opening:
-            if ray.wait([ref], timeout=0)[0]:
-                try:
-                    ray.get(ref, timeout=30)
-                except RayTaskError as error:
-                    logger.debug("runner %d could not open episodes ahead: %s", runner, error)
-                except (RayActorError, GetTimeoutError, RayError):
-                    self.runners.lost(runner)
-        self._opening = []
-
-
-def merged(results: Sequence[RolloutResult], timing: Callable[[Iterable[float]], float]) -> RolloutResult:
-    """Several results as one; `timing` combines the seconds of the calls."""
-    whole, dropped = RolloutResult(), Counter[str]()
-    for result in results:
-        whole.groups += result.groups
-        whole.lost |= result.lost
-        whole.retries += result.retries
-        whole.spans += result.spans
-        dropped.update(result.dropped)
-    whole.dropped = dict(dropped)
-    whole.seconds = timing(result.seconds for result in results)
-    # Arrival order must not matter: group ids sort in the order in which the driver made them.
-    whole.groups.sort(key=lambda group: group.group_id)
-    return whole
 
 
 def _complete(calls: list[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:

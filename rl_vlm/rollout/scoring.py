@@ -1,12 +1,11 @@
-"""Parts of the reward that are computed when a group is complete, from all its answers. Users register more.
+"""Parts of the reward that are computed when a group is complete, from all its answers. Users register more:
 
     @register_reward_part("brief")
     def brief(answered):
         return [-float(len(answers[-1].split())) for answers in answered.answers]
 
 `env.reward.weights: {env: 1.0, brief: 0.01}` then adds the weighted value to each episode's last turn. A function that
-waits for something (the judge of judge.py, say, which asks through `answered.policy`) is `async def`: the groups of a
-worker wait side by side.
+waits for something, as the judge below does, is `async def`: the groups of a worker wait side by side.
 """
 
 from __future__ import annotations
@@ -48,11 +47,8 @@ from rl_vlm.waiting import all_or_none
 
 @dataclass(frozen=True, slots=True)
 class AnsweredGroup:
-    """What a part sees: a complete group of G trajectories, with the environment's own rewards.
-
-    answers: the text of each turn, per trajectory. policy, text: the served model and its tokenizer; a request with
-    `min_version` -1 is answered by the base model.
-    """
+    """What a part sees: a complete group with the environment's own rewards, and `answers`, the text of each turn, per
+    trajectory. A request to `policy` with `min_version` -1 is answered by the base model."""
 
     group: TrajectoryGroup
     answers: tuple[tuple[str, ...], ...]
@@ -63,13 +59,13 @@ class AnsweredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One number per trajectory, and notes that are added to each trajectory's `info`."""
+    """One number per trajectory, and notes that are added to its `info`."""
 
     values: Sequence[float]
     notes: Sequence[Mapping[str, float]]
 
 
-Paid = Sequence[float] | Noted  # one number per trajectory, perhaps with notes
+Paid = Sequence[float] | Noted
 RewardPart = Callable[[AnsweredGroup], Paid | Awaitable[Paid]]
 
 REWARD_PARTS: Registry[RewardPart] = Registry("env.reward.weights")
@@ -78,8 +74,7 @@ register_reward_part = REWARD_PARTS.register
 
 @register_reward_part("format")
 def format_share(answered: AnsweredGroup) -> list[float]:
-    """The share of an episode's turns that are well-formed: not cut off, and not `well_formed: False` in the
-    environment's info."""
+    """The share of turns that are well-formed: not cut off, and not `well_formed: False` in the environment's info."""
     return [float(np.mean([turn.well_formed for turn in one.turns])) for one in answered.group.trajectories]
 
 
@@ -92,11 +87,8 @@ def tokens_over_budget(answered: AnsweredGroup) -> list[float]:
 
 @register_reward_part("relative_length")
 def relative_length(answered: AnsweredGroup) -> list[float]:
-    """The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3), from the lengths of the whole group.
-
-    λ = 0.5 - (length - shortest) / (longest - shortest) for a correct answer, min(0, λ) for a wrong one; 0 where all
-    are equally long.
-    """
+    """The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3) over the whole group: λ = 0.5 - (length -
+    shortest) / (longest - shortest) for a correct answer, min(0, λ) for a wrong one; 0 where all are equally long."""
     lengths = np.array([one.num_sampled for one in answered.group.trajectories], dtype=np.float64)
     spread = np.ptp(lengths)
     if not spread:
@@ -105,13 +97,6 @@ def relative_length(answered: AnsweredGroup) -> list[float]:
     correct = np.array([one.correct for one in answered.group.trajectories])
     return [float(value) for value in np.where(correct, values, np.minimum(values, 0))]
 
-
-# The reward part `judge`: a model compares each answer with a reference, in both orders.
-#
-# By default the judge is the base model of the very replicas that serve the policy, so one system is policy and judge.
-# An answer that is preferred in both orders wins (1), one that is preferred in neither loses (0), and where the orders
-# contradict each other the judge has looked at the place and not at the text (0.5). Answers that are malformed or speak
-# to the judge lose without a question.
 
 CHOICES = ("1", "2")
 _DIGIT = re.compile(r"(?<![\w.])[12](?![\w.]*\w)")
@@ -125,11 +110,8 @@ async def compare(
     answer: str,
     reference: str,
 ) -> tuple[float, dict[str, float]]:
-    """Ask in both orders; `gate` bounds the questions that are open at once.
-
-    Returns the answer's value, which is the mean probability of its choice where the judge gives it, and notes. Raises
-    EndpointError where the judge gives no reply in time.
-    """
+    """Ask in both orders, within `gate`. Returns the answer's value, which is the mean probability of its choice where
+    the judge gives it, and notes."""
     ours, theirs = (quoted(text, settings.max_chars) for text in (answer, reference))
     if ours == theirs:
         return 0.5, _notes(0.5)
@@ -171,17 +153,20 @@ def _notes(win: float, shown_first: Sequence[float] = (), tokens: int = 0) -> di
 
 
 def _preference(text: str) -> float:
-    """1 if the reply's last line names the text that was shown first, 0 for the second, 0.5 where it names neither or
-    both."""
+    """1 if the reply's last line names the text shown first, 0 for the second, 0.5 where it names neither or both."""
     named = set(_DIGIT.findall(text.strip().rpartition("\n")[2]))
     return float(named == {"1"}) if len(named) == 1 else 0.5
 
 
 @register_reward_part("judge")
 async def judge(answered: AnsweredGroup) -> Noted:
-    """See the module.
+    """A model compares each answer with a reference, in both orders. By default it is the base model of the very
+    replicas that serve the policy.
 
-    Raises UserInputError without a reference, EndpointError where the judge gives no reply in time.
+    An answer that is preferred in both orders wins (1), one that is preferred in neither loses (0), and where the
+    orders contradict each other the judge has looked at the place and not at the text (0.5). Answers that are malformed
+    or speak to the judge lose without a question. Raises UserInputError without a reference, EndpointError where the
+    judge gives no reply in time.
     """
     settings, members = answered.reward_settings.judge, answered.group.trajectories
     started = time.monotonic()
@@ -195,7 +180,9 @@ async def judge(answered: AnsweredGroup) -> Noted:
     if asked:
         reference, cost = await _reference(answered)
         gate = _gate_of(settings, asyncio.get_running_loop())
-        async with _endpoint_of(answered).open() as ask:
+        elsewhere = settings.endpoint
+        endpoint = ServedEndpoint(answered.policy, answered.text) if elsewhere is None else _http_endpoint(elsewhere)
+        async with endpoint.open() as ask:
             opinions = await all_or_none(
                 [compare(ask, settings, gate, members[place].images, texts[place], reference) for place in asked]
             )
@@ -247,11 +234,6 @@ async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) 
     return without_thoughts(codec.decode(said)), len(completion.prompt_ids) + len(said)
 
 
-def _endpoint_of(answered: AnsweredGroup) -> Endpoint:
-    elsewhere = answered.reward_settings.judge.endpoint
-    return ServedEndpoint(answered.policy, answered.text) if elsewhere is None else _http_endpoint(elsewhere)
-
-
 @lru_cache(maxsize=16)
 def _http_endpoint(settings: EndpointSection) -> Endpoint:
     """One for all groups: it remembers how the server wants choices to be enforced."""
@@ -263,7 +245,7 @@ def _http_endpoint(settings: EndpointSection) -> Endpoint:
 @lru_cache(maxsize=16)
 def _gate_of(settings: JudgeSection, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
     """One for all groups of a worker, whose loop it is."""
-    elsewhere = settings.endpoint.max_in_flight if settings.endpoint is not None else None
+    elsewhere = settings.endpoint and settings.endpoint.max_in_flight
     return asyncio.Semaphore(min(settings.max_in_flight, elsewhere or settings.max_in_flight))
 
 
@@ -275,10 +257,9 @@ async def score_group(
 ) -> TrajectoryGroup:
     """The group with the rewards that `settings` ask for; without weights, as it is.
 
-    A part of the environment (`info["reward_parts"]`) is paid at its turn and wins over a registered one of the same
-    name; a registered part is paid at the last turn. What was correct stays so: it is noted before weights change the
-    rewards. Raises GroupFailedError where a part is missing from an episode that has ended by itself, fails, or is not
-    a finite number.
+    A part of the environment (`info["reward_parts"]`) is rewarded at its turn and wins over a registered one of the
+    same name, which is rewarded at the last turn. Raises GroupFailedError where a part is missing from an episode that
+    has ended by itself, fails, or is not a finite number.
     """
     if not settings.weights:
         return group
@@ -290,17 +271,13 @@ async def score_group(
     )
     answered = AnsweredGroup(group, answers, settings, policy, text)
     paid = {name: await _paid(name, answered) for name in names if name in REWARD_PARTS.names()}
-    scored = [
-        _weighted(
-            replace(
-                one,
-                info={**one.info, **{key: note for found in paid.values() for key, note in found.notes[place].items()}},
-            ),
-            settings,
-            {name: found.values[place] for name, found in paid.items()},
-        )
-        for place, one in enumerate(group.trajectories)
-    ]
+    scored = []
+    for place, one in enumerate(group.trajectories):
+        info = dict(one.info)
+        for found in paid.values():
+            info |= found.notes[place]
+        at_the_end = {name: found.values[place] for name, found in paid.items()}
+        scored.append(_weighted(replace(one, info=info), settings, at_the_end))
     return replace(group, trajectories=scored)
 
 
@@ -341,5 +318,5 @@ def _weighted(one: Trajectory, settings: RewardSection, at_the_end: dict[str, fl
             f"env.reward.weights names {', '.join(sorted(missing))}, and the parts here are {', '.join(known)}: "
             "correct the name, or let the environment give it in info['reward_parts'].",
         )
-    # Without the environment's word the reward of 1 is what is correct, and weights change the reward.
+    # Noted before weights change the reward, which says what is correct where the environment does not.
     return replace(one, turns=tuple(turns), info={**one.info, "correct": one.correct})

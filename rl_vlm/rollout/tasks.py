@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -22,11 +22,10 @@ class RolloutTask:
     """Sample one group: `size` episodes of task instance `index`.
 
     `seed` seeds the environments (the same for all copies); `sampling_seed` is hashed with sample and turn for the
-    policy's randomness. `min_version` is the oldest policy version that may answer. `variant` names a set of
-    environment arguments that the runner knows from the configuration, `env` one environment of a mixture, and
-    `arguments` are what the curriculum changes in its arguments at `stage`. `trace` is the span that asks for the group
-    (see tracing.py). `view` says what the policy sees: the true images, blank ones in every turn, or in the first turn
-    those of item `other_index`.
+    policy's randomness. `variant` names a set of environment arguments of the configuration, `env` one environment of a
+    mixture, and `arguments` are what the curriculum changes at `stage`. `trace` is the span that asks for the group.
+    `view` says what the policy sees: the true images, blank ones in every turn, or in the first turn those of item
+    `other_index`.
     """
 
     group_id: str
@@ -36,7 +35,7 @@ class RolloutTask:
     sampling_seed: int
     size: int
     temperature: float
-    min_version: int
+    min_version: int  # the oldest policy version that may answer
     variant: str = ""
     top_p: float = 1.0  # training samples from the whole distribution; `rl-vlm rollout` may restrict it
     top_k: int = 0  # 0: off
@@ -62,16 +61,26 @@ class RolloutResult:
     spans: list[Span] = field(default_factory=list)  # of tasks that are traced
 
 
+def merged(results: Sequence[RolloutResult], timing: Callable[[Iterable[float]], float]) -> RolloutResult:
+    """Several results as one, whatever the order in which they arrived; `timing` combines the seconds of the calls."""
+    whole, dropped = RolloutResult(), Counter[str]()
+    for result in results:
+        whole.groups += result.groups
+        whole.lost |= result.lost
+        whole.retries += result.retries
+        whole.spans += result.spans
+        dropped.update(result.dropped)
+    whole.dropped = dict(dropped)
+    whole.seconds = timing(result.seconds for result in results)
+    whole.groups.sort(key=lambda group: group.group_id)  # the order in which the driver made them
+    return whole
+
+
 _ENDLESS = 2**31 - 1
 
 
 class DataCursor:
-    """Draws the indices of a split in a new order each epoch.
-
-    Args:
-        num_items: size of the split, or None when items are made without end from their index.
-        seed: of the orders.
-    """
+    """Draws the indices of a split in a new order each epoch; without `num_items` they have no end."""
 
     def __init__(self, num_items: int | None, seed: int) -> None:
         if num_items is not None and num_items < 1:
@@ -84,7 +93,6 @@ class DataCursor:
         return np.random.default_rng([self._seed, self._epoch]).permutation(self._num_items or 0)
 
     def take(self, count: int) -> list[int]:
-        """The next indices."""
         taken: list[int] = []
         while len(taken) < count:
             if self._num_items is None:
@@ -99,7 +107,6 @@ class DataCursor:
         return taken
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs."""
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -113,26 +120,24 @@ class DataCursor:
         self._order = self._shuffled()
 
 
-# Recent solve rates of tasks, and draws of tasks by them: those near one half first, because they have a gradient.
-#
-# With n episodes of a task of which s were solved, and a prior of m episodes of which half were, its rate is
-# p = (s + m / 2) / (n + m) and its weight floor + (1 - floor) · 4 p (1 - p): 1 at one half, `floor` where all or none
-# is solved. The variance p (1 - p) of a 0/1 reward is what a group's advantages are made of (prioritised sampling by
-# it: SPEED-RL, arXiv 2506.09016). Older episodes count less: half after a half-life of episodes of the same task.
-
 _PRIOR, _FLOOR, _HALF_LIFE = 2.0, 0.1, 64.0
 # Tasks whose episodes are remembered; of more, those without episodes for the longest time are forgotten.
 _MAX_KNOWN = 65_536
 
 
 class SolveRates:
-    """The recent solve rates of tasks by key; a key without episodes has the rate of the prior, one half."""
+    """The recent solve rates of tasks by key, and their weights in draws: tasks near one half come first.
+
+    With n episodes of a task of which s were solved, and a prior of m episodes of which half were, its rate is
+    p = (s + m / 2) / (n + m) and its weight floor + (1 - floor) · 4 p (1 - p): 1 at one half, `floor` where all or none
+    is solved. The variance p (1 - p) of a 0/1 reward is what a group's advantages are made of (prioritised sampling by
+    it: SPEED-RL, arXiv 2506.09016). Older episodes count less: half after a half-life of episodes of the same task.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[float, float]] = {}  # key -> (episodes, solved), both faded; least recent first
 
     def observe(self, key: str, episodes: int, solved: int) -> None:
-        """Add the episodes of one group."""
         before, solved_before = self._counts.pop(key, (0.0, 0.0))
         fade = 0.5 ** (episodes / _HALF_LIFE)
         self._counts[key] = before * fade + episodes, solved_before * fade + solved
@@ -140,11 +145,10 @@ class SolveRates:
             del self._counts[next(iter(self._counts))]
 
     def known(self) -> list[str]:
-        """The keys that were tried."""
         return list(self._counts)
 
     def rate(self, key: str) -> float:
-        """The recent solve rate."""
+        """The recent solve rate; of a key without episodes one half."""
         episodes, solved = self._counts.get(key, (0.0, 0.0))
         return (solved + _PRIOR / 2) / (episodes + _PRIOR)
 
@@ -154,15 +158,12 @@ class SolveRates:
         return _FLOOR + (1 - _FLOOR) * 4 * rate * (1 - rate)
 
     def forget(self) -> None:
-        """Forget all episodes."""
         self._counts.clear()
 
     def state(self) -> list[list[Any]]:
-        """What `restore` needs, in JSON's types."""
         return [[key, *counts] for key, counts in self._counts.items()]
 
     def restore(self, state: list[list[Any]]) -> None:
-        """Go back to a saved state."""
         self._counts = {str(key): (float(episodes), float(solved)) for key, episodes, solved in state}
 
 
@@ -170,11 +171,7 @@ class SolveRateItems:
     """Draws indices of a split by the weights of their solve rates, with replacement.
 
     An index that was never sampled has the largest weight, so a split that is larger than the run is mostly seen once;
-    nothing starves. Works in the number of known indices, not in the size of the split.
-
-    Args:
-        num_items: size of the split.
-        seed: of the draws.
+    nothing starves. The time depends on the number of known indices, not on the size of the split.
     """
 
     def __init__(self, num_items: int, seed: int) -> None:
@@ -183,7 +180,6 @@ class SolveRateItems:
         self._drawn = 0
 
     def take(self, count: int) -> list[int]:
-        """The next indices."""
         known = [int(key) for key in self.rates.known()]
         weights = np.array([self.rates.weight(str(index)) for index in known])
         unknown = (self._num_items - len(known)) * self.rates.weight("")
@@ -205,14 +201,11 @@ class SolveRateItems:
         return rest[int(rng.integers(len(rest)))]
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs."""
         return {"drawn": self._drawn, "rates": self.rates.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state.
-
-        Raises UserInputError when the data have become fewer than the items that it knows.
-        """
+        """Go back to a saved state. Raises UserInputError when the data have become fewer than the items that it
+        knows."""
         last = max((int(key) for key, *_ in state["rates"]), default=-1)
         if last >= self._num_items:
             raise UserInputError(
@@ -225,11 +218,7 @@ class SolveRateItems:
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One task instance of the training split: its index there, and the seed of its environments, the same whenever it
-    comes.
-
-    `env` is the environment's name in a mixture; `arguments` change its arguments, as the curriculum's `stage` says.
-    """
+    """One task instance of the training split; `seed` is that of its environments, the same whenever it comes."""
 
     index: int
     seed: int
@@ -240,19 +229,12 @@ class TaskItem:
 
 class Mixture:
     """Takes tasks from environments in turn, so that after any number of tasks each has had its share to within one
-    task.
+    task. A run with one environment, which has the empty name, is a mixture of one.
 
-    A run with one environment is a mixture of one. In each turn every environment earns its share of the weights; the
-    one with the largest balance is taken and pays one ("smooth weighted round robin", as in nginx). So a small batch
-    holds all environments, and nothing is drawn that a resume must repeat. By solve rate an environment's
-    weight is multiplied by that of its recent solve rate, and its items are drawn likewise; items that are made without
-    end are not drawn twice, so they have no rate.
-
-    Args:
-        weights: weight of each environment by name; a single one has the empty name.
-        sizes: size of each training split; None for items without end.
-        seed: of orders, draws and environments.
-        by_rate: draw them by solve rate.
+    In each turn every environment earns its share of the weights; the one with the largest balance is taken and pays
+    one ("smooth weighted round robin", as in nginx). So a small batch holds all environments, and nothing is drawn that
+    a resume must repeat. With `by_rate` an environment's weight is multiplied by that of its recent solve rate, and its
+    items are drawn likewise; items without end (size None) are not drawn twice, so they have no rate.
     """
 
     def __init__(self, weights: Mapping[str, float], sizes: Mapping[str, int | None], seed: int, by_rate: bool) -> None:
@@ -265,17 +247,13 @@ class Mixture:
         for place, name in enumerate(weights):
             self._seeds[name] = own = derive_seed(seed, 20, place) if name else seed
             size = sizes[name]
-            if self._by_rate and size is not None and size > 0:
-                self._items[name] = SolveRateItems(size, own)
-            else:
-                self._items[name] = DataCursor(size, own)
+            self._items[name] = SolveRateItems(size, own) if by_rate and size else DataCursor(size, own)
         self._taken: Counter[str] = Counter()
 
     def begin(self, iteration: int) -> None:
         """Tasks that are taken from now on are for the learner after `iteration` steps."""
 
     def take(self, count: int) -> list[TaskItem]:
-        """The next `count` tasks."""
         order = [self._next_name() for _ in range(count)]
         self._taken.update(order)
         drawn = {name: iter(self._draw(name, number)) for name, number in Counter(order).items()}
@@ -308,8 +286,8 @@ class Mixture:
             self._observe_item(group.env, group.index, len(group), solved)
 
     def lose(self, tasks: Sequence[RolloutTask]) -> None:
-        """Groups of these tasks were lost after all attempts: it counts as if none of their episodes was solved, since
-        nothing can be learned from an item that cannot be played."""
+        """These tasks were lost after all attempts. It counts as if none of their episodes was solved: nothing can be
+        learned from an item that cannot be played."""
         for task in tasks:
             self._observe_item(task.env, task.index, task.size, 0)
 
@@ -337,7 +315,6 @@ class Mixture:
         }
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, in JSON's types."""
         return {
             "balance": dict(self._balance),
             "taken": dict(self._taken),
@@ -346,10 +323,8 @@ class Mixture:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state; the weights stay those of the configuration, which may have changed.
-
-        Raises UserInputError where the environments or the sampling are others.
-        """
+        """Go back to a saved state; the weights stay those of the configuration, which may have changed. Raises
+        UserInputError where the environments or the sampling are others."""
         saved = state.get("items", {})
         kinds = {name: "rates" in inner for name, inner in saved.items()}
         if kinds != {name: isinstance(items, SolveRateItems) for name, items in self._items.items()}:
@@ -365,24 +340,16 @@ class Mixture:
 
 
 class TaskStream:
-    """Makes tasks, `prompts_per_iteration` to a round.
-
-    A task's round and place form its id and the seed of its sampling.
-
-    Args:
-        source: which instances come.
-        run: group size, temperature, seed and how often conversations are recorded.
-    """
+    """Makes tasks, `prompts_per_iteration` to a round, of the instances that `source` gives. A task's round and place
+    form its id and the seed of its sampling."""
 
     def __init__(self, source: Mixture, run: PolicyConfig) -> None:
-        self._source = source
-        self._run = run
+        self._source, self._run = source, run
         self._next_round = self._next_place = 0
         self._open: dict[str, RolloutTask] = {}  # handed out and not finished, in order
         self._repeated: list[RolloutTask] = []  # handed out before a resume
 
     def begin(self, iteration: int) -> None:
-        """Tell the source how many steps the learner has taken."""
         self._source.begin(iteration)
 
     def take(self, count: int) -> list[RolloutTask]:
@@ -415,9 +382,7 @@ class TaskStream:
 
     def done_with(self, groups: Sequence[TrajectoryGroup]) -> None:
         """These groups were learned from, replaced or dropped: their tasks are not repeated, and the source is told.
-
-        Not earlier: a group that waits for the learner is sampled anew after a resume, and would count twice.
-        """
+        Not earlier: a group that waits for the learner is sampled anew after a resume, and would count twice."""
         self._source.observe(groups)
         for group in groups:
             self._open.pop(group.group_id, None)
@@ -428,7 +393,6 @@ class TaskStream:
         self._source.lose([self._open.pop(group_id) for group_id in sorted(group_ids) if group_id in self._open])
 
     def metrics(self) -> dict[str, float]:
-        """The source's metrics."""
         return self._source.metrics()
 
     def state(self) -> dict[str, Any]:

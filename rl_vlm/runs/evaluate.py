@@ -1,5 +1,4 @@
-"""`rl-vlm eval`: held-out items played by a served policy or an endpoint, kept one by one, and summed up in a
-report."""
+"""`rl-vlm eval`: plays held-out items with a served policy or an endpoint, keeps them one by one, sums them up."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AsyncExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ import numpy as np
 from rl_vlm.asking.http_endpoints import OpenAIEndpoint
 from rl_vlm.child import Child, ChildStartError
 from rl_vlm.config import PolicyConfig
-from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.registry import Survey, survey
 from rl_vlm.evaluation.heldout import EvaluationOptions, ItemPrompts, evaluation_tasks, identity_of, viewed_tasks
@@ -37,7 +35,7 @@ from rl_vlm.evaluation.outcomes import (
 from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError, Play, losses, play_tasks
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.frames import FrameError, PeerGoneError
-from rl_vlm.models.loading import TextSide, load_text_side, resolve_model
+from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.models.weights import find_trained, is_full, read_payload
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import GenerationRequest, Message, RLVLMError, SamplingParams, Split, UserInputError
@@ -50,15 +48,20 @@ if TYPE_CHECKING:
 # The served policy of a command without a learner: `rl-vlm eval` and `rl-vlm rollout`.
 
 
-def starting_adapter(config: PolicyConfig) -> Path | None:
-    """The adapter folder that `model.adapter` names, if it names one."""
-    return find_trained(config.model.adapter)
-
-
-def run_for(config: PolicyConfig, trained: Path) -> PolicyConfig:
-    """The run with replicas that can serve what a folder holds: an adapter, or full weights."""
-    kind = "full" if is_full(trained) else "lora"
-    return config.model_copy(update={"model": config.model.model_copy(update={"train": kind})})
+def run_for(config: PolicyConfig, *trained: Path | None) -> PolicyConfig:
+    """The run with replicas that can serve what each folder holds, an adapter or full weights (None: the base model).
+    Raises UserInputError where no replica serves them all."""
+    kinds = {is_full(folder) for folder in trained if folder is not None}
+    if len(kinds) > 1:
+        raise UserInputError(
+            "One side is an adapter and the other full weights, which no replica serves both: measure each by itself."
+        )
+    if True in kinds and config.serving.shared:
+        raise UserInputError("Replicas that are shared serve adapters only: set serving.shared=null.")
+    if not kinds:
+        return config
+    model = config.model.model_copy(update={"train": "full" if True in kinds else "lora"})
+    return config.model_copy(update={"model": model})
 
 
 @contextmanager
@@ -79,47 +82,6 @@ def served_worker(config: PolicyConfig) -> Iterator[tuple[RolloutWorker, PolicyS
             service.stop()
 
 
-# Who plays the items of an evaluation: the served model with each side's adapter, or an endpoint.
-
-
-def _served_player(
-    config: PolicyConfig, worker: RolloutWorker, service: PolicyService, adapters: dict[Side, Path | None], side: Side
-) -> Play:
-    adapter, oldest = adapters[side], BASE_MODEL
-    if adapter is not None:
-        oldest = 1 + list(adapters).index(side)
-        service.publish(read_payload(adapter, oldest))
-
-    async def play(task: RolloutTask) -> list[Outcome] | str:
-        result = await worker.run([replace(task, min_version=oldest)])
-        if not result.groups:
-            return next(iter(result.lost.values()))
-        return outcomes_of(config, task, result.groups[0].trajectories, side)
-
-    return play
-
-
-@contextmanager
-def _endpoint_player(
-    config: PolicyConfig, options: EvaluationOptions, url: str, runner: asyncio.Runner
-) -> Iterator[EndpointPlayer]:
-    settings = EndpointSection(
-        url=url,
-        model=options.endpoint_model,
-        token_env=options.endpoint_token_env,
-        timeout_s=options.endpoint_timeout_s,
-        logprobs=False,
-    )
-    client = AsyncExitStack()
-    ask = runner.run(client.enter_async_context(OpenAIEndpoint(settings).open()))
-    player = EndpointPlayer(config, ask)
-    try:
-        yield player
-    finally:
-        player.close()
-        runner.run(client.aclose())
-
-
 # The throughput block of `rl-vlm eval`: tokens per second of the served model, and of plain transformers on the same
 # prompts.
 
@@ -131,27 +93,10 @@ class PlainGenerateError(RLVLMError):
     """The process with plain transformers ended or did not answer."""
 
 
-def _summary(kept: dict[str, list[float]]) -> dict[str, float]:
-    """Mean and standard deviation over runs; `ratio` is ours over theirs, the median over runs.
-
-    Both sides of a run follow each other, so what else the machine does falls out of their ratio more than of ratios of
-    means.
-    """
-    result = {"first_token_s": float(np.mean(kept["first_s"])), "steady_tokens_per_s": float(np.mean(kept["steady"]))}
-    for prefix, values in (("", kept["ours"]), ("hf_", kept["theirs"])):
-        if values:
-            result[f"{prefix}tokens_per_s_mean"] = float(np.mean(values))
-            result[f"{prefix}tokens_per_s_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    if kept["theirs"]:
-        result["ratio"] = float(np.median(np.array(kept["ours"]) / np.array(kept["theirs"])))
-        result["same_answers"] = float(np.mean(kept["equal"]))
-    return result
-
-
 async def measure_throughput(
-    config: PolicyConfig, run_id: str, adapter: Path | None, *, runs: int, compare_hf: bool
+    config: PolicyConfig, run_id: str, adapter: Path | None, runs: int, compare_hf: bool
 ) -> dict[str, Any]:
-    """Ask prompts of the evaluation greedily, with exactly `rollout.max_new_tokens_per_turn` new tokens, at batch 1 and
+    """Ask prompts of the evaluation greedily, for exactly `rollout.max_new_tokens_per_turn` new tokens, at batch 1 and
     8.
 
     All go to one replica, which must have loaded the adapter as version 1. No prompt is asked twice while the split has
@@ -159,12 +104,12 @@ async def measure_throughput(
     is first changes from run to run.
     """
     new_tokens = config.rollout.max_new_tokens_per_turn
-    served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL, new_tokens)
+    served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL)
     prompts, numbers = ItemPrompts(config), itertools.count()
     # Of each batch size a value per run: tokens per second of ours and theirs, times of streams, and for each item
     # whether both chose the same tokens.
     throughput: dict[int, dict[str, list[float]]] = {batch: defaultdict(list) for batch in BATCHES}
-    with _plain(config, adapter, new_tokens) if compare_hf else nullcontext() as plain:
+    with _plain(config, adapter) if compare_hf else nullcontext() as plain:
         for number in range(-_WARM_UPS, runs):
             for batch in BATCHES:
                 items = [next(numbers) for _ in range(batch)]
@@ -182,17 +127,28 @@ async def measure_throughput(
                 kept["first_s"].append(first)
                 kept["steady"].append(steady)
     prompts.close()
-    return {
-        "runs": runs,
-        "new_tokens": new_tokens,
-        "batches": {str(batch): _summary(kept) for batch, kept in throughput.items()},
-    }
+    batches = {str(batch): _summary(kept) for batch, kept in throughput.items()}
+    return {"runs": runs, "new_tokens": new_tokens, "batches": batches}
+
+
+def _summary(kept: dict[str, list[float]]) -> dict[str, float]:
+    """Mean and standard deviation over runs. `ratio`, the median of ours over theirs, is formed per run: both sides
+    follow each other, so what else the machine does falls out."""
+    result = {"first_token_s": float(np.mean(kept["first_s"])), "steady_tokens_per_s": float(np.mean(kept["steady"]))}
+    for prefix, values in (("", kept["ours"]), ("hf_", kept["theirs"])):
+        if values:
+            result[f"{prefix}tokens_per_s_mean"] = float(np.mean(values))
+            result[f"{prefix}tokens_per_s_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    if kept["theirs"]:
+        result["ratio"] = float(np.median(np.array(kept["ours"]) / np.array(kept["theirs"])))
+        result["same_answers"] = float(np.mean(kept["equal"]))
+    return result
 
 
 class _ServedModel:
     """One replica of the served model, asked through Ray Serve as a rollout worker asks it."""
 
-    def __init__(self, config: PolicyConfig, run_id: str, min_version: int, new_tokens: int) -> None:
+    def __init__(self, config: PolicyConfig, run_id: str, min_version: int) -> None:
         from ray import serve
 
         from rl_vlm.serving.client import PolicyClient, home_session
@@ -203,38 +159,33 @@ class _ServedModel:
             run_id, deadline_s=config.serving.request_timeout_s, homes=(), coalesce=False, handle=self._handle
         )
         self._session = home_session(0)
-        self._text: TextSide = load_text_side(resolve_model(config.model.path), config.model.pixels)
+        self._codec = load_text_side(resolve_model(config.model.path), config.model.pixels).codec
         self._min_version = min_version
-        self._sampling = SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)
+        self._sampling = SamplingParams(config.rollout.max_new_tokens_per_turn, temperature=0.0, ignore_eos=True)
         self._names = itertools.count()
 
-    def _requests(self, conversations: Sequence[tuple[Message, ...]]) -> list[GenerationRequest]:
-        spans = [self._text.codec.encode_prompt(messages) for messages in conversations]
-        return [
-            GenerationRequest(
-                f"throughput-{next(self._names)}", span.token_ids, self._sampling, span.images, self._min_version
-            )
-            for span in spans
-        ]
+    def _request(self, messages: Sequence[Message]) -> GenerationRequest:
+        span, name = self._codec.encode_prompt(messages), f"throughput-{next(self._names)}"
+        return GenerationRequest(name, span.token_ids, self._sampling, span.images, self._min_version)
 
     async def answer(self, conversations: Sequence[tuple[Message, ...]]) -> tuple[float, list[list[int]]]:
         """Seconds of one call with all conversations, and the new tokens of each."""
         started = time.perf_counter()
-        completions = await self._client.call(self._requests(conversations), self._session)
+        completions = await self._client.call([self._request(one) for one in conversations], self._session)
         seconds = time.perf_counter() - started
-        return seconds, [[int(token) for token in completion.samples[0].token_ids] for completion in completions]
+        return seconds, [completion.samples[0].token_ids.tolist() for completion in completions]
 
     async def stream(self, conversations: Sequence[tuple[Message, ...]]) -> tuple[float, float]:
         """Mean seconds to the first token, and tokens per second after it, of streams at the same time."""
         started = time.perf_counter()
-        requests = self._requests(conversations)
-        streams = await asyncio.gather(*(self._one_stream(request) for request in requests))
-        first = float(np.mean([times[0][0] - started for times in streams]))
-        begin, end = min(times[0][0] for times in streams), max(times[-1][0] for times in streams)
-        later = sum(count for times in streams for _, count in times[1:])
+        requests = [self._request(one) for one in conversations]
+        streams = await asyncio.gather(*(self._pieces(request) for request in requests))
+        first = float(np.mean([pieces[0][0] - started for pieces in streams]))
+        begin, end = min(pieces[0][0] for pieces in streams), max(pieces[-1][0] for pieces in streams)
+        later = sum(count for pieces in streams for _, count in pieces[1:])
         return first, later / max(end - begin, 1e-9)
 
-    async def _one_stream(self, request: GenerationRequest) -> list[tuple[float, int]]:
+    async def _pieces(self, request: GenerationRequest) -> list[tuple[float, int]]:
         """When each piece came, and of how many tokens it was."""
         stream = self._handle.options(stream=True, session_id=self._session).stream.remote(request)
         return [(time.perf_counter(), len(chunk.token_ids)) async for chunk in stream if len(chunk.token_ids)]
@@ -242,13 +193,13 @@ class _ServedModel:
 
 @contextmanager
 def _plain(
-    config: PolicyConfig, adapter: Path | None, new_tokens: int
+    config: PolicyConfig, adapter: Path | None
 ) -> Iterator[Callable[[Sequence[int]], tuple[float, list[list[int]]]]]:
     """Plain transformers in a process of its own: a function that answers items as one batch, and returns seconds and
     the new tokens of each."""
     child = Child(
         "rl_vlm.evaluation.plain_generate:answerer",
-        [config.model_dump(mode="json"), str(adapter) if adapter is not None else None, new_tokens],
+        [config.model_dump(mode="json"), str(adapter) if adapter is not None else None],
         variables={"OMP_NUM_THREADS": str(config.serving.num_threads), "TOKENIZERS_PARALLELISM": "false"},
         quiet=False,
     )
@@ -278,7 +229,7 @@ def evaluate_policy_run(
     out: Path | None = None,
     options: EvaluationOptions | None = None,
 ) -> dict[str, Any]:
-    """Held-out accuracy per variant with intervals (see `tables.summary_of`), and what the options ask for.
+    """Held-out accuracy per variant with intervals (see `summarize`), and what the options ask for.
 
     The adapter is named by itself or through its run's folder, or by model.adapter; without these the base model is
     measured. With `out` the results are written there as JSON, and beside it the items (`.items.jsonl`, as they are
@@ -286,9 +237,8 @@ def evaluate_policy_run(
     """
     options = options or EvaluationOptions()
     adapters = _adapters(config, find_trained(adapter, run_dir), options)
-    config = _run_for(config, adapters)
-    splits = options.split or (config.evaluation.split,)
-    envs = survey(config.env, *splits)
+    config = run_for(config, *adapters.values())
+    envs = survey(config.env, *(options.split or (config.evaluation.split,)))
     tasks = _tasks(config, envs, options.blind)
     started = time.monotonic()
     path = items_path(out) if out is not None else None
@@ -296,32 +246,32 @@ def evaluate_policy_run(
     with OutcomeLog(path, identity, resume=options.resume, overwrite=options.overwrite) as log:
         if out is not None:
             out.unlink(missing_ok=True)
+        measured = _Evaluation(config, options, adapters, envs, tasks, log)
         lost: dict[str, str] = {}
-        session = _play_missing(config, options, adapters, tasks, log, lost)
+        session = measured.play_missing(lost)
         if not log.outcomes:
             reason = next(iter(lost.values()), "no tasks")
             raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
-        results = {
-            "env": config.env.title,
-            "model": config.model.path if options.endpoint is None else options.endpoint_model,
-            "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
-            **_results(config, envs, tasks, log, adapters),
-            **losses(lost),
-            "seconds": round(time.monotonic() - started, 2),
-            **session,
-        }
-        results = dict(to_jsonable(results))
+        results = dict(
+            to_jsonable(
+                {
+                    "env": config.env.title,
+                    "model": config.model.path if options.endpoint is None else options.endpoint.model,
+                    "adapter": str(adapters["policy"]) if adapters["policy"] is not None else None,
+                    **measured.results(),
+                    **losses(lost),
+                    "seconds": round(time.monotonic() - started, 2),
+                    **session,
+                }
+            )
+        )
         if out is not None:
-            _write(results, out)
+            from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page  # matplotlib takes seconds
+
+            write_atomic(out.with_suffix(".md"), evaluation_page(results))
+            draw_evaluation(results, out.with_suffix(".png"))
+            write_atomic(out, json.dumps(results, indent=2) + "\n")
     return results
-
-
-def _write(results: dict[str, Any], out: Path) -> None:
-    from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page  # matplotlib takes seconds
-
-    write_atomic(out.with_suffix(".md"), evaluation_page(results))
-    draw_evaluation(results, out.with_suffix(".png"))
-    write_atomic(out, json.dumps(results, indent=2) + "\n")
 
 
 def _adapters(config: PolicyConfig, named: Path | None, options: EvaluationOptions) -> dict[Side, Path | None]:
@@ -334,28 +284,12 @@ def _adapters(config: PolicyConfig, named: Path | None, options: EvaluationOptio
         return {"policy": None}
     if options.compare_hf and not options.benchmark_runs:
         raise UserInputError("--compare-hf belongs to the throughput measurement: add --benchmark-runs 5.")
-    adapters: dict[Side, Path | None] = {"policy": named or starting_adapter(config)}
+    adapters: dict[Side, Path | None] = {"policy": named or find_trained(config.model.adapter)}
     if options.against is not None:
-        adapters["against"] = _other_adapter(options.against)
+        adapters["against"] = find_trained(None if options.against == "base" else options.against)
         if adapters["against"] == adapters["policy"]:
             raise UserInputError(f"--against {options.against} names what is measured itself: name another policy.")
     return adapters
-
-
-def _run_for(config: PolicyConfig, adapters: dict[Side, Path | None]) -> PolicyConfig:
-    """The run with replicas for what is measured. Raises UserInputError where its two sides need different ones."""
-    kinds = {is_full(folder): folder for folder in adapters.values() if folder is not None}
-    if len(kinds) > 1:
-        raise UserInputError(
-            "One side is an adapter and the other full weights, which no replica serves both: measure each by itself."
-        )
-    if kinds.get(True) and config.serving.shared:
-        raise UserInputError("Replicas that are shared serve adapters only: set serving.shared=null.")
-    return run_for(config, next(iter(kinds.values()))) if kinds else config
-
-
-def _other_adapter(name: str) -> Path | None:
-    return None if name == "base" else find_trained(name)
 
 
 def _tasks(config: PolicyConfig, envs: Survey, blind: bool) -> list[RolloutTask]:
@@ -373,88 +307,94 @@ def _tasks(config: PolicyConfig, envs: Survey, blind: bool) -> list[RolloutTask]
     return all_tasks
 
 
-def _play_missing(
-    config: PolicyConfig,
-    options: EvaluationOptions,
-    adapters: dict[Side, Path | None],
-    tasks: Sequence[RolloutTask],
-    log: OutcomeLog,
-    lost: dict[str, str],
-) -> dict[str, Any]:
-    """Ask what the items file does not hold, one side after the other, and measure the throughput.
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """What is measured, and the outcomes so far."""
 
-    Returns what is said of this process, and adds to `lost` why items were.
-    """
-    if options.benchmark_runs and config.serving.shared:
-        raise UserInputError("A throughput is that of replicas of one's own: set serving.shared=null, or measure none.")
-    missing = {side: log.missing(tasks, side) for side in adapters}
-    said: dict[str, Any] = {"asked": sum(map(len, missing.values())), "tokens_per_s": None}
-    if not said["asked"] and not options.benchmark_runs:
+    config: PolicyConfig
+    options: EvaluationOptions
+    adapters: dict[Side, Path | None]
+    envs: Survey
+    tasks: list[RolloutTask]
+    log: OutcomeLog
+
+    def play_missing(self, lost: dict[str, str]) -> dict[str, Any]:
+        """Ask what the items file does not hold, one side after the other, and measure the throughput. Returns what is
+        said of this process, and adds to `lost` why items were."""
+        config, options, log = self.config, self.options, self.log
+        if options.benchmark_runs and config.serving.shared:
+            raise UserInputError(
+                "A throughput is that of replicas of one's own: set serving.shared=null, or measure none."
+            )
+        missing = {side: log.missing(self.tasks, side) for side in self.adapters}
+        said: dict[str, Any] = {"asked": sum(map(len, missing.values())), "tokens_per_s": None}
+        if not said["asked"] and not options.benchmark_runs:
+            return said
+        limits = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
+        before, seconds = len(log.outcomes), 0.0
+        with asyncio.Runner() as runner, self._players(runner) as (player_of, service):
+            for side, todo in missing.items():
+                play = player_of(side)
+                began = time.monotonic()
+                reasons = runner.run(play_tasks(todo, play, log.add, **limits))
+                lost.update({f"{side}/{name}": reason for name, reason in reasons.items()})
+                seconds += time.monotonic() - began
+                if side == "policy" and options.benchmark_runs:
+                    adapter, runs = self.adapters[side], options.benchmark_runs
+                    measuring = measure_throughput(config, service.run_id, adapter, runs, options.compare_hf)
+                    said["throughput"] = runner.run(measuring)
+        if said["asked"]:
+            said["tokens_per_s"] = sum(outcome.tokens for outcome in log.outcomes[before:]) / seconds
         return said
-    limits = {"at_once": config.evaluation.at_once, "max_losses": config.rollout.max_consecutive_failures}
-    before, seconds = len(log.outcomes), 0.0
-    with asyncio.Runner() as runner, ExitStack() as stack:
-        if options.endpoint is not None:
-            player = stack.enter_context(_endpoint_player(config, options, options.endpoint, runner))
-        else:
-            worker, service = stack.enter_context(served_worker(config))
-        for side, todo in missing.items():
-            if options.endpoint is not None:
-                play: Play = player.play
-            else:
-                play = _served_player(config, worker, service, adapters, side)
-            began = time.monotonic()
-            reasons = runner.run(play_tasks(todo, play, log.add, **limits))
-            lost.update({f"{side}/{name}": reason for name, reason in reasons.items()})
-            seconds += time.monotonic() - began
-            if side == "policy" and options.benchmark_runs:
-                said["throughput"] = runner.run(
-                    measure_throughput(
-                        config,
-                        service.run_id,
-                        adapters["policy"],
-                        runs=options.benchmark_runs,
-                        compare_hf=options.compare_hf,
-                    )
-                )
-    if said["asked"]:
-        said["tokens_per_s"] = sum(outcome.tokens for outcome in log.outcomes[before:]) / seconds
-    return said
 
+    @contextmanager
+    def _players(self, runner: asyncio.Runner) -> Iterator[tuple[Callable[[Side], Play], Any]]:
+        """A function that gives each side's player, which is an endpoint or the served model; and the service."""
+        config, options = self.config, self.options
+        if options.endpoint is None:
+            with served_worker(config) as (worker, service):
+                yield lambda side: self._served_player(worker, service, side), service
+            return
+        client = AsyncExitStack()
+        asking = client.enter_async_context(OpenAIEndpoint(options.endpoint).open())
+        player = EndpointPlayer(config, runner.run(asking))
+        try:
+            yield lambda side: player.play, None
+        finally:
+            player.close()
+            runner.run(client.aclose())
 
-def _results(
-    config: PolicyConfig,
-    envs: Survey,
-    tasks: Sequence[RolloutTask],
-    log: OutcomeLog,
-    adapters: dict[Side, Path | None],
-) -> dict[str, Any]:
-    """The results of one split at the top; those of several each under `splits`."""
-    parts = {split: _split_results(config, split, envs, tasks, log, adapters) for split in envs.sizes}
-    if len(parts) == 1:
-        ((split, only),) = parts.items()
-        return {"split": split, **only}
-    return {"split": list(parts), "splits": parts}
+    def _served_player(self, worker: RolloutWorker, service: PolicyService, side: Side) -> Play:
+        adapter, oldest = self.adapters[side], BASE_MODEL
+        if adapter is not None:
+            oldest = 1 + list(self.adapters).index(side)
+            service.publish(read_payload(adapter, oldest))
 
+        async def play(task: RolloutTask) -> list[Outcome] | str:
+            result = await worker.run([replace(task, min_version=oldest)])
+            if not result.groups:
+                return next(iter(result.lost.values()))
+            return outcomes_of(self.config, task, result.groups[0].trajectories, side)
 
-def _split_results(
-    config: PolicyConfig,
-    split: Split,
-    envs: Survey,
-    tasks: Sequence[RolloutTask],
-    log: OutcomeLog,
-    adapters: dict[Side, Path | None],
-) -> dict[str, Any]:
-    own = [task for task in tasks if task.split == split]
-    asked = {task.group_id for task in own}
-    outcomes = [outcome for outcome in log.outcomes if outcome.id in asked]
-    ours = [outcome for outcome in outcomes if outcome.side == "policy"]
-    key = config.evaluation.category
-    results = summarize(config, own, outcomes, envs.metrics)
-    more: dict[str, Any] = {"categories": by_category(own, outcomes, key), "info": info_numbers(ours, key)}
-    if "against" in adapters:
-        more["against"] = {
-            "adapter": adapters["against"] and str(adapters["against"]),
-            "variants": compared(own, outcomes, config.seed),
-        }
-    return results | {name: value for name, value in more.items() if value}
+        return play
+
+    def results(self) -> dict[str, Any]:
+        """The results of one split at the top; those of several each under `splits`."""
+        parts = {split: self._split_results(split) for split in self.envs.sizes}
+        if len(parts) == 1:
+            ((split, only),) = parts.items()
+            return {"split": split, **only}
+        return {"split": list(parts), "splits": parts}
+
+    def _split_results(self, split: Split) -> dict[str, Any]:
+        config, other = self.config, self.adapters.get("against")
+        own = [task for task in self.tasks if task.split == split]
+        asked = {task.group_id for task in own}
+        outcomes = [outcome for outcome in self.log.outcomes if outcome.id in asked]
+        ours, key = [outcome for outcome in outcomes if outcome.side == "policy"], config.evaluation.category
+        results = summarize(config, own, outcomes, self.envs.metrics)
+        more: dict[str, Any] = {"categories": by_category(own, outcomes, key), "info": info_numbers(ours, key)}
+        if "against" in self.adapters:
+            variants = compared(own, outcomes, config.seed)
+            more["against"] = {"adapter": other and str(other), "variants": variants}
+        return results | {name: value for name, value in more.items() if value}

@@ -16,10 +16,10 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import survey
 from rl_vlm.evaluation.players import EpisodesLostError, losses
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.models.weights import read_payload
+from rl_vlm.models.weights import find_trained, read_payload
 from rl_vlm.numerics import derive_seed
-from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
-from rl_vlm.runs.evaluate import run_for, served_worker, starting_adapter
+from rl_vlm.rollout.tasks import RolloutResult, RolloutTask, merged
+from rl_vlm.runs.evaluate import run_for, served_worker
 from rl_vlm.safe_text import printable_json
 from rl_vlm.types import TrajectoryGroup
 
@@ -32,14 +32,11 @@ def rollout(
     sampling: dict[str, Any] | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Play episodes of the training split; one JSON line each (to `out`, else printed); returns a summary.
-
-    `sampling`: temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training.
-    """
+    """Play episodes of the training split; one JSON line each (to `out`, else printed); returns a summary. `sampling`:
+    temperature, top_p, top_k, max_new_tokens, seed, batch_size; what is absent is as in training."""
     options = dict(sampling or {})
-    adapter = adapter or starting_adapter(config)
-    config = run_for(config, adapter) if adapter is not None else config
-    batch = options.get("batch_size", episodes)
+    adapter = adapter or find_trained(config.model.adapter)
+    config = run_for(config, adapter)
     seed = options.get("seed", config.seed)
     if "max_new_tokens" in options:
         config = config.model_copy(update={"rollout": config.rollout.with_turns_of(options["max_new_tokens"])})
@@ -65,31 +62,27 @@ def rollout(
         for number, (index, name) in enumerate(zip(order, names, strict=True))
     ]
     with redirect_stdout(sys.stderr):
-        result = _run_tasks(config, adapter, tasks, batch)
+        result = _run_tasks(config, adapter, tasks, options.get("batch_size", episodes))
     lines = [json.dumps(to_jsonable(_line(group)), ensure_ascii=False) for group in result.groups]
     if out is not None:
         write_atomic(out, "\n".join(lines) + "\n")
     else:
         print(printable_json("\n".join(lines)))
     trajectories = [group.trajectories[0] for group in result.groups]
+    tokens = sum(trajectory.num_sampled for trajectory in trajectories)
     return {
         "episodes": len(trajectories),
         **losses(result.lost),
         "reward_mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
         "correct": float(np.mean([trajectory.correct for trajectory in trajectories])),
         "turns_mean": float(np.mean([trajectory.num_turns for trajectory in trajectories])),
-        "tokens": _tokens(result.groups),
-        "tokens_per_s": _tokens(result.groups) / max(result.seconds, 1e-9),
+        "tokens": tokens,
+        "tokens_per_s": tokens / max(result.seconds, 1e-9),
     }
-
-
-def _tokens(groups: list[TrajectoryGroup]) -> int:
-    return sum(trajectory.num_sampled for group in groups for trajectory in group.trajectories)
 
 
 def _line(group: TrajectoryGroup) -> dict[str, Any]:
     (trajectory,) = group.trajectories
-    responses = [message.text for message in trajectory.messages if message.role == "assistant"]
     return {
         "episode": trajectory.trajectory_id,
         **({"env": group.env} if group.env else {}),
@@ -99,23 +92,19 @@ def _line(group: TrajectoryGroup) -> dict[str, Any]:
         "status": trajectory.status.value,
         "turns": trajectory.num_turns,
         "tokens": trajectory.num_sampled,
-        "responses": responses,
+        "responses": [message.text for message in trajectory.messages if message.role == "assistant"],
         "info": trajectory.info,
     }
 
 
 def _run_tasks(config: PolicyConfig, adapter: Path | None, tasks: list[RolloutTask], batch: int) -> RolloutResult:
-    """Run the tasks, `batch` at a time."""
-    merged = RolloutResult()
     with served_worker(config) as (worker, service), asyncio.Runner() as loop:
         if adapter is not None:
             service.publish(read_payload(adapter, version=1))
-        for start in range(0, len(tasks), batch):
-            part = loop.run(worker.run(tasks[start : start + batch]))
-            merged.groups.extend(part.groups)
-            merged.lost.update(part.lost)
-            merged.seconds += part.seconds
-    if not merged.groups:
-        reason = next(iter(merged.lost.values()), "no tasks")
+        result = merged(
+            [loop.run(worker.run(tasks[start : start + batch])) for start in range(0, len(tasks), batch)], sum
+        )
+    if not result.groups:
+        reason = next(iter(result.lost.values()), "no tasks")
         raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
-    return merged
+    return result

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from rl_vlm.algorithms.learners import LearnerLostError, on_one_learner
+from rl_vlm.algorithms.learners import LearnerLostError
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.learning.plan import ScoreBatch
 from rl_vlm.models.weights import WeightPayload
@@ -133,7 +133,7 @@ class Dying(PolicyRun):
 
     def _kill(self) -> None:
         self.killed += 1
-        os.kill(on_one_learner(self.algorithm.learner_group, lambda _: os.getpid()), signal.SIGKILL)
+        os.kill(self.algorithm.learners.call(lambda _: os.getpid()), signal.SIGKILL)
 
     def _evaluate(self) -> None:
         if self.algorithm.updates == 2 and not self.killed:
@@ -180,7 +180,7 @@ class Killer:
 
     def kill(self) -> None:
         self.point = ""
-        os.kill(on_one_learner(self.algorithm.learner_group, lambda _: os.getpid()), self.how)
+        os.kill(self.algorithm.learners.call(lambda _: os.getpid()), self.how)
 
     def _next_groups(self, *arguments: Any) -> Any:
         if self.point == "sampling":
@@ -190,7 +190,7 @@ class Killer:
     def _update_learners(self, batches: list[Any]) -> Any:
         scores = isinstance(batches[0], ScoreBatch)
         if self.point == ("score" if scores else "update"):
-            pid = on_one_learner(self.algorithm.learner_group, lambda _: os.getpid())
+            pid = self.algorithm.learners.call(lambda _: os.getpid())
             self.point = ""
             threading.Timer(0.05, os.kill, (pid, self.how)).start()
         answers = self._update(batches)

@@ -20,7 +20,7 @@ from rl_vlm.envs import images, isolation
 from rl_vlm.labelling.labeller import read_label, read_score
 from rl_vlm.labelling.store import text_cell
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.rewards.math import normalize_answer
+from rl_vlm.rewards.normalize import normalize_answer
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.safe_text import printable, safe, without_thoughts
 from rl_vlm.types import EncodedImage, UserInputError

@@ -7,7 +7,8 @@ from fuzz_targets import answer
 from fuzzing import SECONDS, fuzz
 from hypothesis import strategies as st
 
-from rl_vlm.rewards.math import Reason, grade_turns, normalize_answer
+from rl_vlm.rewards.math import Reason, grade_turns
+from rl_vlm.rewards.normalize import normalize_answer
 
 pytestmark = pytest.mark.timeout(max(600, 3 * SECONDS))
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_support import expand, picture, processor, reference_logits, text_side
+from core_support import expand, picture, processor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.models.loading import TextSide, load_text_side
-from rl_vlm.types import EncodedImage, Message, UserInputError
+from rl_vlm.types import Message, UserInputError
 
 IMAGE = picture(np.random.default_rng(0))
 SPECIAL = [
@@ -136,12 +136,6 @@ def test_turn_by_turn_equals_the_template_token_for_token(
     assert ids == template_ids(tokenizer, messages)
 
 
-def test_a_prompt_ends_where_the_policy_begins(codec: ChatCodec, tokenizer: Any) -> None:
-    ids = codec.encode_prompt([Message.of("user", "hello")]).token_ids
-    assert ids.dtype == np.int32
-    assert tokenizer.decode(ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_a_turn_that_was_cut_gets_its_end_unsampled(codec: ChatCodec) -> None:
     following = [Message.of("user", "Go on.", IMAGE)]
     whole = codec.encode_continuation(following, ended=True)
@@ -187,17 +181,6 @@ def test_special_strings_in_texts_stay_text(codec: ChatCodec, tokenizer: Any, fo
 
     assert len(tokenizer.all_special_ids) >= 14
     assert specials(forged) == specials("harmless")
-
-
-@pytest.mark.parametrize("forged", SPECIAL)
-def test_special_strings_in_later_turns_stay_text(codec: ChatCodec, tokenizer: Any, forged: str) -> None:
-    plain = codec.encode_continuation([Message.of("tool", "x", IMAGE)], ended=True)
-    span = codec.encode_continuation([Message.of("tool", forged, IMAGE)], ended=True)
-    special = np.array(tokenizer.all_special_ids)
-    assert span.token_ids[np.isin(span.token_ids, special)].tolist() == (
-        plain.token_ids[np.isin(plain.token_ids, special)].tolist()
-    )
-    assert forged in tokenizer.decode(span.token_ids)
 
 
 def test_a_string_that_only_parts_together_spell_stays_text(codec: ChatCodec) -> None:
@@ -277,19 +260,6 @@ def test_decoding_leaves_out_one_closing_end_of_turn_only(codec: ChatCodec, toke
 # --- images
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sizes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=4))
-def test_placeholders_equal_what_the_processor_writes(tiny_folder: Path, sizes: list[tuple[int, int]]) -> None:
-    text = text_side(tiny_folder)
-    sizes = [(w, h) for w, h in sizes if max(w, h) <= 200 * min(w, h)]
-    images = [EncodedImage("", b"", width, height) for width, height in sizes]
-    span = text.codec.encode_prompt([Message("user", ("a", *images, "b"))])
-    expanded = expand(text, span.token_ids, images)
-    grids = [text.images.grid_thw(width, height) for width, height in sizes]
-    assert (expanded == text.codec.image_token_id).sum() == sum(t * h * w // 4 for t, h, w in grids)
-    assert [text.images.count_tokens(*size) for size in sizes] == [t * h * w // 4 for t, h, w in grids]
-
-
 def test_a_whole_prompt_equals_the_processor_with_real_images(tiny_folder: Path, text: TextSide) -> None:
     rng = np.random.default_rng(2)
     images = [picture(rng, 40, 100), picture(rng, 128, 64), picture(rng, 33, 31)]
@@ -361,29 +331,3 @@ def test_thinking_is_switched_where_the_template_can(text: TextSide, ending: str
         else:
             with pytest.raises(UserInputError, match="enable_thinking"):
                 codec.encode_prompt(messages, thinking)
-
-
-def test_expansion_repeats_the_right_placeholder(codec: ChatCodec) -> None:
-    pad = codec.image_token_id
-    assert expand_image_tokens(np.array([1, pad, 2, pad, 3]), pad, [2, 1]).tolist() == [1, pad, pad, 2, pad, 3]
-    assert expand_image_tokens(np.array([1, 2], dtype=np.int32), pad, []).dtype == np.int32
-
-
-def test_positions_matter_to_the_model(tiny_folder: Path, model: Any, text: TextSide) -> None:
-    """The comparison above would be worthless for a model that ignores positions."""
-    image = picture(np.random.default_rng(3), 64, 96)
-    ids = expand(text, text.codec.encode_prompt([Message.of("user", image, "What?")]).token_ids, [image])
-    with torch.no_grad():
-        one = reference_logits(tiny_folder, model, ids, [image])
-        features = model.model.get_image_features(
-            **{
-                key: processor(tiny_folder).image_processor([image.to_pil()], return_tensors="pt")[key]
-                for key in ("pixel_values", "image_grid_thw")
-            },
-            return_dict=True,
-        )
-        assert len(features.pooler_output[0]) == (ids == text.codec.image_token_id).sum()
-        flat = torch.arange(len(ids)).expand(3, 1, -1)
-        inputs = processor(tiny_folder).image_processor([image.to_pil()], return_tensors="pt")
-        other = model(input_ids=torch.from_numpy(ids).long()[None], position_ids=flat, **inputs).logits[0]
-    assert (one - other).abs().max() > 1e-3

@@ -125,13 +125,13 @@ def test_a_checkpoint_holds_an_adapter_that_peft_loads_and_no_pickle(payload: Ad
 # --- retention
 
 
-def test_only_the_newest_are_kept_and_other_files_left_alone(payload: AdapterPayload, tmp_path: Path) -> None:
+def test_only_the_newest_are_kept_and_other_files_are_left_alone(payload: AdapterPayload, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "iteration-best").mkdir()
     for iteration in (1, 2, 30, 4):
         save_checkpoint(tmp_path, iteration, make(payload), keep=3)
-    checkpoints = ["iteration-000002", "iteration-000004", "iteration-000030"]
-    assert names(tmp_path) == [*checkpoints, "iteration-best", "notes.txt"]
+    kept = ["iteration-000002", "iteration-000004", "iteration-000030"]
+    assert names(tmp_path) == [*kept, "iteration-best", "notes.txt"]
 
 
 def test_iterations_are_ordered_as_numbers(payload: AdapterPayload, tmp_path: Path) -> None:
@@ -192,22 +192,14 @@ def test_a_state_that_is_no_state_is_corrupt(payload: AdapterPayload, tmp_path: 
         read_checkpoint(folder)
 
 
-def test_an_exchanged_adapter_is_noticed(payload: AdapterPayload, tiny_folder: Path, tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
-    other = adapted_policy(tiny_folder, seed=5).payload(17)
-    (folder / "adapter" / "adapter_model.safetensors").write_bytes(other.tensors)
-    with pytest.raises(UserInputError, match="another SHA-256"):
-        read_checkpoint(folder)
-
-
-@pytest.mark.parametrize("name", ["optimizer.safetensors", "learner.safetensors"])
-def test_a_flipped_bit_in_moments_or_critic_is_noticed(payload: AdapterPayload, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "learner.safetensors", "adapter/adapter_model.safetensors"])
+def test_a_flipped_bit_is_noticed(payload: AdapterPayload, tmp_path: Path, name: str) -> None:
     checkpoint = make(payload)
     checkpoint.extras = {"critic.weight": torch.ones(3)}
     good = save_checkpoint(tmp_path, 1, checkpoint, keep=9)
     bad = save_checkpoint(tmp_path, 2, checkpoint, keep=9)
     flip(bad / name)
-    with pytest.raises(UserInputError, match=f"corrupt .{name} has another SHA-256"):
+    with pytest.raises(UserInputError, match=r"corrupt .* has another SHA-256"):
         read_checkpoint(bad)
     assert latest_checkpoint(tmp_path) == good
 

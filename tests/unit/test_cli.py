@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 import types
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import pytest
 from core_support import adapted_policy
+from pydantic_core import to_jsonable_python
 
 from rl_vlm.cli import app as cli
 from rl_vlm.config import load_config, save_config
@@ -54,9 +54,13 @@ def training(monkeypatch):
 def harness(monkeypatch):
     """Stand-ins for rl_vlm.runs.evaluate and rl_vlm.runs.play that return what they were given."""
     module = types.ModuleType("rl_vlm.runs.evaluate")
-    module.evaluate_policy_run = lambda run, **options: {"name": run.name, **plain(options)}
+    module.evaluate_policy_run = lambda run, **options: {"name": run.name, **to_jsonable_python(options)}
     episodes = types.ModuleType("rl_vlm.runs.play")
-    episodes.rollout = lambda run, **options: {"name": run.name, "run": run.model_dump(mode="json"), **plain(options)}
+    episodes.rollout = lambda run, **options: {
+        "name": run.name,
+        "run": run.model_dump(mode="json"),
+        **to_jsonable_python(options),
+    }
     install(monkeypatch, episodes)
     return install(monkeypatch, module)
 
@@ -66,13 +70,6 @@ def install(monkeypatch, module):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(__import__(parent, fromlist=["x"]), name, module, raising=False)
     return module
-
-
-def plain(options):
-    return {
-        name: str(value) if isinstance(value, Path) else asdict(value) if is_dataclass(value) else value
-        for name, value in options.items()
-    }
 
 
 def run(*argv) -> int:

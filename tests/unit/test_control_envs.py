@@ -44,7 +44,7 @@ def test_gymnasiums_checker_accepts_it(env_id: str) -> None:
     env.close()
 
 
-@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1"])
+@pytest.mark.parametrize("env_id", [CARTPOLE, "Pendulum-v1", "metaworld_drawer-open-v2"])  # the original's name
 def test_the_same_seed_and_actions_give_the_same_episode_also_after_others(env_id: str) -> None:
     env, other = make_control_env(env_id), make_control_env(env_id)
     play(env, 3, 20)
@@ -62,18 +62,6 @@ def test_cartpole_moves_as_gymnasiums_does_under_full_force() -> None:
         theirs = reference.step(int(push > 0))[0]
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
         assert reward == pytest.approx(-abs(math.degrees(theirs[2])), rel=1e-5)
-
-
-def test_cartpole_shows_the_angle_to_either_side() -> None:
-    env = make_control_env(CARTPOLE, image_size=64)
-    columns = []
-    for push in (-1.0, 1.0):
-        env.reset(seed=0)
-        for _ in range(20):
-            env.step(np.array([push], np.float32))
-        brown = np.abs(env.frame()[:20].astype(int) - (202, 152, 101)).sum(-1) < 60
-        columns.append(np.nonzero(brown)[1].mean())
-    assert columns[0] > 40 and columns[1] < 24  # the cart goes left, the pole falls right
 
 
 def test_gymnasium_actions_are_rescaled_to_the_environments_bounds() -> None:
@@ -253,13 +241,6 @@ def rollout(env: MetaWorldEnv, seed: int, steps: int = 10) -> np.ndarray:
         observation, reward, *_ = env.step(rng.uniform(-1, 1, 4).astype(np.float32))
         rows.append(np.append(observation, reward))
     return np.array(rows)
-
-
-def test_an_episode_follows_from_its_seed_also_after_others(drawer: MetaWorldEnv) -> None:
-    rollout(drawer, 1)
-    other = make_control_env("metaworld_drawer-open-v2")  # the original's name for it
-    assert np.array_equal(rollout(drawer, 2), rollout(other, 2))
-    other.close()
 
 
 def test_starts_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,28 +125,20 @@ def test_a_restored_source_goes_on_where_it_stopped(settings: dict[str, Any], be
     assert len({item.stage for item in expected}) == (2 if "stages" in settings else 1)
 
 
-def test_tasks_that_were_under_way_keep_their_stage_and_arguments() -> None:
-    run = parse_config({"curriculum": {"stages": SIZES}, "rollout": {"prompts_per_iteration": 2}})
-    stream, resumed = (TaskStream(make_task_source(run, {"": 50}), run) for _ in range(2))
-    tasks = stream.take(2)
-    stream.done_with([solved_group([1] * 8)])
-    resumed.restore(json.loads(json.dumps(stream.state())))
-    assert resumed.take(2) == tasks and tasks[0].arguments == {"size": 3}
-    assert [task.stage for task in resumed.take(1)] == [1]
-
-
 def test_tasks_that_were_under_way_are_sampled_as_the_resumed_run_says() -> None:
-    """Its learner divides logits by the new temperature, and would take the old one's answers for another policy's."""
+    """They keep stage and arguments; but its learner divides logits by the new temperature, and would take the old one's
+    answers for another policy's."""
     run, changed = (
-        parse_config({"rollout": {"prompts_per_iteration": 2, "group_size": size, "temperature": temperature}})
-        for size, temperature in ((8, 1.0), (4, 0.5))
+        parse_config({"curriculum": {"stages": SIZES}, "rollout": {"prompts_per_iteration": 2, **changes}})
+        for changes in ({}, {"group_size": 4, "temperature": 0.5})
     )
     stream, resumed = (TaskStream(make_task_source(one, {"": 50}), one) for one in (run, changed))
     before = stream.take(2)
+    stream.done_with([solved_group([1] * 8)])
     resumed.restore(json.loads(json.dumps(stream.state())))
     after = resumed.take(3)
-    assert [(task.size, task.temperature) for task in after] == [(4, 0.5)] * 3
-    assert [task.index for task in after[:2]] == [task.index for task in before]
+    assert after[:2] == [replace(task, size=4, temperature=0.5) for task in before]
+    assert before[0].arguments == {"size": 3} and (after[2].stage, after[2].temperature) == (1, 0.5)
 
 
 def test_a_checkpoint_of_another_curriculum_is_rejected() -> None:

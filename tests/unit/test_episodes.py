@@ -317,14 +317,6 @@ def test_the_budget_of_new_tokens_shrinks_with_each_turn(speaker: Speaker, text:
     assert trajectory.num_sampled <= limits.max_new_tokens
 
 
-def test_an_exhausted_budget_of_new_tokens_ends_the_episode(speaker: Speaker) -> None:
-    length = len(speaker.ids("ok")) + 1
-    limits = limited(max_new_tokens=2 * length)
-    (trajectory,) = play(pool_of(on("go on")), speaker, limits, size=1).trajectories
-    assert (len(trajectory.turns), trajectory.num_sampled) == (2, 2 * length)
-    assert trajectory.status is TrajectoryStatus.TRUNCATED
-
-
 def test_prompt_and_new_tokens_never_exceed_the_context(speaker: Speaker, text: TextSide) -> None:
     limits = limited(max_turns=99, max_new_tokens=1000)
     (trajectory,) = play(pool_of(on("some more words to read")), speaker, limits, max_context=90, size=1).trajectories

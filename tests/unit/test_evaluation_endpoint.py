@@ -19,7 +19,7 @@ from ports import local_server
 
 from rl_vlm.asking.endpoints import Answer, Question
 from rl_vlm.asking.http_endpoints import without_tool_role
-from rl_vlm.config import ModelSection, PolicyConfig, parse_config
+from rl_vlm.config import EndpointSection, ModelSection, PolicyConfig, parse_config
 from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks
 from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError
 from rl_vlm.models.loading import load_text_side
@@ -95,7 +95,9 @@ def run_of(**rollout: Any) -> PolicyConfig:
 
 
 def measured(server: Server, run: PolicyConfig, out: Path | None = None, **options: Any) -> dict[str, Any]:
-    return evaluate_policy_run(run, out=out, options=EvaluationOptions(endpoint=server.url, **options))
+    names = [name for name in options if name in EndpointSection.model_fields]
+    endpoint = EndpointSection(url=server.url, logprobs=False, **{name: options.pop(name) for name in names})
+    return evaluate_policy_run(run, out=out, options=EvaluationOptions(endpoint=endpoint, **options))
 
 
 def test_a_server_plays_several_turns_and_is_asked_again_when_it_is_busy(
@@ -113,7 +115,7 @@ def test_a_server_plays_several_turns_and_is_asked_again_when_it_is_busy(
     server.reply = reply
     monkeypatch.setenv("MY_TOKEN", "s3cret")
     out = tmp_path / "results.json"
-    results = measured(server, run_of(), out, endpoint_model="other", endpoint_token_env="MY_TOKEN")
+    results = measured(server, run_of(), out, model="other", token_env="MY_TOKEN")
     assert results["accuracy/default"] == 1.0 and results["turns/default"] == 2 and results["lost"] == 0
     assert results["model"] == "other" and len(server.requests) == 2 * ITEMS + 1
     assert set(server.tokens) == {"Bearer s3cret"} and "s3cret" not in (tmp_path / "results.items.jsonl").read_text()

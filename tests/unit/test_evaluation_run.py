@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,23 +13,20 @@ from typing import Any
 
 import pytest
 from core_support import adapted_policy
-from engine_support import until
 from http_support import EngineBackend, serving
 from scipy import stats
 from test_env_runner import Direct
 
-from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
+from rl_vlm.config import EndpointSection, PolicyConfig, apply_overrides, parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks
+from rl_vlm.evaluation.heldout import EvaluationOptions
 from rl_vlm.evaluation.players import EpisodesLostError
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.env_runner import RolloutWorker
-from rl_vlm.rollout.sampler import merged
 from rl_vlm.rollout.tasks import RolloutResult, RolloutTask
 from rl_vlm.runs import evaluate
 from rl_vlm.runs.evaluate import evaluate_policy_run
 from rl_vlm.types import RLVLMError, UserInputError
-from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 ITEMS = 12
 
@@ -220,7 +216,8 @@ def test_our_own_server_gives_the_outcomes_of_the_served_model(
     run = parse_config(apply_overrides(run_of(tiny_folder).model_dump(mode="json"), {"env.kwargs.turns": 2}))
     evaluate_policy_run(run, out=tmp_path / "served.json")
     with serving(EngineBackend(engine), tiny_folder) as server:
-        options = EvaluationOptions(endpoint=f"{server.url}/v1", endpoint_model="tiny")
+        endpoint = EndpointSection(url=f"{server.url}/v1", model="tiny", logprobs=False)
+        options = EvaluationOptions(endpoint=endpoint)
         results = evaluate_policy_run(run, out=tmp_path / "endpoint.json", options=options)
     names = ("index", "correct", "reward", "turns", "status", "info")
     served, over_http = (
@@ -229,89 +226,3 @@ def test_our_own_server_gives_the_outcomes_of_the_served_model(
     )
     assert results["lost"] == 0 and len(served) == ITEMS and served == over_http
     assert results["turns/default"] > 1
-
-
-# --- Held-out items whose environments are processes are played a few at a time, and the processes end: a real engine, no Ray
-
-
-BOUNDED_ITEMS, AT_ONCE = 5, 2
-TRAINING = [RolloutTask("train", 0, "train", 0, 0, 2, 1.0, 0)]
-
-
-class Counted(ShapesEnv):
-    """Leaves a file in `folder` while it lives, and the number of such files when it was made in `folder`/made."""
-
-    def __init__(self, folder: str, **more: Any) -> None:
-        super().__init__(**more)
-        self.mark = Path(folder) / f"{os.getpid()}-{id(self)}.env"
-        self.mark.touch()
-        with (Path(folder) / "made").open("a") as made:
-            made.write(f"{len(alive(Path(folder)))}\n")
-
-    def close(self) -> None:
-        self.mark.unlink(missing_ok=True)
-
-
-def alive(folder: Path) -> list[Path]:
-    return list(folder.glob("*.env"))
-
-
-@pytest.fixture(scope="module")
-def slow_engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    slow_engine = TransformersEngine(tiny_folder, max_context=512)
-    yield slow_engine
-    asyncio.run(slow_engine.close())
-
-
-def bounded_run(folder: Path, isolation: str, **evaluation: Any) -> PolicyConfig:
-    folder.mkdir()
-    env = {"id": f"{__file__}:Counted", "kwargs": {"folder": str(folder)}, "isolation": isolation}
-    variants = {"default": {}, "rule": {"task": "rule"}}
-    return parse_config(
-        {
-            "env": env,
-            "rollout": {"group_size": 2, "prompts_per_iteration": 1, "group_retries": 0},
-            "evaluation": {"num_items": BOUNDED_ITEMS, "variants": variants, "at_once": AT_ONCE, **evaluation},
-        }
-    )
-
-
-def played(
-    run: PolicyConfig, slow_engine: TransformersEngine, model: Path, folder: Path, left: int
-) -> tuple[RolloutResult, list[int]]:
-    """An evaluation between two rounds of training, and the numbers of environments when each was made; at most `left`
-    live on."""
-    worker = RolloutWorker(run, "run", model)
-    worker._client = Direct(slow_engine)  # type: ignore[assignment]
-
-    async def sample() -> RolloutResult:
-        await worker.run(TRAINING)
-        tasks, at_once = evaluation_tasks(run, {"": None}, 0), run.held_out_at_once or 2 * BOUNDED_ITEMS
-        parts = [await worker.run(tasks[start : start + at_once]) for start in range(0, len(tasks), at_once)]
-        await worker.run(TRAINING)
-        await until(lambda: len(alive(folder)) <= left, 30)
-        return merged(parts, sum)
-
-    result = asyncio.run(sample())
-    worker.close_envs()
-    return result, [int(line) for line in (folder / "made").read_text().split()]
-
-
-def test_processes_are_bounded_and_end_and_the_answers_are_those_of_all_items_at_once(
-    slow_engine: TransformersEngine, tiny_folder: Path, tmp_path: Path
-) -> None:
-    few, several = tmp_path / "few", tmp_path / "several"
-    bounded, made = played(bounded_run(few, "process"), slow_engine, tiny_folder, few, left=2 * 2)
-    assert max(made) <= 3 * AT_ONCE  # of the two variants, and those that are being closed
-    free, made = played(bounded_run(several, "thread"), slow_engine, tiny_folder, several, left=2 * BOUNDED_ITEMS)
-    assert max(made) == 2 * BOUNDED_ITEMS  # in this process all play at once, as they cost little, and are kept
-    assert not bounded.lost and not free.lost and len(bounded.groups) == 2 * BOUNDED_ITEMS
-
-    def answers(result: RolloutResult) -> list[tuple[str, list[int], float, str]]:
-        return [
-            (group.group_id, one.token_ids.tolist(), one.reward, one.images[0].sha256)
-            for group in result.groups
-            for one in group.trajectories
-        ]
-
-    assert answers(bounded) == answers(free)

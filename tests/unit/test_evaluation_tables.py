@@ -96,16 +96,6 @@ def test_policies_are_compared_on_the_same_items_and_lost_ones_are_wrong() -> No
     assert compared(tasks, ours[:6], seed=0)["default"]["accuracy_against"] == 0.0
 
 
-def test_lost_items_are_a_category_of_their_own() -> None:
-    found = [outcome(k, k == 0, info={"category": "easy"}) for k in (0, 1)]
-    table = by_category([task(k) for k in range(4)], found, "category")["default"]
-    assert {name: (row["items"], row["accuracy"]) for name, row in table.items()} == {
-        "easy": (2, 0.5),
-        "lost": (2, 0.0),
-    }
-    assert by_category([task(0), task(1)], [outcome(0, True)], "category") == {}  # an environment without categories
-
-
 def test_the_gain_over_blank_images_has_a_bootstrap_interval() -> None:
     run = parse_config({"env": {"id": "Shapes-v0"}, "evaluation": {"num_items": 20}, "seed": 3})
     tasks = evaluation_tasks(run, {"": 20}, min_version=0)
@@ -129,11 +119,10 @@ def test_categories_and_numbers_are_of_greedy_answers_with_true_images() -> None
         outcome(7, True, view="blank", info={"category": "easy", "km": 1e9}),
         outcome(8, True, kind="sampled", info={"category": "easy", "km": 1e9}),
     ]
-    table = by_category([task(k) for k in range(5)], found, "category")["default"]
-    assert {name: (row["items"], row["accuracy"]) for name, row in table.items()} == {
-        "easy": (3, 1 / 3),
-        "hard": (2, 0),
-    }
+    table = by_category([task(k) for k in range(6)], found, "category")["default"]
+    figures = {name: (row["items"], row["accuracy"]) for name, row in table.items()}
+    assert figures == {"easy": (3, 1 / 3), "hard": (2, 0), "lost": (1, 0)}
+    assert by_category([task(0), task(1)], [outcome(0, True)], "category") == {}  # an environment without categories
     assert info_numbers(found, "category")["default"] == {"km": {"items": 5, "mean": 20.0, "p50": 20.0, "p90": 36.0}}
     assert kept_info({"km": float("nan"), "answer": "4", "category": "x", "ok": True, "n": 2}, "category") == {
         "category": "x", "ok": True, "n": 2,
@@ -343,13 +332,14 @@ NEW_TOKENS = 12
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_plain_generate_chooses_the_engines_tokens(adapted: bool, tiny_folder: Path, tmp_path: Path) -> None:
-    run = parse_config({"model": {"path": str(tiny_folder)}, "env": {"id": "Shapes-v0"}})
+    rollout = {"max_new_tokens_per_turn": NEW_TOKENS}
+    run = parse_config({"model": {"path": str(tiny_folder)}, "env": {"id": "Shapes-v0"}, "rollout": rollout})
     folder = adapted_policy(tiny_folder).payload(1).write(tmp_path / "adapter")
     # Of different lengths, so that a batch is padded; the last has no picture.
     conversations = ItemPrompts(run).take([0, 1])
     conversations.append((*conversations[0], Message.of("assistant", "3"), Message.of("user", "Really? Look again.")))
     conversations.append((Message.of("user", "How are you?"),))
-    theirs = PlainGenerate(run, str(folder) if adapted else None, NEW_TOKENS).answer(conversations)
+    theirs = PlainGenerate(run, str(folder) if adapted else None).answer(conversations)
 
     async def ask() -> list[list[int]]:
         engine, codec = TransformersEngine(tiny_folder, max_context=512), text_side(tiny_folder).codec

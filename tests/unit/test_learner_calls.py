@@ -24,9 +24,6 @@ from rl_vlm.algorithms.learners import (
     LearnerLostError,
     LearnerOutOfMemoryError,
     Learners,
-    on_all_learners,
-    on_every_learner,
-    on_one_learner,
 )
 from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import LearnerSection, PolicyConfig, parse_config, save_config
@@ -132,6 +129,19 @@ class Group:
 
 def unfit(learner: Any) -> Any:
     raise UnfitImagesError("t0 has 4 image tokens, and the learner makes 6 of its images.")
+
+
+def on_one_learner(group: Group, function: Any, in_step: bool = False) -> Any:
+    settings: Any = SimpleNamespace(in_step=in_step)
+    return Learners(group, settings, lambda: None, lambda: None, Counter()).call(function)
+
+
+def on_all_learners(group: Group, function: Any) -> Any:
+    return on_one_learner(group, function, in_step=True)
+
+
+def on_every_learner(group: Group, function: Any) -> None:
+    Learners(group, None, lambda: None, lambda: None, Counter()).call_each(function)  # type: ignore[arg-type]
 
 
 def test_a_dead_learners_exception_is_never_an_answer() -> None:

@@ -71,16 +71,6 @@ def test_rates_and_weights_are_those_computed_by_hand() -> None:
     assert rates.rate("a") == 0.5
 
 
-def test_old_episodes_fade_and_the_floor_holds() -> None:
-    rates = SolveRates()
-    for _ in range(200):
-        rates.observe("a", 8, 8)
-    assert rates.weight("a") < 0.2 and rates.weight("a") >= 0.1
-    for _ in range(100):
-        rates.observe("a", 8, 0)
-    assert rates.rate("a") < 0.02
-
-
 def test_items_are_drawn_in_proportion_to_their_weights() -> None:
     items = SolveRateItems(20, 3)
     shares = [0.0, 0.125, 0.25, 0.5, 0.75, 1.0]

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from task_support import trajectory
 
 from rl_vlm.config import PolicyConfig, parse_config
-from rl_vlm.rollout.rollouts import ContinuousRollouts, GroupBuffer, RoundRollouts, TooManyFailuresError
+from rl_vlm.rollout.rollouts import GroupBuffer, Rollouts, TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError
 from rl_vlm.rollout.tasks import Mixture, RolloutResult, RolloutTask, TaskStream
 from rl_vlm.types import TrajectoryGroup
@@ -37,7 +36,6 @@ class InstantSampler:
     rewards are all equal."""
 
     def __init__(self) -> None:
-        self.runners = SimpleNamespace(restarts=0)
         self.started: list[list[RolloutTask]] = []
         self.opened: list[list[RolloutTask]] = []
         self.lose: set[str] = set()
@@ -102,9 +100,9 @@ def source_of(run: PolicyConfig, items: int | None = 1000, kind: type[Mixture] =
     return kind({"": 1.0}, {"": items}, run.seed, run.curriculum)
 
 
-def rollouts_of(run: PolicyConfig, items: int | None = 100) -> tuple[RoundRollouts, InstantSampler]:
+def rollouts_of(run: PolicyConfig, items: int | None = 100) -> tuple[Rollouts, InstantSampler]:
     sampler = InstantSampler()
-    return RoundRollouts(sampler, TaskStream(source_of(run, items), run), run), sampler  # type: ignore[arg-type]
+    return Rollouts(sampler, TaskStream(source_of(run, items), run), run), sampler  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("isolation", "at_once"), [("process", [2, 2, 1]), ("thread", [5])])
@@ -117,9 +115,9 @@ def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: st
     assert [group.group_id for group in groups] == [task.group_id for task in tasks]
 
 
-def continuous_of(run: PolicyConfig, played: RandomOrder) -> ContinuousRollouts:
+def continuous_of(run: PolicyConfig, played: RandomOrder) -> Rollouts:
     stream = TaskStream(source_of(run), run)
-    return ContinuousRollouts(InstantSampler(), stream, run, played)  # type: ignore[arg-type]
+    return Rollouts(InstantSampler(), stream, run, played)  # type: ignore[arg-type]
 
 
 def identity(task: RolloutTask) -> tuple[Any, ...]:
@@ -316,11 +314,11 @@ def test_each_group_that_was_learned_from_is_observed_once_over_a_resume(lag: in
         def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
             seen.update(group.group_id for group in groups)
 
-    def rollouts() -> ContinuousRollouts | RoundRollouts:
+    def rollouts() -> Rollouts:
         stream = TaskStream(source_of(run, kind=Observing), run)
         if lag:
-            return ContinuousRollouts(InstantSampler(), stream, run, RandomOrder())  # type: ignore[arg-type]
-        return RoundRollouts(InstantSampler(), stream, run)  # type: ignore[arg-type]
+            return Rollouts(InstantSampler(), stream, run, RandomOrder())  # type: ignore[arg-type]
+        return Rollouts(InstantSampler(), stream, run)  # type: ignore[arg-type]
 
     first, second = rollouts(), rollouts()
     learned = [group.group_id for k in range(4) for group in first.next_groups(k, iterations_left=20 - k)]

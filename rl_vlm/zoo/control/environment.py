@@ -14,7 +14,7 @@ from gymnasium.spaces import Box, Discrete, Space
 from PIL import Image
 from pydantic import Field
 
-from rl_vlm.control_envs.gymnasium_env import make_gymnasium, picture_of, resize_frame
+from rl_vlm.control_envs.gymnasium_env import make_gymnasium, picture_of
 from rl_vlm.control_envs.metaworld import task_name
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError
@@ -231,8 +231,7 @@ class ControlWordsEnv(EpisodeEnv):
         return total, bool(terminated), bool(truncated), success
 
     def _draw(self) -> None:
-        frame = picture_of(self._inner.render)
-        self._frames.append(Image.fromarray(frame if self._size is None else resize_frame(frame, self._size)))
+        self._frames.append(Image.fromarray(picture_of(self._inner.render, self._size)))
 
     def _show(self, text: str) -> Observation:
         return Observation.user(*self._frames, text)

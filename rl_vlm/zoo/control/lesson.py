@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rl_vlm.control_envs.gymnasium_env import resize_frame
+from rl_vlm.control_envs.gymnasium_env import picture_of
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.control.environment import question_of, reminder_of, split_of_start
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
@@ -83,7 +83,7 @@ def render(room: Room) -> np.ndarray:
     env.put_obj(Goal(), *(place + 1 for place in room.goal))
     env.agent_pos = tuple(place + 1 for place in room.agent)
     env.agent_dir = tuple(HEADINGS).index(room.heading)
-    return resize_frame(env.render(), IMAGE_SIZE)
+    return picture_of(env.render, IMAGE_SIZE)
 
 
 def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
