@@ -90,7 +90,7 @@ def _labeller(section: Any, model: str) -> tuple[Any, Any]:
         return build_labeller(section), None
     import torch
 
-    from rl_vlm.asking.endpoints import EngineClient
+    from rl_vlm.asking import EngineClient
     from rl_vlm.config import parse_config
     from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
     from rl_vlm.serving.replica import build_engine

@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 from pydantic import StringConstraints, ValidationError, model_validator
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, ask_again
+from rl_vlm.asking import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.loading import explain, load_yaml
 from rl_vlm.config.section import Section

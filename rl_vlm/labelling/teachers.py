@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
-from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
+from rl_vlm.asking import Client, Endpoint, HTTPEndpoint, ServedEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
 from rl_vlm.labelling.labeller import TaskPrompts, UnknownTaskError, VLMLabeller, task_prompts
 from rl_vlm.labelling.store import (
@@ -270,10 +269,8 @@ def build_similarity(
 
 
 def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None) -> Endpoint:
-    if section.source == "endpoint":
-        return OpenAIEndpoint(section.endpoint)
-    if section.source == "generate":
-        return GenerateEndpoint(section.endpoint)
+    if section.source in ("endpoint", "generate"):
+        return HTTPEndpoint(section.endpoint, plain=section.source == "generate")
     if client is None or text is None:
         raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
     return ServedEndpoint(client, text)

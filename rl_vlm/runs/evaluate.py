@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.asking.http_endpoints import OpenAIEndpoint
+from rl_vlm.asking import HTTPEndpoint
 from rl_vlm.child import Child, ChildStartError
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.labels import EndpointSection
@@ -111,7 +111,7 @@ def _endpoint_player(
         logprobs=False,
     )
     client = AsyncExitStack()
-    ask = runner.run(client.enter_async_context(OpenAIEndpoint(settings).open()))
+    ask = runner.run(client.enter_async_context(HTTPEndpoint(settings).open()))
     player = EndpointPlayer(config, ask)
     try:
         yield player

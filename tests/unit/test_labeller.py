@@ -14,7 +14,7 @@ from core_support import plain_model, processor, text_side
 from label_support import pair, random_pairs, segment
 from PIL import Image
 
-from rl_vlm.asking.endpoints import Answer, Ask, EndpointError, EngineClient, Question, ServedEndpoint
+from rl_vlm.asking import Answer, Ask, EndpointError, EngineClient, Question, ServedEndpoint
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
