@@ -13,7 +13,6 @@ import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError, RayActorError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -75,11 +74,8 @@ def build_app(model: ModelReference, config: CommonConfig, run_id: str, namespac
 
 
 def start_serve(timeout_s: float) -> None:
-    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come
-    up.
-
-    A training run opens no HTTP port of its own.
-    """
+    """Start the cluster's one Serve, without an HTTP port, or find the one that is there. Raises ServingError when
+    another's does not come up."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -95,9 +91,8 @@ def start_serve(timeout_s: float) -> None:
 
 
 def delete_application(name: str) -> None:
-    """Delete an application of Serve and wait for its end. Raises TimeoutError, also where Serve does not answer at
-    all, as on a node that is dying, and what Serve raises.
-    """
+    """Delete an application of Serve and wait for its end. Raises what Serve raises, and TimeoutError also where it
+    does not answer, as on a node that is dying."""
     within(_DELETE_S, f"deleting {name}", lambda: serve.delete(name, _blocking=True))
 
 
@@ -105,15 +100,6 @@ def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
     """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing
     for so long."""
     return within(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
-
-
-def forget_serve() -> None:
-    """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds
-    the current one.
-
-    A run that shares does not call `serve.start`, which would do this.
-    """
-    set_global_client(None)
 
 
 def wait_for_replicas(
@@ -128,18 +114,14 @@ def wait_for_replicas(
         application = None
         with suppress(RayActorError, TimeoutError):  # Serve's controller is being restarted
             application = _application(app_name(run_id), deadline - time.monotonic())
-        status = application.status if application else None
-        running = (
-            [d.replica_states.get(ReplicaState.RUNNING, 0) for d in application.deployments.values()]
-            if application
-            else []
-        )
-        if status == ApplicationStatus.RUNNING or (one and any(running)):
+        status, deployments = (application.status, application.deployments.values()) if application else (None, ())
+        running = any(one_of.replica_states.get(ReplicaState.RUNNING) for one_of in deployments)
+        if status == ApplicationStatus.RUNNING or (one and running):
             return
         failed = status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
         if failed or time.monotonic() > deadline:
-            messages = [d.message for d in application.deployments.values()] if application else []
-            detail = " ".join(message.strip().splitlines()[-1] for message in messages if message.strip())
+            messages = [one_of.message.strip() for one_of in deployments]
+            detail = " ".join(message.splitlines()[-1] for message in messages if message)
             why = "failed" if failed else f"were not ready within {timeout_s:g} s"
             raise ServingError(f"The policy's replicas {why}. {detail}".strip())
         time.sleep(0.1)
@@ -183,15 +165,9 @@ def mismatch(name: str, known: CommonConfig, known_digest: str, config: CommonCo
     The digests are those of the models, whose folders other nodes need not have under the same path.
     """
     there, here = (
-        {
-            "model.dtype": run.model.dtype,
-            "model.head_dtype": run.model.head_dtype,
-            "model.min_pixels": run.model.min_pixels,
-            "model.max_pixels": run.model.max_pixels,
-            "serving.engine": run.serving.expected_engine,
-            "serving.quantization": run.serving.quantization,
-            "serving.gpus_per_replica": run.serving.gpus_per_replica,
-        }
+        {f"model.{key}": getattr(run.model, key) for key in ("dtype", "head_dtype", "min_pixels", "max_pixels")}
+        | {"serving.engine": run.serving.expected_engine}
+        | {f"serving.{key}": getattr(run.serving, key) for key in ("quantization", "gpus_per_replica")}
         for run in (known, config)
     )
     differing = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
@@ -238,11 +214,7 @@ class SharedRegistry(Registry):
             self._worker = asyncio.create_task(self._work())
 
     async def join(
-        self,
-        policy: str,
-        newest: Published | None = None,
-        config: CommonConfig | None = None,
-        digest: str = "",
+        self, policy: str, newest: Published | None = None, config: CommonConfig | None = None, digest: str = ""
     ) -> int | str:
         """As `Registry.join`. A text instead says why the run cannot join; an empty one: come again soon."""
         self._ensure_working()
@@ -257,9 +229,6 @@ class SharedRegistry(Registry):
         """See Registry."""
         self._ensure_working()
         return await super().watch(replica_id, since, *args)
-
-    def _expected(self) -> Collection[str]:
-        return ()  # replicas load what they are asked for
 
     def _present(self) -> Collection[str] | None:
         return frozenset(self._tenants) if self._settled else None

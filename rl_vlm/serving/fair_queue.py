@@ -76,12 +76,8 @@ class FairQueue:
             return None  # the others wait with it: work that is passed by for smaller one might wait for ever
         return first
 
-    def waiting(self, policy: str) -> int:
-        """Pieces of work of a policy that wait."""
-        return len(self._waiting.get(policy, ()))
-
     def forget(self, policy: str) -> None:
         """A policy is gone: nothing is owed any more."""
-        if not self._inside[policy] and not self.waiting(policy):
+        if not self._inside[policy] and not self._waiting.get(policy):
             for known in (self._waiting, self._inside, self._used):
                 known.pop(policy, None)

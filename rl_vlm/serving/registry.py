@@ -63,14 +63,14 @@ class Published:
     policy: str = POLICY
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PublishReport:
-    """Who loaded a version: replica id -> seconds from publication to its acknowledgement; `missing`: live, but
-    silent."""
+    """The acknowledgements of a version; `acked`: replica id -> seconds from publication to its acknowledgement."""
 
     version: int
-    acked: dict[str, float]
-    missing: tuple[str, ...]
+    sha256: str
+    published_at: float
+    acked: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -80,44 +80,24 @@ class PublishReport:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has changed since an earlier revision.
-
-    Attributes:
-        newest: policies that have changed, with their newest versions.
-        left: policies that had a tenant and have none now.
-        present: policies with a tenant; None while tenants that a registry had before its restart may still join again.
-        sleep: whether the replica is to sleep.
-    """
+    """What has changed since an earlier revision."""
 
     revision: Revision
-    newest: Mapping[str, Published | None]
-    left: Collection[str]
-    present: Collection[str] | None
-    sleep: bool
-
-
-@dataclass(slots=True)
-class _Acknowledgements:
-    """The acknowledgements of one version: replica id -> seconds since its publication."""
-
-    sha256: str
-    published_at: float
-    seconds: dict[str, float] = field(default_factory=dict)
+    newest: Mapping[str, Published | None]  # of the policies that have changed
+    left: Collection[str]  # policies that had a tenant and have none now
+    present: Collection[str] | None  # policies with a tenant; None while those of before a restart may still come back
+    sleep: bool  # whether the replica is to sleep
 
 
 @dataclass(slots=True)
 class Tenant:
-    """One user of the service, with its policy.
+    """One user of the service, with its policy."""
 
-    `home`: the place of the replica that its calls go to first (see `client.homes`). `deadline`: of its lease.
-    `revision`: of its last change. `acknowledgements`: of its newest versions, whose numbers only grow.
-    """
-
-    home: int
-    deadline: float
-    revision: int = 0
+    home: int  # the place of the replica that its calls go to first (see `client.homes`)
+    deadline: float  # of its lease
+    revision: int = 0  # of its last change
     newest: Published | None = None
-    acknowledgements: dict[int, _Acknowledgements] = field(default_factory=dict)
+    reports: dict[int, PublishReport] = field(default_factory=dict)  # by version, in order
 
 
 class Registry:
@@ -191,7 +171,7 @@ class Registry:
         if not await self.renew(published.policy):
             return False
         tenant = self._tenants[published.policy]
-        newest, known = tenant.newest, tenant.acknowledgements
+        newest, known = tenant.newest, tenant.reports
         if newest is not None and published.version <= newest.version:
             if (published.version, published.sha256) == (newest.version, newest.sha256):
                 return True
@@ -199,7 +179,7 @@ class Registry:
                 f"Version {published.version} cannot follow version {newest.version}: versions only grow."
             )
         tenant.newest = published
-        known[published.version] = _Acknowledgements(published.sha256, time.monotonic())
+        known[published.version] = PublishReport(published.version, published.sha256, time.monotonic())
         if len(known) > _REMEMBERED:
             del known[next(iter(known))]
         self._sleep = False  # to sample with it
@@ -207,25 +187,16 @@ class Registry:
         return True
 
     async def acknowledged(self, policy: str = POLICY) -> PublishReport | None:
-        """Which replicas have loaded the newest version that any replica has; None before the first acknowledgement."""
-        known = self._tenants[policy].acknowledgements if policy in self._tenants else {}
-        newest = next((version for version in reversed(known) if known[version].seconds), None)
-        return None if newest is None else self._report(newest, known[newest])
-
-    def _report(self, version: int, known: _Acknowledgements) -> PublishReport:
-        missing = set(self._expected()) - known.seconds.keys()
-        return PublishReport(version, dict(known.seconds), tuple(sorted(missing)))
-
-    def _expected(self) -> Collection[str]:
-        """Replicas that load every version."""
-        return self._live()
+        """The report of the newest version that any replica has; None before the first acknowledgement."""
+        known = self._tenants[policy].reports.values() if policy in self._tenants else ()
+        return next((report for report in reversed(known) if report.acked), None)
 
     async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """Who has acknowledged a version of a run's own service, once `expected` replicas have, at most `timeout_s`
+        """The report of a version of a run's own service, once `expected` replicas have it, at most `timeout_s`
         later."""
-        known = self._tenants[POLICY].acknowledgements[version]
-        await self._wait(lambda: len(known.seconds) >= expected, timeout_s)
-        return self._report(version, known)
+        known = self._tenants[POLICY].reports[version]
+        await self._wait(lambda: len(known.acked) >= expected, timeout_s)
+        return known
 
     async def let_sleep(self, sleep: bool, timeout_s: float) -> list[str]:
         """Tell all replicas to sleep until the next version, or to wake; returns the replicas that do not do so
@@ -248,9 +219,7 @@ class Registry:
     ) -> Changes | None:
         """What has changed since a revision (None: everything); None after a while without a change.
 
-        Args:
-            report: the replica's own report (see `ReplicaTally`).
-            asleep: whether the replica sleeps.
+        The replica sends its own `report` (see `ReplicaTally`), and whether it is `asleep`.
         """
         self._seen[replica_id] = time.monotonic()
         if report is not None:
@@ -275,10 +244,10 @@ class Registry:
         """
         self._seen[replica_id] = time.monotonic()
         tenant = self._tenants.get(policy)
-        known = tenant.acknowledgements.get(version) if tenant is not None else None
+        known = tenant.reports.get(version) if tenant is not None else None
         if known is None or known.sha256 != sha256:
             return 0.0
-        seconds = known.seconds[replica_id] = time.monotonic() - known.published_at
+        seconds = known.acked[replica_id] = time.monotonic() - known.published_at
         await self._notify()
         return seconds
 

@@ -25,6 +25,7 @@ from ray.exceptions import (
     RayActorError,
     RayError,
 )
+from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
@@ -37,7 +38,6 @@ from rl_vlm.serving.deploy import (
     delete_application,
     deploy,
     find_or_start,
-    forget_serve,
     start_serve,
     wait_for_replicas,
 )
@@ -56,17 +56,9 @@ _LEAVE_S = 5.0
 class PolicyService:
     """A served policy. A thread of this process renews its lease, and joins again where the registry has lost it.
 
-    Args:
-        run: its sections `serving` and `model` say what is served.
-        name: of the policy where replicas are shared, else of the service.
-        model: the base model.
-
-    Attributes:
-        run_id: of the application.
-        key: the policy, for clients.
-
-    Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has
-    started.
+    `name` is that of the policy where replicas are shared, else of the service. `run_id` is that of the application,
+    `key` the policy, for clients. Raises UserInputError where the run does not fit the shared service that is there,
+    before anything of the run has started.
     """
 
     def __init__(self, config: CommonConfig, name: str, model: ModelReference) -> None:
@@ -79,7 +71,8 @@ class PolicyService:
         self._stopped = threading.Event()
         self._registry: Any = None
         if self._shared:
-            forget_serve()
+            # The next call finds the cluster's Serve: this process may know that of an earlier cluster.
+            set_global_client(None)
         else:
             self._registry = start_registry(self.run_id, ray.get_runtime_context().namespace)
             self._deploy()
@@ -216,18 +209,12 @@ class PolicyService:
                     ) from error
                 time.sleep(_PAUSE_S)
 
-    def sleep(self) -> None:
-        """Let the replicas give memory to the learner until the next version is published, or `wake`.
+    def let_sleep(self, sleep: bool) -> None:
+        """Let the replicas give memory to the learner until the next version is published, or take it back although
+        there is none.
 
         Where a replica does not in time, the learner must do with what is free.
         """
-        self._let_sleep(True)
-
-    def wake(self) -> None:
-        """Let the replicas take the memory back although there is no new version."""
-        self._let_sleep(False)
-
-    def _let_sleep(self, sleep: bool) -> None:
         wanted, limit = "sleep" if sleep else "wake", self._serving.publish_timeout_s
         try:
             late = ray.get(self._registry.let_sleep.remote(sleep, limit), timeout=limit + _ATTEMPT_S)
@@ -262,21 +249,6 @@ class PolicyService:
     def _leave(self) -> None:
         with suppress(RayError):  # it is gone, or the lease ends by itself
             ray.get(self._registry.leave.remote(self.key.policy), timeout=_LEAVE_S)
-
-
-@contextmanager
-def kept_up(config: CommonConfig) -> Iterator[None]:
-    """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's
-    trials."""
-    if not config.serving.shared:
-        yield
-        return
-    name = f"keeper-{uuid.uuid4().hex[:8]}"
-    service = PolicyService(config, name, ModelReference.of(config.model.path))
-    try:
-        yield
-    finally:
-        service.stop()
 
 
 def start_service(config: CommonConfig) -> PolicyService:
