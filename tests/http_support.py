@@ -20,8 +20,7 @@ from PIL import Image
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import ModelApp
-from rl_vlm.http.backend import ServedModel
+from rl_vlm.http.app import ModelApp, ServedModel
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 

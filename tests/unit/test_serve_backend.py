@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from rl_vlm.http import backend as module
-from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http import app as module
+from rl_vlm.http.app import ServeBackend
 from rl_vlm.serving.client import GenerationFailedError
 from rl_vlm.serving.follower import ReplicaState
 
