@@ -63,7 +63,7 @@ def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monk
     found: list[str] = []
     monkeypatch.setattr("rl_vlm.preference.feedback.driver_device", lambda run: "meta")
     monkeypatch.setattr("rl_vlm.preference.feedback.RewardEnsemble", lambda *given: found.append(given[-1]))
-    monkeypatch.setattr("rl_vlm.preference.feedback.PairFeedback", lambda *_: None)
+    monkeypatch.setattr("rl_vlm.preference.feedback.Feedback", lambda *_: None)
     monkeypatch.setattr("rl_vlm.labelling.teachers.build_labeller", lambda *given: found.append(given[-1]))
     preference = {"reward": "learn_from_preference", "labels": {"source": "clip"}}
     run = parse_config(
