@@ -86,9 +86,7 @@ Ask = Callable[[Question], Awaitable[Answer]]
 class Client(Protocol):
     """The served policy's client, or an engine in this process."""
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Answer one request."""
-        ...
+    async def generate(self, request: GenerationRequest) -> Completion: ...
 
 
 class EngineClient:
@@ -98,13 +96,10 @@ class EngineClient:
         self._engine = engine
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Answer one request. Raises EngineError."""
         return (await self._engine.generate([request]))[0]
 
 
 class Endpoint(Protocol):
-    """Answers questions."""
-
     def open(self) -> contextlib.AbstractAsyncContextManager[Ask]:
         """A function that answers questions, or raises EndpointError, until the context ends."""
         ...
@@ -118,7 +113,6 @@ class ServedEndpoint:
         self._numbers = itertools.count()
 
     def open(self) -> contextlib.nullcontext[Ask]:
-        """See `Endpoint.open`."""
         return contextlib.nullcontext(self._ask)
 
     async def _ask(self, question: Question) -> Answer:
@@ -146,11 +140,8 @@ class ServedEndpoint:
 
 
 def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[str]) -> dict[str, float] | None:
-    """The probability of each choice from (text, log-probability) of the first token's alternatives.
-
-    A token counts for the one choice that begins with it. None where a token may begin two choices, or no token begins
-    any.
-    """
+    """The probability of each choice from (text, log-probability) of the first token's alternatives, each of which
+    counts for the one choice that begins with it. None where one may begin two choices, or none begins any."""
     mass = dict.fromkeys(choices, 0.0)
     for text, logprob in first:
         begun = text.strip()
@@ -257,7 +248,6 @@ class HTTPEndpoint:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
-        """See `Endpoint.open`."""
         import httpx
 
         token = token_header(self._settings.token_env) if self._settings.token_env else {}
@@ -376,10 +366,8 @@ def _check_url(url: str) -> None:
 
 
 def without_tool_role(message: Message) -> Message:
-    """A tool's reply as the user's message that Qwen's chat template makes of it.
-
-    The calls are in the policy's text, so they have no ids, and OpenAI's `tool` messages need one and take no images.
-    """
+    """A tool's reply as the user's message that Qwen's chat template makes of it: OpenAI's `tool` messages need the id
+    of a call and take no images, and the calls are in the policy's text."""
     if message.role != "tool":
         return message
     return Message("user", ("<tool_response>\n", *message.parts, "\n</tool_response>"))

@@ -102,13 +102,6 @@ def test_an_endpoint_that_refuses_to_enforce_choices_is_asked_without(first: Any
     assert ["structured_outputs" in request for request in server.requests] == [True, False, False]
 
 
-def test_where_nothing_enforces_choices_a_plain_question_follows() -> None:
-    server = Server(REFUSED, completion("I prefer Image 2."), completion("1"))
-    label, _ = asked(endpoint(server))
-    assert label.value == 1 and len(server.requests) == 3
-    assert "structured_outputs" not in server.requests[-1]
-
-
 def test_the_plain_generate_of_the_fork() -> None:
     server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
     endpoint = HTTPEndpoint(EndpointSection(url="http://vlm:8001/generate"), True, httpx.MockTransport(server))

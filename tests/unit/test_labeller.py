@@ -136,17 +136,12 @@ def test_all_pairs_are_in_flight_at_once() -> None:
             await everyone.wait()
         return "0"
 
-    labels = asked(VLMLabeller(Scripted(answer), PROMPTS, one_step()), *random_pairs(40))
+    labeller = VLMLabeller(Scripted(answer), PROMPTS, one_step())
+    labels = asked(labeller, *random_pairs(40))
     assert waiting == 80
     # It always answers for the first picture: blind to what is shown.
     assert [label.value for label in labels] == [-1] * 40 and not any(label.error for label in labels)
-
-
-def test_position_bias_is_measured() -> None:
-    labeller = VLMLabeller(Scripted(lambda question: "0"), PROMPTS, one_step())
-    asked(labeller, *random_pairs(5))
-    assert labeller.stats.position_bias == 1.0 and labeller.stats.disagreements == 5
-    assert "position bias +1.00" in labeller.stats.summary()
+    assert labeller.stats.position_bias == 1.0 and labeller.stats.disagreements == 40
 
 
 def test_two_steps_ask_the_second_in_text_only() -> None:
@@ -170,7 +165,7 @@ def test_an_answer_that_is_not_understood_is_asked_about_once_more_and_then_unde
     assert first.choices == second.choices == ()
     assert first.messages[0].images and not second.messages[0].images and text in second.messages[0].text
     assert label.value == -1 and label.answers == (-1,) and not label.error
-    assert labeller.stats.not_understood == 1 and "1 not understood" in labeller.stats.summary()
+    assert labeller.stats.not_understood == 1
     assert "In a session of 1, 1 answers were neither a label nor a score" in caplog.text
 
 
