@@ -35,12 +35,11 @@ def home_session(place: int) -> str:
 
 
 def homes(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
-    """The home replicas of one of a run's callers. Every replica serves at least one caller, and callers are spread
-    evenly.
+    """The home replicas of one of a run's callers, spread evenly; every replica serves at least one caller.
 
-    With autoscaling there are homes for the most replicas that there can be: places beyond those that run now begin
-    again at the first (`AffinityRouter`), and a replica that is added gets its part of the requests at once. On shared
-    replicas each caller has one, counted from the policy's own home, so that few replicas must load the policy.
+    With autoscaling there are homes for the most replicas that there can be: places beyond those that run begin again
+    at the first, and a new replica gets requests at once. On shared replicas each caller has one, counted from the
+    policy's own home, so that few replicas must load the policy.
     """
     if serving.shared:
         return range(key.home + caller, key.home + caller + 1)
@@ -52,8 +51,8 @@ class AffinityRouter(FIFOMixin, RequestRouter):
     """The handle's `session_id` is the id of the replica that holds the conversation, a home (`home_session`), or
     empty.
 
-    A replica that is gone, or full, falls back to the least loaded one. Load is what this process has in flight plus
-    what replicas reported; ties go round in turn, so equal calls spread evenly.
+    A replica that is gone, or full, falls back to the least loaded one by what this process has in flight and what
+    replicas reported; ties go round in turn, so equal calls spread evenly.
     """
 
     def initialize_state(self, **kwargs: object) -> None:
@@ -63,7 +62,6 @@ class AffinityRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Replicas in the order in which to try them."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         turn, count = next(self._turn), max(len(candidate_replicas), 1)
@@ -140,8 +138,7 @@ class PolicyClient:
     async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
         """Tell replicas which images the next requests will show, one entry per request in the order of the requests.
 
-        A hint only, so failures are ignored. Without coalescing it does nothing: each request goes to the replica that
-        is least loaded at that time, which is not known yet.
+        A hint: failures are ignored. Without coalescing it does nothing, because the replica is not known yet.
         """
         if not self.coalesce:
             return
@@ -198,10 +195,8 @@ class PolicyClient:
             future.add_done_callback(stop_if_unwanted)
 
     async def call(self, requests: list[GenerationRequest], session_id: str = "") -> list[Completion]:
-        """Answer several requests in one call, on one replica; retried with backoff until the deadline.
-
-        `session_id` says which replica is tried first (see `AffinityRouter`).
-        """
+        """Answer several requests on one replica, first on that of `session_id`; retried with backoff until the
+        deadline."""
         started = time.monotonic()
         attempt = 0
         while True:

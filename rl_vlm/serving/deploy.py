@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.section import claim
+from rl_vlm.envs.address import retried
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import (
     MOST_CALLS,
@@ -43,7 +44,6 @@ class ServingError(RLVLMError):
 
 
 def initial_replicas(serving: ServingSection) -> int:
-    """How many replicas an application begins with."""
     autoscaling = serving.autoscaling
     if autoscaling is None:
         return serving.num_replicas
@@ -76,18 +76,11 @@ def build_app(model: ModelReference, config: CommonConfig, run_id: str, namespac
 def start_serve(timeout_s: float) -> None:
     """Start the cluster's one Serve, without an HTTP port, or find the one that is there. Raises ServingError when
     another's does not come up."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            serve.start(proxy_location="Disabled")
-            return
-        except ActorAlreadyExistsError as error:
-            # Another run starts it at the same time: the next attempt finds its controller.
-            if time.monotonic() > deadline:
-                raise ServingError(
-                    f"Serve is being started elsewhere and did not come up in {timeout_s:g} s."
-                ) from error
-            time.sleep(0.1)
+    try:
+        # Where another run starts it at the same time, the next attempt finds its controller.
+        retried(lambda: serve.start(proxy_location="Disabled"), (ActorAlreadyExistsError,), timeout_s)
+    except ActorAlreadyExistsError as error:
+        raise ServingError(f"Serve is being started elsewhere and did not come up in {timeout_s:g} s.") from error
 
 
 def delete_application(name: str) -> None:
@@ -97,17 +90,15 @@ def delete_application(name: str) -> None:
 
 
 def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
-    """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing
-    for so long."""
+    """Serve's view of an application; None where it is not there. Raises TimeoutError where Serve does not answer."""
     return within(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
 
 
 def wait_for_replicas(
     run_id: str, timeout_s: float, *, one: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait for all replicas of an application, or for `one` that runs. Raises ServingError with Serve's own message,
-    and what `check` raises.
-    """
+    """Wait for all replicas of an application, or for `one`. Raises ServingError with Serve's message, and what `check`
+    raises."""
     deadline = time.monotonic() + timeout_s
     while True:
         check()
@@ -160,10 +151,8 @@ _END_S = 120.0  # how long to try to delete the application
 
 
 def mismatch(name: str, known: CommonConfig, known_digest: str, config: CommonConfig, digest: str) -> str:
-    """Why a run cannot join the service `name`, which the run `known` has started; empty if it can.
-
-    The digests are those of the models, whose folders other nodes need not have under the same path.
-    """
+    """Why a run cannot join the service `name` of the run `known`; empty if it can. The digests are those of the
+    models, whose folders may differ between nodes."""
     there, here = (
         {f"model.{key}": getattr(run.model, key) for key in ("dtype", "head_dtype", "min_pixels", "max_pixels")}
         | {"serving.engine": run.serving.expected_engine}
@@ -192,11 +181,8 @@ def mismatch(name: str, known: CommonConfig, known_digest: str, config: CommonCo
 
 
 class SharedRegistry(Registry):
-    """The registry of a shared service, which also starts and ends the service's application.
-
-    The first run starts it (`find_or_start`), and the last one to leave ends it. Tenants hold leases, so that the
-    policy of a crashed run is dropped.
-    """
+    """The registry of a shared service. The first run starts it (`find_or_start`) and with it the application; the last
+    one to leave ends both. Leases end for the policy of a crashed run."""
 
     def __init__(self, name: str, config: CommonConfig, model: ModelReference) -> None:
         super().__init__(config.serving.sharing.lease_s)
@@ -226,7 +212,6 @@ class SharedRegistry(Registry):
         return await super().join(policy, newest)
 
     async def watch(self, replica_id: str, since: Revision | None, *args: Any) -> Changes | None:
-        """See Registry."""
         self._ensure_working()
         return await super().watch(replica_id, since, *args)
 
@@ -240,7 +225,6 @@ class SharedRegistry(Registry):
     # What it does by itself.
 
     async def _work(self) -> None:
-        """Start the replicas, drop crashed tenants, and end the service."""
         while not self._closing:
             try:
                 await self._drop_crashed()
@@ -274,8 +258,8 @@ class SharedRegistry(Registry):
         return time.monotonic() - self._empty_since >= patience
 
     async def _deploy(self) -> None:
-        """Start the application. An earlier process of this actor may have done so, whose tenants join again. What
-        another service left over may have another model, and is replaced."""
+        """Start the application. That of an earlier process of this actor is kept; what another service left over is
+        replaced."""
         restarted = _was_restarted()
         try:
             await asyncio.to_thread(deploy_shared, self._model, self._config, shared_id(self._name), restarted)
@@ -286,7 +270,7 @@ class SharedRegistry(Registry):
             raise
 
     async def _tick(self) -> None:
-        """Wait. If that took much longer than it should, this process was stopped and tenants could not renew their
+        """Wait; much longer than wanted means that this process was stopped, and that tenants could not renew their
         leases."""
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -315,7 +299,6 @@ class SharedRegistry(Registry):
 
 
 def _was_restarted() -> bool:
-    """Whether this process continues an actor that died. Asks the cluster."""
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 

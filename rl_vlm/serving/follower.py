@@ -26,8 +26,6 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 
 class ReplicaState(StrEnum):
-    """The state of a replica."""
-
     STARTING = "starting"  # it has not asked the registry yet, or not loaded what it must have before it serves
     SERVING = "serving"
     SUSPECT = "suspect"  # its engine did not answer a probe in time; requests go elsewhere until it does
@@ -35,7 +33,7 @@ class ReplicaState(StrEnum):
 
 
 class Admission(StrEnum):
-    """The decision about a request."""
+    """What to do with a request."""
 
     NOW = "now"
     WAIT = "wait"  # until the replica has started, or its engine is awake
@@ -70,7 +68,7 @@ class Lifecycle:
 
     @property
     def admission(self) -> Admission:
-        """What to do with a request. The follower decides whether its version is loaded."""
+        """Without regard to its version, about which the follower decides."""
         # Where a first load fails, another replica may have started already.
         if self.death or self.failed_probes or (self.load_error and not self.started):
             return Admission.ELSEWHERE
@@ -81,8 +79,8 @@ class Lifecycle:
         self.load_error, self._failing_since = "", None
 
     def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after
-        `load_patience_s`."""
+        """A version could not be loaded. `curable`: a new replica may succeed, so after `load_patience_s` this one
+        dies."""
         self.load_error = reason
         if not curable:
             return
@@ -98,8 +96,7 @@ class Lifecycle:
             self.pass_probe(now)
 
     def probe_due(self, now: float) -> bool:
-        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it
-        sleeps."""
+        """Whether the engine must generate a token to prove that it can: always while suspect, never while asleep."""
         silent = self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
         return silent and not (self.death or self.asleep)
 
@@ -200,8 +197,7 @@ class ReplicaTally:
 
 
 class RayMetrics:
-    """Sends a replica's counts to `ray.util.metrics`, each series tagged with run, policy, part, application and
-    replica."""
+    """Sends a replica's counts to `ray.util.metrics`, tagged with run, policy, part, application and replica."""
 
     def __init__(self, run: str, app: str, replica_id: str) -> None:
         tags = {"run": run, "policy": "policy", "part": "serving", "app": app, "replica": replica_id}
@@ -282,13 +278,7 @@ class FollowedPolicy:
 
     @property
     def behind(self) -> bool:
-        """Whether there is a newer version than the loaded one."""
         return self.newest is not None and self.newest.version > self.loaded
-
-    def serves(self, min_version: int) -> bool:
-        """Whether a request for at least this version may start. A policy that has a version is never served without
-        one."""
-        return self.loaded >= min_version and not (self.loaded == 0 and self.behind)
 
 
 @dataclass(slots=True, eq=False)
@@ -392,17 +382,15 @@ class Follower:
             self.changed.notify_all()
 
     def serves(self, name: str, min_version: int) -> bool:
-        """Whether a request for this version of this policy may start now; a newer version is then loaded soon.
-
-        Raises NotLoadedError when the version cannot be loaded.
-        """
+        """Whether a request for this version may start now; a newer one is then loaded soon. Raises NotLoadedError."""
         policy = self.policies.get(name)  # its run may join in a moment
         if policy is None or min_version == BASE_MODEL:
             return policy is not None
         policy.in_use = True
         if policy.behind:
             self._load_soon(policy)
-        if policy.serves(min_version):
+        # A policy that has a version is never served without one.
+        if policy.loaded >= min_version and not (policy.loaded == 0 and policy.behind):
             return True
         if policy.error:
             raise NotLoadedError(policy.error)
@@ -421,8 +409,8 @@ class Follower:
         return task
 
     async def _load(self, policy: FollowedPolicy) -> None:
-        """Load the newest version of a policy. After a failure try again, or wait for the next request where loads
-        are not eager."""
+        """Load the newest version of a policy. After a failure try again; where loads are not eager, at the next
+        request."""
         pause = _PAUSE_S
         try:
             while policy.behind and self.policies.get(policy.name) is policy:
@@ -441,7 +429,6 @@ class Follower:
             policy.loading = None
 
     async def _load_newest(self, policy: FollowedPolicy) -> None:
-        """Fetch and load the newest version."""
         published = policy.newest
         assert published is not None
         # Before it is this load's turn: the bytes of a run whose node is cut off may never come, and others must not

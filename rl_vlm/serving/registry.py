@@ -74,7 +74,6 @@ class PublishReport:
 
     @property
     def seconds(self) -> float:
-        """From publication to the last acknowledgement."""
         return max(self.acked.values(), default=0.0)
 
 
@@ -115,7 +114,6 @@ class Registry:
         self._changed = asyncio.Condition()
 
     async def _notify(self, changed: Tenant | None = None) -> None:
-        """Wake all calls that wait."""
         if changed is not None:
             self._grow()
             changed.revision = self._revision[1]
@@ -126,7 +124,6 @@ class Registry:
         self._revision = (self._revision[0], self._revision[1] + 1)
 
     async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition; False if it does not become true in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(condition)
@@ -135,10 +132,8 @@ class Registry:
     # What tenants call.
 
     async def join(self, policy: str, newest: Published | None = None) -> int | str:
-        """Take a tenant in, with its newest version if it has one; returns the place of its home replica.
-
-        A repeated call changes nothing. Policies of different runs have different names.
-        """
+        """Take a tenant in, with its newest version if it has one; returns the place of its home replica. A repeated
+        call changes nothing."""
         if not await self.renew(policy):
             taken = {tenant.home for tenant in self._tenants.values()}
             home = next(place for place in range(len(taken) + 1) if place not in taken)
@@ -163,11 +158,8 @@ class Registry:
             await self._notify()
 
     async def publish(self, published: Published) -> bool:
-        """Make a version the newest of its policy and tell all replicas; False where the policy has no tenant: join
-        again.
-
-        A repeated call with an equal hash changes nothing. Raises PublishError.
-        """
+        """Make a version the newest of its policy and tell all replicas; False: the policy has no tenant, so join
+        again. A repeated call changes nothing. Raises PublishError."""
         if not await self.renew(published.policy):
             return False
         tenant = self._tenants[published.policy]
@@ -192,15 +184,13 @@ class Registry:
         return next((report for report in reversed(known) if report.acked), None)
 
     async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """The report of a version of a run's own service, once `expected` replicas have it, at most `timeout_s`
-        later."""
+        """The report of a version of a run's own service, once `expected` replicas have it or `timeout_s` is over."""
         known = self._tenants[POLICY].reports[version]
         await self._wait(lambda: len(known.acked) >= expected, timeout_s)
         return known
 
     async def let_sleep(self, sleep: bool, timeout_s: float) -> list[str]:
-        """Tell all replicas to sleep until the next version, or to wake; returns the replicas that do not do so
-        within `timeout_s`."""
+        """Let all replicas sleep until the next version, or wake; returns those that do not within `timeout_s`."""
         self._sleep = sleep
 
         def late() -> set[str]:
@@ -217,10 +207,8 @@ class Registry:
     async def watch(
         self, replica_id: str, since: Revision | None, report: dict[str, Any] | None = None, asleep: bool = False
     ) -> Changes | None:
-        """What has changed since a revision (None: everything); None after a while without a change.
-
-        The replica sends its own `report` (see `ReplicaTally`), and whether it is `asleep`.
-        """
+        """What has changed since a revision (None: everything); None after a while without a change. `report` is a
+        `ReplicaTally`'s."""
         self._seen[replica_id] = time.monotonic()
         if report is not None:
             self._reports[replica_id] = report
@@ -238,10 +226,8 @@ class Registry:
         return None
 
     async def ack(self, replica_id: str, policy: str, version: int, sha256: str) -> float:
-        """A replica reports the version that it serves and the hash of the bytes that it loaded.
-
-        Returns the seconds from publication until now, also when a newer version is out; 0 for an unknown version.
-        """
+        """A replica serves a version, whose bytes have this hash. Returns the seconds since its publication; 0 for an
+        unknown one."""
         self._seen[replica_id] = time.monotonic()
         tenant = self._tenants.get(policy)
         known = tenant.reports.get(version) if tenant is not None else None
@@ -256,8 +242,7 @@ class Registry:
         return {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
 
     async def status(self) -> dict[str, Any]:
-        """The policies and their versions (`version`: the newest of all), and the reports of the replicas that asked
-        lately."""
+        """The policies and their versions (`version`: the newest of all), and the live replicas' last reports."""
         live, now = self._live(), time.monotonic()
         self._reports = {replica: report for replica, report in self._reports.items() if replica in live}
         policies: dict[str, dict[str, Any]] = {
@@ -288,13 +273,12 @@ def app_name(run_id: str) -> str:
 
 
 def registry_name(run_id: str) -> str:
-    """The actor's name."""
     return f"rl-vlm-registry-{run_id}"
 
 
 def start_registry(run_id: str, namespace: str) -> ray.actor.ActorHandle:
-    """Start the registry of a run's own service on the caller's node; it restarts whenever it dies, and ends with
-    the caller."""
+    """Start the registry of a run's own service on the caller's node; it restarts when it dies, and ends with the
+    caller."""
     actor = ray.remote(Registry).options(
         name=registry_name(run_id),
         namespace=namespace,

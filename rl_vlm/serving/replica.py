@@ -174,10 +174,7 @@ class VLMServer:
                 logger.warning("replica %s cannot report its metrics: %r", self.replica_id, error)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Answer a batch of one policy; every completion names this replica.
-
-        Raises ReplicaUnavailableError or EngineError.
-        """
+        """Answer a batch of one policy. Raises ReplicaUnavailableError or EngineError."""
         arrived, arrived_ns = time.monotonic(), time.time_ns()
         policy = await self._admit(requests)
         admitted = time.monotonic()
@@ -272,7 +269,7 @@ class VLMServer:
         return policy
 
     def _may_start(self, policy: str, wanted: int) -> bool:
-        """Whether a request may start now. Raises ReplicaUnavailableError when it must go elsewhere."""
+        """Raises ReplicaUnavailableError when the request must go elsewhere."""
         admission = self._life.admission
         if admission is Admission.ELSEWHERE:
             raise ReplicaUnavailableError(
@@ -295,10 +292,8 @@ class VLMServer:
             raise
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises.
-
-        An idle engine must generate a token, and following the registry may neither end nor fail for long.
-        """
+        """Serve replaces the replica when this raises: an idle engine must generate a token, and following the registry
+        may neither end nor fail for long."""
         self._ensure_started()
         if self._engine.dead:
             self._life.die("Its engine has died.")
