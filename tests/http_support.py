@@ -73,7 +73,7 @@ class Server:
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         self._listens = threading.Event()
         self.server = HTTPServer(self.gate, sock, self.limits, self._listens.set)
-        self._thread = threading.Thread(target=self.server.serve_until_signal, daemon=True)
+        self._thread = threading.Thread(target=self.server.run, args=([sock],), daemon=True)
 
     def start(self) -> Server:
         self._thread.start()

@@ -205,7 +205,7 @@ class ServedModel:
     version: int = BASE_MODEL
 
 
-class ServeBackend:
+class ServeBackend(PolicyClient):
     """Answers through a run's Serve application. Its errors are RLVLMErrors.
 
     Args:
@@ -218,10 +218,9 @@ class ServeBackend:
     def __init__(
         self, handle: Any, registry: Any, name: str, *, run_id: str, deadline_s: float, keeps_base: bool = True
     ) -> None:
-        self._handle, self._registry, self._name = handle, registry, name
-        self._keeps_base, self._deadline_s = keeps_base, deadline_s
         # Answers are long and clients do not wait for each other: one call per request.
-        self._client = PolicyClient(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
+        super().__init__(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
+        self._registry, self._name, self._keeps_base = registry, name, keeps_base
         self._known: dict[str, Any] | None = None  # the registry's last status
         self._good_until = float("-inf")
         self._asking = asyncio.Lock()
@@ -256,16 +255,12 @@ class ServeBackend:
             raise GenerationFailedError("The adapter registry does not answer: try again in a moment.")
         return self._known
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Answer one request; a dead replica's are tried again on another. Cancelling the call frees its place."""
-        return await self._client.generate(request)
-
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
         """Answer one request piece by piece; retried elsewhere before the first piece. Closing the generator frees its
         place."""
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self.deadline_s
         for attempt in itertools.count(1):
-            response = self._handle.options(stream=True).stream.remote(request)
+            response = self.handle.options(stream=True).stream.remote(request)
             started = False
             try:
                 async for chunk in response:

@@ -152,27 +152,26 @@ class EnvServer:
             closing = min(unused, key=lambda session: session.used).end()
             await asyncio.wait([asyncio.wrap_future(closing)], timeout=_CLOSE_S)
 
+    def app(self, limits: HTTPSection, token: str | None) -> Gate:
+        """The ASGI application, behind the same gate as a served model's: token, body size, queue and deadline."""
+
+        async def env(request: Request) -> Response:
+            try:
+                content, blobs = unpack_frame(request.scope.pop(BODY))
+            except FrameError as error:
+                raise RequestError(400, f"The body is not a frame: {error}.") from error
+            if blobs or not isinstance(content, dict):
+                raise RequestError(400, "A request has no images.")
+            return Response(await self.answer(content), media_type=FRAME)
+
+        async def health(_: Request) -> Response:
+            return JSONResponse({"status": "ok", "sessions": self.num_sessions})
+
+        return Gate([Route("/env", env, methods=["POST"]), Route("/health", health)], limits, token, FRAME)
+
     def close(self, timeout_s: float = _CLOSE_S) -> bool:
         """Close every environment; whether all were idle within the time. One that hangs keeps its thread."""
         return not wait([session.end() for session in self._sessions.values()], timeout_s).not_done
-
-
-def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> Gate:
-    """The ASGI application, behind the same gate as a served model's: token, body size, queue and deadline."""
-
-    async def env(request: Request) -> Response:
-        try:
-            content, blobs = unpack_frame(request.scope.pop(BODY))
-        except FrameError as error:
-            raise RequestError(400, f"The body is not a frame: {error}.") from error
-        if blobs or not isinstance(content, dict):
-            raise RequestError(400, "A request has no images.")
-        return Response(await server.answer(content), media_type=FRAME)
-
-    async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok", "sessions": server.num_sessions})
-
-    return Gate([Route("/env", env, methods=["POST"]), Route("/health", health)], limits, token, content_type=FRAME)
 
 
 def serve_environment(
@@ -201,9 +200,9 @@ def serve_environment(
         address = f"http://{url_host(host)}:{sock.getsockname()[1]}"
         said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
         ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
-        http = HTTPServer(build_env_app(server, limits, token), sock, limits, lambda: announce(ready))
+        http = HTTPServer(server.app(limits, token), sock, limits, lambda: announce(ready))
         try:
-            http.serve_until_signal()
+            http.run([sock])
         finally:
             if not server.close():
                 note_hung_thread("an environment", threading.Event())

@@ -57,12 +57,11 @@ class RequestReader:
     def chat(self, body: ChatRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The engine's request and the number of prompt tokens. Raises RequestError and UserInputError."""
         limits, count = self._limits, body.n
-        if count > limits.max_samples:
-            raise RequestError(400, f"n is {count} and this server gives at most {limits.max_samples}.", param="n")
         wanted = body.max_completion_tokens or body.max_tokens
-        if wanted is not None and wanted > limits.max_new_tokens:
-            message = f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}."
-            raise RequestError(400, message, param="max_tokens")
+        for param, given, bound in (("n", count, limits.max_samples), ("max_tokens", wanted, limits.max_new_tokens)):
+            if given is not None and given > bound:
+                message = f"{param} is {given} and this server gives at most {bound}."
+                raise RequestError(400, message, param=param)
         most = limits.max_new_tokens
         if body.logprobs:
             most = min(most, limits.max_reply_values // (count * (1 + body.top_logprobs)))

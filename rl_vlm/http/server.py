@@ -176,9 +176,6 @@ class HTTPServer(uvicorn.Server):
         )
         super().__init__(config)
 
-    def serve_until_signal(self) -> None:
-        self.run([self._sock])
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. Another server may have done so since the address was bound."""
         try:

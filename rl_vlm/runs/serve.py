@@ -169,7 +169,7 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 app = http_app(config, plan.name, run_id, handle, registry, text, plan.token)
                 port = sock.getsockname()[1]
-                HTTPServer(app, sock, limits, lambda: announce(banner(plan, port))).serve_until_signal()
+                HTTPServer(app, sock, limits, lambda: announce(banner(plan, port))).run([sock])
             finally:
                 service.stop()
 

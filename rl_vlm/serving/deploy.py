@@ -228,7 +228,8 @@ class SharedRegistry(Registry):
         while not self._closing:
             try:
                 await self._drop_crashed()
-                if self._is_over():
+                patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
+                if time.monotonic() - self._empty_since >= patience:
                     break
                 if not self._deployed:
                     await self._deploy()
@@ -252,10 +253,6 @@ class SharedRegistry(Registry):
             await self._notify()
         if self._tenants:
             self._empty_since = now
-
-    def _is_over(self) -> bool:
-        patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
-        return time.monotonic() - self._empty_since >= patience
 
     async def _deploy(self) -> None:
         """Start the application. That of an earlier process of this actor is kept; what another service left over is

@@ -314,8 +314,14 @@ class VLMServer:
         timeout = self._serving.probe_timeout_s
         request = GenerationRequest("probe", self._probe_ids, SamplingParams(1, temperature=0.0))
         token = asyncio.ensure_future(self._engine.generate([request]))
+
+        async def next_step() -> None:
+            before = self._engine.stats().progress
+            while self._engine.stats().progress == before:
+                await asyncio.sleep(_STEP_POLL_S)
+
         # The probe may wait in a queue behind hundreds of samples: a step of these proves that the engine works, too.
-        step = asyncio.ensure_future(self._next_step())
+        step = asyncio.ensure_future(next_step())
         done, _ = await asyncio.wait({token, step}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in (token, step):
             task.cancel()
@@ -326,11 +332,6 @@ class VLMServer:
             logger.warning("replica %s failed its probe: %s", self.replica_id, error)
         else:
             self._life.pass_probe(time.monotonic())
-
-    async def _next_step(self) -> None:
-        before = self._engine.stats().progress
-        while self._engine.stats().progress == before:
-            await asyncio.sleep(_STEP_POLL_S)
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""

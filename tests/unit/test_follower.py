@@ -23,7 +23,7 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving import registry as module
 from rl_vlm.serving.follower import Admission, Follower, Lifecycle, ReplicaState, ReplicaTally
-from rl_vlm.serving.registry import Changes, Published, PublishError, PublishReport, Registry
+from rl_vlm.serving.registry import Changes, Published, PublishError, Registry
 from rl_vlm.types import POLICY, UserInputError
 
 
@@ -163,20 +163,17 @@ async def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
 # --- The registry's memory of acknowledgements: replicas that are slower than the learner
 
 
-def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time() -> None:
-    async def story() -> tuple[list[float], list[PublishReport | None]]:
-        registry, seconds, reports = await own_registry(), [], []
-        for version in (1, 2, 3):
-            reports.append(await registry.acknowledged())
-            await publish(registry, version)
-            await registry.watch("slow", None)
-            if version > 1:
-                await asyncio.sleep(0.05)
-                seconds.append(await registry.ack("slow", POLICY, version - 1, f"hash {version - 1}"))
+@in_loop
+async def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time() -> None:
+    registry, seconds, reports = await own_registry(), [], []
+    for version in (1, 2, 3):
         reports.append(await registry.acknowledged())
-        return seconds, reports
-
-    seconds, reports = asyncio.run(story())
+        await publish(registry, version)
+        await registry.watch("slow", None)
+        if version > 1:
+            await asyncio.sleep(0.05)
+            seconds.append(await registry.ack("slow", POLICY, version - 1, f"hash {version - 1}"))
+    reports.append(await registry.acknowledged())
     assert min(seconds) >= 0.05
     assert reports[:2] == [None, None]
     for version, found in zip((1, 2), reports[2:], strict=True):
@@ -184,34 +181,29 @@ def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time() -> 
         assert found.acked == {"slow": found.seconds} and found.seconds >= 0.05
 
 
-def test_an_acknowledgement_counts_for_the_bytes_that_were_published() -> None:
-    async def story() -> tuple[float, PublishReport | None, PublishReport]:
-        registry = await own_registry()
-        await publish(registry, 1)
-        for replica in ("fast", "slow"):
-            await registry.watch(replica, None)
-            await registry.ack(replica, POLICY, 1, "hash 1")
-        await publish(registry, 2)
-        wrong = await registry.ack("slow", POLICY, 2, "another hash")
-        await registry.ack("fast", POLICY, 2, "hash 2")
-        return wrong, await registry.acknowledged(), await registry.report(2, 2, 0.05)
-
-    wrong, found, report = asyncio.run(story())
-    assert wrong == 0.0
+@in_loop
+async def test_an_acknowledgement_counts_for_the_bytes_that_were_published() -> None:
+    registry = await own_registry()
+    await publish(registry, 1)
+    for replica in ("fast", "slow"):
+        await registry.watch(replica, None)
+        await registry.ack(replica, POLICY, 1, "hash 1")
+    await publish(registry, 2)
+    assert await registry.ack("slow", POLICY, 2, "another hash") == 0.0
+    await registry.ack("fast", POLICY, 2, "hash 2")
+    found = await registry.acknowledged()
     assert found is not None and (found.version, list(found.acked)) == (2, ["fast"])
-    assert report == found
+    assert await registry.report(2, 2, 0.05) == found
 
 
-def test_memory_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_memory_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REMEMBERED", 3)
-
-    async def story() -> list[float]:
-        registry = await own_registry()
-        for version in range(1, 6):
-            await publish(registry, version)
-        return [await registry.ack("late", POLICY, version, f"hash {version}") for version in range(1, 6)]
-
-    assert [seconds > 0 for seconds in asyncio.run(story())] == [False, False, True, True, True]
+    registry = await own_registry()
+    for version in range(1, 6):
+        await publish(registry, version)
+    seconds = [await registry.ack("late", POLICY, version, f"hash {version}") for version in range(1, 6)]
+    assert [known > 0 for known in seconds] == [False, False, True, True, True]
 
 
 @in_loop
