@@ -119,10 +119,8 @@ def span(name: str, **attributes: Value) -> AbstractContextManager[object]:
 def finished(
     parent: str, service: str, name: str, start_ns: int, seconds: float, parts: Mapping[str, float], **attributes: Value
 ) -> tuple[Span, ...]:
-    """The span `name` below `parent` (a `traceparent`) of known times, and its parts in seconds, one after the other.
-
-    Parts end with the span at the latest: a call of several requests lasts as long as the slowest of them.
-    """
+    """The span `name` below `parent` (a `traceparent`) of known times, and its parts in seconds, one after the other,
+    which end with the span at the latest: a call of several requests lasts as long as the slowest of them."""
     from opentelemetry.trace import use_span
 
     end_ns = start_ns + round(seconds * 1e9)

@@ -236,10 +236,8 @@ class ServeBackend(PolicyClient):
         return [*policy, base] if self._keeps_base else policy
 
     async def _status(self) -> dict[str, Any]:
-        """The registry's status: half a second old, or the last one while the registry is being restarted.
-
-        Raises GenerationFailedError before it has answered once: the base model would answer in place of the adapter.
-        """
+        """The registry's status, half a second old; the last one while it is being restarted. Raises
+        GenerationFailedError before it has answered once: the base model would answer in place of the adapter."""
         async with self._asking:  # one question, however many wait for its answer
             if time.monotonic() > self._good_until:
                 try:

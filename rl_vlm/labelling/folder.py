@@ -81,10 +81,7 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
 
 
 def label_folder(folder: str | Path, labeller: Labeller, out: Path | None = None) -> dict[str, Any]:
-    """Label all pairs, write the query log with the names of the pictures, and return a summary.
-
-    The log grows by every batch: a failure loses no label that was paid for.
-    """
+    """Label all pairs, write the query log batch by batch with the names of the pictures, and return a summary."""
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
     log, labels, started = query_log(out, ("first", "second")), list[Label](), time.time()

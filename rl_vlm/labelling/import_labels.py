@@ -35,13 +35,12 @@ _FREE_MEMORY, _MEMORY_PER_BYTE = 2**30, 64
 def import_labels(
     source: str | Path, target: str | Path, *, observation_size: int, image_size: int | None = None
 ) -> tuple[int, int]:
-    """Convert every `*.pkl` of a folder (or one file) into sessions of a label store at `target`, which appears whole
-    or not at all; returns (sessions, pairs).
+    """Convert every `*.pkl` of a folder (or one file) into sessions of a label store, which appears whole or not at
+    all; returns (sessions, pairs).
 
-    `observation_size` is the length of the observation in the cached state-action rows. `image_size` resizes the
-    pictures, as the original does. The files are read in a process with limits of memory and time: a pickle of nine
-    bytes may ask for gigabytes. Raises UserInputError for a file that exceeds them, or holds anything but numbers in
-    that form.
+    `observation_size` is the length of the observation in the cached rows; `image_size` resizes the pictures, as the
+    original does. Files are read in a process with limits of memory and time: a pickle of nine bytes may ask for
+    gigabytes. Raises UserInputError for a file that exceeds them, or holds anything else.
     """
     source, target = Path(source), Path(target).absolute()  # "." has no name
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]

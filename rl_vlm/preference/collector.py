@@ -78,11 +78,8 @@ class StepBatch:
 
 
 class NumpyActor:
-    """The agent's policy as plain matrices, which give mean and log standard deviation of a squashed Gaussian.
-
-    `layers` are (weight [out, in], bias [out]) float32; the last one gives [2 A] numbers. The arithmetic is that of
-    `sac.sample_actions`, without torch's cost per call.
-    """
+    """The agent's policy without torch's cost per call: a squashed Gaussian with the arithmetic of
+    `sac.sample_actions`. `layers` are (weight [out, in], bias [out]) float32; the last one gives [2 A] numbers."""
 
     def __init__(self, layers: Sequence[tuple[np.ndarray, np.ndarray]], log_std_bounds: tuple[float, float]) -> None:
         self.layers = [(np.asarray(weight, np.float32), np.asarray(bias, np.float32)) for weight, bias in layers]

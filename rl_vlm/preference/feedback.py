@@ -190,9 +190,8 @@ class Feedback:
     """Asks about segments of the replay buffer, keeps the answers, and trains the reward model on them.
 
     Segments are compared in pairs or, where the reward is learned from scores, scored one by one. `folder` holds the
-    answers of all sessions (`labels/`) and the query log of the pairs. The sessions of `cache`, labels of an earlier
-    run, are replayed first. As in the original, their pairs replace those of the policy, and are trained on as they
-    were labelled. `labeller` is None where only a cache is replayed.
+    answers (`labels/`) and the query log of the pairs. As in the original, the pairs of `cache`, sessions of an earlier
+    run, replace those of the policy at first. `labeller` is None where only a cache is replayed.
     """
 
     def __init__(
@@ -227,11 +226,9 @@ class Feedback:
     def session(
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, mean_return: float, horizon: int
     ) -> dict[str, float] | None:
-        """Ask `count` questions, store the answers and train the reward model on all that are known; returns metrics.
-
-        While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the
-        user wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
-        """
+        """Ask `count` questions, store the answers and train the reward model on all that are known; returns metrics,
+        or None if the user wants to stop or no further answers can be had. See `_patiently` for a labeller that is
+        down."""
         if self.labeller is not None:
             self.labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()

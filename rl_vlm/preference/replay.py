@@ -16,10 +16,8 @@ _CODEC = pa.Codec("zstd", compression_level=1)
 
 
 class FrameRing:
-    """The newest `capacity` frames of one size: frame number n is in slot n % capacity.
-
-    The first frame of an episode is compressed whole; all its frames are kept as compressed differences to it.
-    """
+    """The newest `capacity` frames of one size: frame number n is in slot n % capacity, as its compressed difference to
+    the first frame of its episode, which is compressed whole."""
 
     def __init__(self, capacity: int, image_size: int) -> None:
         self.capacity = capacity

@@ -149,10 +149,8 @@ _INFERENCE_ROWS = {"image": 128, "state_action": 8192}
 
 
 class RewardEnsemble:
-    """Several networks, whose mean is the reward, and their training from preferences (Bradley-Terry) or from scores.
-
-    `input_shape` is (H, W, 3) or (O + A,). `seed` is that of the initial weights and of the order of the examples.
-    """
+    """Several networks, whose mean is the reward, trained from preferences (Bradley-Terry) or from scores.
+    `input_shape` is (H, W, 3) or (O + A,); `seed` is that of the initial weights and of the order of the examples."""
 
     def __init__(
         self, input_shape: Sequence[int], settings: RewardModelSection, seed: int = 0, device: str = "cpu"
@@ -331,10 +329,8 @@ class FitReport:
 
 
 def preference_loss(returns: Tensor, targets: Tensor) -> Tensor:
-    """[E]: cross-entropy of the Bradley-Terry model, mean over the pairs (Christiano et al. 2017, equation 1).
-
-    returns float32 [E, B, 2] of the two segments, targets float32 [E, B, 2] summing to 1.
-    """
+    """[E]: the Bradley-Terry model's cross-entropy (Christiano et al. 2017, equation 1), mean over the pairs; returns
+    float32 [E, B, 2] of both segments, targets float32 [E, B, 2] summing to 1."""
     return -(targets * torch.log_softmax(returns, dim=-1)).sum(-1).mean(-1)
 
 

@@ -211,10 +211,8 @@ class SACUpdater:
         return torch.randn(batch.actions.shape, generator=self.generator).to(batch.actions.device)
 
     def critic_loss(self, batch: Batch, noise: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean squared errors of both critics, added, and the mean of their values.
-
-        The target is r + γ (min Q'(s', a') - α log π(a'|s')) with a' from the policy; after a termination only r.
-        """
+        """Both critics' mean squared errors, added, and the mean of their values. The target is
+        r + γ (min Q'(s', a') - α log π(a'|s')) with a' from the policy; r alone after a termination."""
         networks, settings = self.networks, self.settings
         with torch.no_grad():
             next_actions, log_probs = networks.act(batch.next_observations, noise)
@@ -288,10 +286,8 @@ SACUpdateResult = tuple[dict[str, float], ActorLayers]  # mean statistics of the
 
 @dataclass(slots=True)
 class SACUpdateBatch:
-    """U updates: `rows` holds the fields of `Batch` as float32 arrays with U in front.
-
-    With `visited` float32 [N, O] (exploration), the reward is the entropy of the states among these.
-    """
+    """U updates: `rows` holds the fields of `Batch` as float32 arrays with U in front. With `visited` float32 [N, O]
+    (exploration), the reward is the entropy of the states among these."""
 
     rows: tuple[np.ndarray, ...]
     visited: np.ndarray | None = None

@@ -136,10 +136,8 @@ class PolicyClient:
         return await future
 
     async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
-        """Tell replicas which images the next requests will show, one entry per request in the order of the requests.
-
-        A hint: failures are ignored. Without coalescing it does nothing, because the replica is not known yet.
-        """
+        """Tell replicas which images the next requests will show, one entry per request, in order. A hint: failures are
+        ignored, and without coalescing, when replicas are not known yet, nothing is done."""
         if not self.coalesce:
             return
         targets = tuple(map(home_session, self.homes[: len(images)]))

@@ -114,12 +114,8 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
 
 
 class VLMServer:
-    """One replica: an engine that follows the registry of its service (`Follower`) and holds a request until it has the
-    version that the request asks for.
-
-    `Lifecycle` decides about requests and health checks. Requests of runs that share the replica enter the engine in
-    fair turns.
-    """
+    """One replica: an engine that follows the registry of its service, and holds a request until it has the version
+    that the request asks for. Requests of runs that share it enter in fair turns."""
 
     def __init__(self, model: ModelReference, config: CommonConfig, run_id: str, namespace: str) -> None:
         keep_to_loopback()

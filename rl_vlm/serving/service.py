@@ -55,11 +55,10 @@ _LEAVE_S = 5.0
 
 
 class PolicyService:
-    """A served policy. A thread of this process renews its lease, and joins again where the registry has lost it.
+    """A served policy. A thread renews its lease, and joins again where the registry has lost it.
 
     `name` is that of the policy where replicas are shared, else of the service. `run_id` is that of the application,
-    `key` the policy, for clients. Raises UserInputError where the run does not fit the shared service that is there,
-    before anything of the run has started.
+    `key` the policy. Raises UserInputError, before anything has started, where a run does not fit a shared service.
     """
 
     def __init__(self, config: CommonConfig, name: str, model: ModelReference) -> None:
