@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_vlm.asking.endpoints import EngineClient
+from rl_vlm.asking import EngineClient
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make

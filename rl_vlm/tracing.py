@@ -35,8 +35,7 @@ _OFF = nullcontext()
 
 @cache
 def _tracer(service: str) -> Tracer:
-    """The tracer of a process, which is called `service`. Its spans are appended to the list in `_scope`, and can be
-    pickled."""
+    """The tracer of a process called `service`. Its spans go into the list in `_scope`, and can be pickled."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -90,8 +89,7 @@ def _inside(service: str, context: Context) -> Iterator[list[Span]]:
 
 @contextmanager
 def trace(service: str, name: str, **attributes: Value) -> Iterator[list[Span]]:
-    """Begin a trace; yields the list that its spans are appended to, the root last. Ray's own spans become children
-    of these."""
+    """Begin a trace; yields the list of its spans, the root last. Ray's own spans become children of these."""
     from opentelemetry.context import Context
 
     with _inside(service, Context()) as spans, span(name, **attributes):
@@ -100,8 +98,7 @@ def trace(service: str, name: str, **attributes: Value) -> Iterator[list[Span]]:
 
 @contextmanager
 def continued(parent: str, service: str) -> Iterator[list[Span]]:
-    """Go on under another process's span, given its `traceparent` (empty: nothing is traced); yields the spans to be
-    sent back."""
+    """Go on under another process's span, given its `traceparent` (empty: no trace); yields the spans to send back."""
     if not parent:
         yield []
         return
@@ -122,11 +119,8 @@ def span(name: str, **attributes: Value) -> AbstractContextManager[object]:
 def finished(
     parent: str, service: str, name: str, start_ns: int, seconds: float, parts: Mapping[str, float], **attributes: Value
 ) -> tuple[Span, ...]:
-    """The span `name` below `parent` (a `traceparent`), whose times are known, and its parts in seconds, one after the
-    other.
-
-    Parts end with the span at the latest: a call of several requests lasts as long as the slowest of them.
-    """
+    """The span `name` below `parent` (a `traceparent`) of known times, and its parts in seconds, one after the other,
+    which end with the span at the latest: a call of several requests lasts as long as the slowest of them."""
     from opentelemetry.trace import use_span
 
     end_ns = start_ns + round(seconds * 1e9)

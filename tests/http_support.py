@@ -20,8 +20,7 @@ from PIL import Image
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import ModelApp
-from rl_vlm.http.backend import ServedModel
+from rl_vlm.http.app import ModelApp, ServedModel
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
@@ -74,7 +73,7 @@ class Server:
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         self._listens = threading.Event()
         self.server = HTTPServer(self.gate, sock, self.limits, self._listens.set)
-        self._thread = threading.Thread(target=self.server.serve_until_signal, daemon=True)
+        self._thread = threading.Thread(target=self.server.run, args=([sock],), daemon=True)
 
     def start(self) -> Server:
         self._thread.start()

@@ -279,12 +279,12 @@ class PolicyAlgorithm(RunAlgorithm):
             return
         version = self.version
         with self.timed("rest"):
-            self.service.sleep()
+            self.service.let_sleep(True)
         try:
             yield
         finally:
             if self.version == version:  # no new version has woken them
-                self.service.wake()
+                self.service.let_sleep(False)
 
     # Metrics, evaluation and checkpoints.
 

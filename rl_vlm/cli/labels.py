@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,7 +21,7 @@ Outputs = Annotated[
 Title = Annotated[str, typer.Option(help="Above the figure.")]
 
 
-@commands.command(epilog="Example: rl-vlm label pairs/ --goal 'to open the drawer' --model Qwen/Qwen3-VL-8B-Instruct")
+@commands.command(epilog="Example: rl-vlm label pairs/ --goal 'to open the drawer' --endpoint http://127.0.0.1:8000/v1")
 def label(
     folder: Annotated[
         Path, typer.Argument(help="Pictures first_X, second_X (X_1, X_2), a pairs.csv, or a label store.")
@@ -29,10 +29,11 @@ def label(
     task: Annotated[str | None, typer.Option(help="A task whose prompts are known, such as drawer-open.")] = None,
     goal: Annotated[str | None, typer.Option(help="The goal in words, such as 'to open the drawer'.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A YAML file of own prompts.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model folder, a fetched hub name, or tiny-labeller.")] = None,
-    endpoint: Annotated[str | None, typer.Option(help="An OpenAI-compatible base URL to ask instead.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="The base URL of an OpenAI-compatible server, such as that of rl-vlm serve.")
+    ] = None,
     endpoint_model: Annotated[str, typer.Option(help="The model's name at the endpoint.")] = "default",
-    generate: Annotated[str | None, typer.Option(help="The URL of a plain /generate server to ask instead.")] = None,
+    generate: Annotated[str | None, typer.Option(help="The URL of a plain /generate server.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=2, help="1: the label at once. 2: describe, then summarise.")] = 2,
     no_logprobs: Annotated[
         bool, typer.Option("--no-logprobs", help="Do not ask the endpoint for log-probabilities, which some refuse.")
@@ -44,56 +45,28 @@ def label(
     from rl_vlm.config import EndpointSection, LabelsSection
     from rl_vlm.labelling.folder import label_folder
     from rl_vlm.labelling.store import FILE_NAME
-    from rl_vlm.labelling.teachers import prompts_of
+    from rl_vlm.labelling.teachers import build_labeller
     from rl_vlm.types import UserInputError
 
-    if sum(bool(named) for named in (model, endpoint, generate)) != 1:
-        raise UserInputError("Say who labels: give one of --model, --endpoint and --generate.")
+    if bool(endpoint) == bool(generate):
+        raise UserInputError("Say who labels: give one of --endpoint and --generate.")
     if not (task or goal):
         raise UserInputError("Say what is to be achieved: --goal 'to open the drawer', or --task drawer-open.")
     target = out or folder / FILE_NAME
     if target.exists() and not overwrite:
         raise UserInputError(f"{target} exists already: add --overwrite or choose another --out.")
     section = LabelsSection(
-        source="endpoint" if endpoint else "generate" if generate else "vlm",
+        source="endpoint" if endpoint else "generate",
         task=task,
         goal=goal,
         prompts=str(prompts) if prompts else None,
         steps=1 if steps == 1 else 2,
         endpoint=EndpointSection(url=endpoint or generate or "", model=endpoint_model, logprobs=not no_logprobs),
     )
-    prompts_of(section)  # before a model is loaded
-    labeller, close = _labeller(section, model or "")
-    summary = label_folder(folder, labeller, target, close)
+    summary = label_folder(folder, build_labeller(section), target)
     say(json.dumps(summary, indent=2))
     if summary["errors"] == summary["pairs"]:
         raise typer.Exit(1)
-
-
-def _labeller(section: Any, model: str) -> tuple[Any, Any]:
-    """The labeller, and what closes its engine (None without one)."""
-    from rl_vlm.labelling.teachers import build_labeller
-
-    if section.source != "vlm":
-        return build_labeller(section), None
-    import torch
-
-    from rl_vlm.asking.endpoints import EngineClient
-    from rl_vlm.config import parse_config
-    from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
-    from rl_vlm.serving.replica import build_engine
-
-    quiet_libraries()
-    folder = resolve_model(model)
-    gpu = torch.cuda.is_available()
-    run = parse_config(
-        {
-            "model": {"path": str(folder), "dtype": "bfloat16" if gpu else "float32"},
-            "serving": {"gpus_per_replica": 1.0 if gpu else 0.0, "max_context": 8192},
-        }
-    )
-    engine = build_engine(folder, run)
-    return build_labeller(section, client=EngineClient(engine), text=load_text_side(folder)), engine.close
 
 
 @commands.command(epilog="Example: rl-vlm import-labels cached_labels/Drawer/seed_0 labels --observations 39")

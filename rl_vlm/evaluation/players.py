@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_vlm.asking.endpoints import Answer, Ask, Question, ask_again
+from rl_vlm.asking import Answer, Ask, Question, ask_again
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.evaluation.outcomes import Outcome, outcomes_of

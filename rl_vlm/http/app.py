@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
 from pydantic_core import to_json
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.http.backend import ServeBackend, ServedModel
+from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
 from rl_vlm.http.reader import RequestReader, return_freed_memory
 from rl_vlm.http.replies import ChatReply
 from rl_vlm.http.schema import ChatRequest, GenerateRequest, parse_body
 from rl_vlm.models.loading import TextSide
 from rl_vlm.safe_text import without_thoughts
+from rl_vlm.serving.client import GenerationFailedError, PolicyClient
+from rl_vlm.serving.follower import ReplicaState
+from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
+from rl_vlm.waiting import JITTER
 
 _THREADS = 4  # that read requests: so many images are decoded at a time
 
@@ -32,26 +41,14 @@ B = TypeVar("B", ChatRequest, GenerateRequest)
 
 
 class ModelApp:
-    """Answers HTTP requests with a backend.
-
-    Args:
-        backend: answers generation requests.
-        text: tokenizer, chat template and image geometry of the model.
-        limits: the server's limits.
-        max_context: prompt and new tokens of one sample.
-        token: the bearer token that clients must send; None: only this machine's own names are answered.
-
-    Attributes:
-        gate: the ASGI application.
-    """
+    """Answers HTTP requests with a backend; `gate` is the ASGI application. `max_context` bounds prompt and new tokens
+    of one sample; `token`: see `Gate`."""
 
     def __init__(
         self, backend: ServeBackend, text: TextSide, limits: HTTPSection, *, max_context: int, token: str | None = None
     ) -> None:
         return_freed_memory()
-        self._backend = backend
-        self._codec = text.codec
-        self._limits = limits
+        self._backend, self._codec, self._limits = backend, text.codec, limits
         self._reader = RequestReader(text, limits, max_context)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
         self._started = int(time.time())
@@ -66,7 +63,6 @@ class ModelApp:
         self.gate = Gate(routes, limits, token)
 
     async def _chat(self, request: Request) -> Response:
-        """OpenAI's chat completions, with images as data URIs."""
         body, deadline = parse_body(request.scope.pop(BODY), ChatRequest), request.scope[DEADLINE]
         async with self._in_time(deadline):
             model = await self._find(body.model)
@@ -79,7 +75,7 @@ class ModelApp:
         chunks = self._chunks(asked, deadline)
         first = await anext(chunks)
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        events = self._events(first, chunks, reply, prompt_tokens, usage)
+        events = self._events(first, chunks, reply, usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def _generate(self, request: Request) -> Response:
@@ -92,15 +88,12 @@ class ModelApp:
         return JSONResponse({"text": without_thoughts(self._codec.decode(completion.samples[0].token_ids))})
 
     async def _list_models(self, _: Request) -> Response:
-        """The models that are served."""
         return JSONResponse({"object": "list", "data": [self._card(model) for model in await self._backend.models()]})
 
     async def _show_model(self, request: Request) -> Response:
-        """One model by its name."""
         return JSONResponse(self._card(await self._find(request.path_params["name"])))
 
     async def _show_health(self, _: Request) -> Response:
-        """200 while requests can be answered."""
         state: dict[str, Any] = {"status": "ok", "models": [], "in_flight": self.gate.in_flight, "detail": ""}
         try:
             await self._backend.health()
@@ -110,8 +103,7 @@ class ModelApp:
         return JSONResponse(state, 200 if state["status"] == "ok" else 503)
 
     async def _show_metrics(self, _: Request) -> Response:
-        """Prometheus' text format."""
-        text = generate_latest(self.gate.metrics.registry).decode() + await self._backend.metrics()
+        text = generate_latest(self.gate.registry).decode() + await self._backend.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
@@ -149,13 +141,11 @@ class ModelApp:
             body.messages = []
 
     async def _complete(self, asked: GenerationRequest) -> Completion:
-        """One whole answer."""
         completion = await self._backend.generate(asked)
         self._count(len(completion.prompt_ids), sum(len(sample.token_ids) for sample in completion.samples))
         return completion
 
     async def _chunks(self, asked: GenerationRequest, deadline: float) -> AsyncGenerator[SampleChunk, None]:
-        """A stream, which must be whole and in time."""
         unfinished = asked.sampling.n
         async with aclosing(self._backend.stream(asked)) as source:
             while unfinished:
@@ -167,14 +157,9 @@ class ModelApp:
                 yield chunk
 
     async def _events(
-        self,
-        first: SampleChunk,
-        chunks: AsyncGenerator[SampleChunk, None],
-        reply: ChatReply,
-        prompt_tokens: int,
-        usage: bool,
+        self, chunk: SampleChunk | None, chunks: AsyncGenerator[SampleChunk, None], reply: ChatReply, usage: bool
     ) -> AsyncGenerator[bytes, None]:
-        chunk: SampleChunk | None = first
+        version = BASE_MODEL
         try:
             async with aclosing(chunks):
                 while chunk is not None:
@@ -188,11 +173,11 @@ class ModelApp:
         except Exception as error:  # whatever the error, the client gets it as an event
             yield _event(error_body(as_request_error(error)))
         finally:
-            self._count(prompt_tokens, reply.num_sampled)
+            self._count(reply.num_prompt_tokens, reply.num_sampled)
 
     def _count(self, prompt_tokens: int, sampled: int) -> None:
-        self.gate.metrics.tokens.labels("prompt").inc(prompt_tokens)
-        self.gate.metrics.tokens.labels("sampled").inc(sampled)
+        self.gate.tokens.labels("prompt").inc(prompt_tokens)
+        self.gate.tokens.labels("sampled").inc(sampled)
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:
@@ -202,3 +187,117 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json_bytes(content) + b"\n\n"
+
+
+# The Serve application as the backend of the HTTP side: names, retries, streams over the deployment handle.
+
+logger = logging.getLogger("rl_vlm.http")
+
+_REFRESH_S = 0.5  # how old the registry's status may be
+_ANSWER_S = 5.0  # how long the registry may take
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A name that clients may ask for and the policy version behind it (`BASE_MODEL`: no adapter)."""
+
+    name: str
+    version: int = BASE_MODEL
+
+
+class ServeBackend(PolicyClient):
+    """Answers through a run's Serve application. Its errors are RLVLMErrors.
+
+    Args:
+        registry: a handle whose `status.remote()` asks the adapter registry: its actor's, or a deployment's.
+        name: the name of the model without an adapter. `policy` and `policy-vN` are its adapter, once there is one.
+        deadline_s: of one request, retries included.
+        keeps_base: whether replicas with a version still answer for the model without one.
+    """
+
+    def __init__(
+        self, handle: Any, registry: Any, name: str, *, run_id: str, deadline_s: float, keeps_base: bool = True
+    ) -> None:
+        # Answers are long and clients do not wait for each other: one call per request.
+        super().__init__(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
+        self._registry, self._name, self._keeps_base = registry, name, keeps_base
+        self._known: dict[str, Any] | None = None  # the registry's last status
+        self._good_until = float("-inf")
+        self._asking = asyncio.Lock()
+
+    async def models(self) -> Sequence[ServedModel]:
+        """The newest version, if there is one, and the model without one where replicas have that, too. The first is
+        for clients that name none."""
+        base = ServedModel(self._name, BASE_MODEL)
+        version = (await self._status())["version"]
+        if not version:
+            return [base]
+        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version)]
+        return [*policy, base] if self._keeps_base else policy
+
+    async def _status(self) -> dict[str, Any]:
+        """The registry's status, half a second old; the last one while it is being restarted. Raises
+        GenerationFailedError before it has answered once: the base model would answer in place of the adapter."""
+        async with self._asking:  # one question, however many wait for its answer
+            if time.monotonic() > self._good_until:
+                try:
+                    async with asyncio.timeout(_ANSWER_S):
+                        status = await self._registry.status.remote()
+                    # One that has just been restarted may not have its version again yet: versions only grow.
+                    if self._known is None or status["version"] >= self._known["version"]:
+                        self._known = status
+                except (RayError, RayServeException, TimeoutError) as error:
+                    logger.warning("The adapter registry does not answer: %s", error)
+                self._good_until = time.monotonic() + _REFRESH_S
+        if self._known is None:
+            raise GenerationFailedError("The adapter registry does not answer: try again in a moment.")
+        return self._known
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
+        """Answer one request piece by piece; retried elsewhere before the first piece. Closing the generator frees its
+        place."""
+        deadline = time.monotonic() + self.deadline_s
+        for attempt in itertools.count(1):
+            response = self.handle.options(stream=True).stream.remote(request)
+            started = False
+            try:
+                async for chunk in response:
+                    started = True
+                    yield chunk
+                return
+            except (RayError, RayServeException, RLVLMError) as error:
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                refused = isinstance(error, RayTaskError) and not isinstance(cause, ReplicaUnavailableError)
+                pause = JITTER.uniform(0, min(2.0, 0.05 * 2**attempt))
+                if started or refused or time.monotonic() + pause >= deadline:
+                    what = "The replica refused" if refused else "The replica died while it answered"
+                    raise GenerationFailedError(f"{what} the request: {_sentence(cause)}") from error
+            except BaseException:  # the client is gone
+                response.cancel()
+                raise
+            await asyncio.sleep(pause)
+
+    async def health(self) -> None:
+        """Raise GenerationFailedError when there is no replica, or all have engines that do not answer."""
+        status = await self._status()
+        if not status["replicas"]:
+            raise GenerationFailedError("No replica answers: they may be starting.")
+        states = {report["state"] for report in status["reports"].values()}
+        if states and states <= {ReplicaState.SUSPECT, ReplicaState.DEAD}:
+            raise GenerationFailedError("Every replica's engine is silent: they are being replaced.")
+
+    async def metrics(self) -> str:
+        """Each replica's last report (sent every few seconds), in Prometheus' text format."""
+        lines = []
+        for replica, report in (await self._status())["reports"].items():
+            of, numbers = f'replica="{replica}"', {f"engine_{name}": value for name, value in report["engine"].items()}
+            numbers |= {"adapter_version": report["version"], "publish_seconds": report["publish_s"]}
+            lines.append(f'state{{{of},state="{report["state"]}"}} 1')
+            lines += [f"{name}{{{of}}} {float(value)}" for name, value in numbers.items()]
+            lines += [f'errors{{{of},kind="{kind}"}} {count}' for kind, count in report["errors"].items()]
+        return "".join(f"rl_vlm_replica_{line}\n" for line in lines)
+
+
+def _sentence(error: BaseException | None) -> str:
+    """The first line of an error: Ray appends the traceback of another process."""
+    return next(iter(str(error or "").strip().splitlines()), "")

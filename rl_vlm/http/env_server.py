@@ -53,7 +53,6 @@ class _Session:
 
     @property
     def busy(self) -> bool:
-        """Whether its environment is at work."""
         return self._last is not None and not self._last.done()
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -62,7 +61,7 @@ class _Session:
         return future
 
     def end(self) -> Future[Any]:
-        """Close the environment as soon as it is idle. A second call does nothing."""
+        """Close the environment as soon as it is idle."""
         if not self.ended:
             self.ended = True
             self.submit(self._worker.answer, {"op": "close"})
@@ -70,10 +69,8 @@ class _Session:
         assert self._last is not None
         return self._last
 
-    # What follows runs on the session's thread.
-
     def open(self) -> Frame:
-        """Make the environment; its metrics and its splits' sizes."""
+        """On the session's thread: make the environment; its metrics and its splits' sizes."""
         reply, _ = self._worker.answer({"op": "make"})
         sizes: dict[str, Any] = {}
         for split in _SPLITS if "error" not in reply else ():
@@ -83,7 +80,7 @@ class _Session:
         return {**reply, "num_items": sizes}, []
 
     def carry_out(self, request: dict[str, Any]) -> bytes:
-        """The frame that answers. A request that comes again gets the answer of the first one."""
+        """On the session's thread: the frame that answers; the first one's where a request comes again."""
         number = request.get("number")
         self.used = time.monotonic()
         if number == self._number and self._answer:
@@ -104,8 +101,7 @@ class EnvServer:
     """The sessions of one server, `max_sessions` at a time; `build` makes one environment."""
 
     def __init__(self, build: Callable[[], VisionEnv], max_sessions: int) -> None:
-        self._build = build
-        self._max_sessions = max_sessions
+        self._build, self._max_sessions = build, max_sessions
         self._sessions: dict[str, _Session] = {}
 
     @property
@@ -123,9 +119,8 @@ class EnvServer:
         if session is None or session.ended:
             raise RequestError(410, "There is no such session: open another one.")
         if op == "close":
-            waits = not session.busy
-            closing = session.end()
-            if waits:
+            busy, closing = session.busy, session.end()
+            if not busy:
                 await asyncio.wrap_future(closing)
             return pack_frame({}, [])
         if op not in ("reset", "step"):
@@ -148,38 +143,35 @@ class EnvServer:
         return pack_frame({**reply, "session": name}, [])
 
     async def _make_room(self) -> None:
-        """Forget closed sessions, and where all places are taken end the one that is unused longest: clients that were
-        killed never close theirs."""
-        self._sessions = {
-            name: session for name, session in self._sessions.items() if not session.ended or session.busy
-        }
+        """Forget closed sessions and, where all places are taken, end that of a client that was killed: the one unused
+        longest."""
+        self._sessions = {name: one for name, one in self._sessions.items() if not one.ended or one.busy}
         since = time.monotonic() - _UNUSED_S
         unused = [one for one in self._sessions.values() if not (one.busy or one.ended) and one.used < since]
         if self.num_sessions >= self._max_sessions and unused:
             closing = min(unused, key=lambda session: session.used).end()
             await asyncio.wait([asyncio.wrap_future(closing)], timeout=_CLOSE_S)
 
+    def app(self, limits: HTTPSection, token: str | None) -> Gate:
+        """The ASGI application, behind the same gate as a served model's: token, body size, queue and deadline."""
+
+        async def env(request: Request) -> Response:
+            try:
+                content, blobs = unpack_frame(request.scope.pop(BODY))
+            except FrameError as error:
+                raise RequestError(400, f"The body is not a frame: {error}.") from error
+            if blobs or not isinstance(content, dict):
+                raise RequestError(400, "A request has no images.")
+            return Response(await self.answer(content), media_type=FRAME)
+
+        async def health(_: Request) -> Response:
+            return JSONResponse({"status": "ok", "sessions": self.num_sessions})
+
+        return Gate([Route("/env", env, methods=["POST"]), Route("/health", health)], limits, token, FRAME)
+
     def close(self, timeout_s: float = _CLOSE_S) -> bool:
         """Close every environment; whether all were idle within the time. One that hangs keeps its thread."""
         return not wait([session.end() for session in self._sessions.values()], timeout_s).not_done
-
-
-def build_env_app(server: EnvServer, limits: HTTPSection, token: str | None) -> Gate:
-    """The ASGI application, behind the same gate as a served model's: token, body size, queue and deadline."""
-
-    async def env(request: Request) -> Response:
-        try:
-            content, blobs = unpack_frame(request.scope.pop(BODY))
-        except FrameError as error:
-            raise RequestError(400, f"The body is not a frame: {error}.") from error
-        if blobs or not isinstance(content, dict):
-            raise RequestError(400, "A request has no images.")
-        return Response(await server.answer(content), media_type=FRAME)
-
-    async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok", "sessions": server.num_sessions})
-
-    return Gate([Route("/env", env, methods=["POST"]), Route("/health", health)], limits, token, content_type=FRAME)
 
 
 def serve_environment(
@@ -208,9 +200,9 @@ def serve_environment(
         address = f"http://{url_host(host)}:{sock.getsockname()[1]}"
         said = f"required ({TOKEN_VARIABLE})" if token else "none: programs on this machine may connect"
         ready = f"Serving {env_id} on {address}, {max_sessions} at a time; token {said}. Clients: env.id={address}"
-        http = HTTPServer(build_env_app(server, limits, token), sock, limits, lambda: announce(ready))
+        http = HTTPServer(server.app(limits, token), sock, limits, lambda: announce(ready))
         try:
-            http.serve_until_signal()
+            http.run([sock])
         finally:
             if not server.close():
                 hung_calls.append(("an environment", threading.Event()))

@@ -30,6 +30,7 @@ logger = logging.getLogger("rl_vlm.http")
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Retry-After: clients add their own jitter and backoff.
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _NOTHING_SENT = 499  # nginx's status for a client that closed the connection
 
 
@@ -59,23 +60,8 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """OpenAI's shape."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-
-
-class HTTPMetrics:
-    """Prometheus' metrics of one server, in a registry of its own."""
-
-    def __init__(self) -> None:
-        self.registry = of = CollectorRegistry()
-        buckets = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-        self.requests = Counter("rl_vlm_http_requests", "Answers.", ["route", "status"], registry=of)
-        self.seconds = Histogram(
-            "rl_vlm_http_request_seconds", "From first byte to last.", ["route"], registry=of, buckets=buckets
-        )
-        self.tokens = Counter("rl_vlm_http_tokens", "Prompt and sampled tokens.", ["kind"], registry=of)
-        self.in_flight = Gauge("rl_vlm_http_in_flight", "Requests that are waiting or running.", registry=of)
 
 
 # Keys of a POST's scope: its whole body, which the application takes out, so that it decides how long it stays in
@@ -94,24 +80,26 @@ class Gate:
     Args:
         routes: a POST's body is in its scope. Its handler is cancelled when its client disconnects. What handlers raise
             is answered: OpenAI's errors under `/v1`, `{"detail"}` elsewhere.
-        limits: the server's.
         token: what clients must send as a bearer token. None: only requests to this machine's own names are answered,
             so that a web page that rebinds its name cannot reach the server through a browser.
-        content_type: what bodies must be. A browser lets a web page send this type to another server only if that
-            server agrees (CORS), which this one does not.
+        content_type: of bodies. A browser lets a web page send it only to a server that agrees (CORS); this one does
+            not.
     """
 
     def __init__(
         self, routes: Sequence[Route], limits: HTTPSection, token: str | None, content_type: str = JSON
     ) -> None:
-        self._app = Router(routes)
-        self._paths = {route.path for route in routes}
-        self._limits = limits
+        self._app, self._paths = Router(routes), {route.path for route in routes}
+        self._limits, self._content_type = limits, content_type
         self._token = token.encode() if token is not None else None
-        self._content_type = content_type
         self.in_flight = 0
-        self.metrics = HTTPMetrics()
-        self.metrics.in_flight.set_function(lambda: self.in_flight)
+        self.registry = of = CollectorRegistry()
+        self.tokens = Counter("rl_vlm_http_tokens", "Prompt and sampled tokens.", ["kind"], registry=of)
+        self._requests = Counter("rl_vlm_http_requests", "Answers.", ["route", "status"], registry=of)
+        about = "rl_vlm_http_request_seconds", "From first byte to last.", ["route"]
+        self._seconds = Histogram(*about, registry=of, buckets=_BUCKETS)
+        waiting = Gauge("rl_vlm_http_in_flight", "Requests that are waiting or running.", registry=of)
+        waiting.set_function(lambda: self.in_flight)
         self._names = {url_host(name) for name in (*LOOPBACK, limits.host.lower())}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,8 +140,8 @@ class Gate:
             await answer(as_request_error(error), getattr(error, "headers", None))
         finally:
             route = path if path in self._paths else "other"
-            self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
+            self._requests.labels(route, str(status)).inc()
+            self._seconds.labels(route).observe(time.perf_counter() - started)
 
     def _check_caller(self, method: str, path: str, headers: Headers) -> None:
         if self._token is None:

@@ -25,17 +25,18 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # by the bytes: clients are often wro
 # Below this a sample is the greedy one; engines refuse temperatures between it and 0.
 _MIN_TEMPERATURE = 0.01
 _GENERATE_TOP_P = 0.9
+_AS_SENT = (
+    "top_p", "n", "top_logprobs", "min_p", "min_tokens", "ignore_eos", "repetition_penalty", "frequency_penalty",
+    "presence_penalty",
+)  # fmt: skip
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _LARGE = 1 << 20  # bytes
 
 
 def return_freed_memory() -> None:
-    """Let this process allocate blocks of a MiB and more with mmap, so that `free` returns them. Needs glibc.
-
-    By default glibc raises this threshold to 32 MiB. Pixels then lie in the heaps of the decoding threads between small
-    blocks that stay, and the process keeps their memory (4.6 GiB after 128 images of 8 megapixels on four threads).
-    """
+    """Let blocks of a MiB and more be mapped, so that `free` returns them; needs glibc. In the decoding threads' heaps
+    pixels lie between small blocks that stay: 4.6 GiB remain after 128 images of 8 megapixels on four threads."""
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
     except (AttributeError, OSError):  # another C library
@@ -43,28 +44,20 @@ def return_freed_memory() -> None:
 
 
 class RequestReader:
-    """Turns request bodies into `GenerationRequest`s. Runs on worker threads: decoding and tokenising take time.
-
-    Args:
-        text: tokenizer, chat template and image geometry of the model.
-        limits: the server's.
-        max_context: prompt and new tokens of one sample.
-    """
+    """Turns request bodies into `GenerationRequest`s, on worker threads: decoding and tokenising take time.
+    `max_context` bounds prompt and new tokens of one sample."""
 
     def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
-        self._text = text
-        self._limits = limits
-        self._max_context = max_context
+        self._text, self._limits, self._max_context = text, limits, max_context
 
     def chat(self, body: ChatRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The engine's request and the number of prompt tokens. Raises RequestError and UserInputError."""
         limits, count = self._limits, body.n
-        if count > limits.max_samples:
-            raise RequestError(400, f"n is {count} and this server gives at most {limits.max_samples}.", param="n")
         wanted = body.max_completion_tokens or body.max_tokens
-        if wanted is not None and wanted > limits.max_new_tokens:
-            message = f"max_tokens is {wanted} and this server gives at most {limits.max_new_tokens}."
-            raise RequestError(400, message, param="max_tokens")
+        for param, given, bound in (("n", count, limits.max_samples), ("max_tokens", wanted, limits.max_new_tokens)):
+            if given is not None and given > bound:
+                message = f"{param} is {given} and this server gives at most {bound}."
+                raise RequestError(400, message, param=param)
         most = limits.max_new_tokens
         if body.logprobs:
             most = min(most, limits.max_reply_values // (count * (1 + body.top_logprobs)))
@@ -83,19 +76,11 @@ class RequestReader:
         sampling = SamplingParams(
             max_new_tokens=wanted or min(left, most),
             temperature=_temperature(body.temperature),
-            top_p=body.top_p,
             top_k=max(body.top_k, 0),
-            n=count,
             seeds=None if body.seed is None else tuple(derive_seed(body.seed, k) for k in range(count)),
             stop=tuple(body.stop),
             choices=body.choices,
-            top_logprobs=body.top_logprobs,
-            min_p=body.min_p,
-            min_tokens=body.min_tokens,
-            ignore_eos=body.ignore_eos,
-            repetition_penalty=body.repetition_penalty,
-            frequency_penalty=body.frequency_penalty,
-            presence_penalty=body.presence_penalty,
+            **{name: getattr(body, name) for name in _AS_SENT},
         )
         # Here it is the client's error; the engine would fail later.
         choice_tokens(sampling, self._text.codec.encode_text, self._text.codec.decode)
@@ -144,10 +129,8 @@ class RequestReader:
         return span, total
 
     def images(self, uris: Sequence[str]) -> list[EncodedImage]:
-        """The images of data URIs. Headers tell how many tokens and pixels there will be, before one is decoded.
-
-        Raises RequestError and UserInputError.
-        """
+        """The images of data URIs. Their headers are checked before one is decoded. Raises RequestError and
+        UserInputError."""
         limits, spec = self._limits, self._text.images
         if len(uris) > limits.max_images:
             raise _too_much(f"The request has {len(uris)} images and this server takes {limits.max_images}.")

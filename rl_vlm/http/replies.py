@@ -5,7 +5,10 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
@@ -31,10 +34,8 @@ class ReplyText:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Sequence[int], last: bool) -> tuple[str, range]:
-        """Add tokens; returns the new text that is certain, and which tokens of the sample (from 0) begin in it.
-
-        The end-of-turn token has no text. After `last` or a stop string all calls return nothing.
-        """
+        """Add tokens; returns the new text that is certain, and which tokens of the sample (from 0) begin in it. After
+        `last` or a stop string all calls return nothing."""
         if self._over:
             return "", range(0)
         before = len(self._bytes)
@@ -70,21 +71,20 @@ def _overlap(data: bytearray, stop: bytes) -> int:
 Content = dict[str, Any]
 
 
-class _Streamed:
-    """One sample of a stream: its text, and all its tokens so far."""
+@dataclass
+class _Sample:
+    """One sample while it grows."""
 
-    def __init__(self, text: ReplyText) -> None:
-        self.text = text
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top: list[TopLogprobs] = []
+    text: ReplyText
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
 
 
 class ChatReply:
-    """The reply to one chat request.
+    """The reply to one chat request, whole or in chunks.
 
     Args:
-        codec: the model's.
         request: what the engine was asked; its stop strings end the text before the first of them.
         model: the name that the client asked for.
         num_prompt_tokens: with every token of the images.
@@ -94,95 +94,74 @@ class ChatReply:
     def __init__(
         self, codec: ChatCodec, request: GenerationRequest, model: str, num_prompt_tokens: int, logprobs: bool
     ) -> None:
-        self._codec = codec
+        self._codec, self.num_prompt_tokens, self._logprobs = codec, num_prompt_tokens, logprobs
         self._head: Content = {"id": request.request_id, "created": int(time.time()), "model": model}
-        self._sampling = request.sampling
-        self._num_prompt_tokens = num_prompt_tokens
-        self._logprobs = logprobs
-        self._streamed = [_Streamed(self._new_text()) for _ in range(request.sampling.n)]
+        sampling = request.sampling
+        self._samples = [_Sample(ReplyText(codec, sampling.stop, sampling.min_tokens)) for _ in range(sampling.n)]
 
     def whole(self, completion: Completion) -> Content:
-        """The reply at once."""
         choices = []
         for number, sample in enumerate(completion.samples):
-            ids = sample.token_ids.tolist()
-            text, tokens = self._new_text().feed(ids, last=True)
-            choice = {
-                "index": number,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": self._token_logprobs(tokens, ids, sample.logprobs.tolist(), sample.top_logprobs),
-                "finish_reason": _finish(sample.stop_reason),
-            }
-            choices.append(choice)
-        usage = self._usage(sum(len(sample.token_ids) for sample in completion.samples))
-        return self._content("chat.completion", completion.policy_version, choices, usage)
+            text, logprobs = self._grow(number, sample.token_ids, sample.logprobs, sample.top_logprobs, last=True)
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choices.append(_choice(number, {"message": message}, logprobs, sample.stop_reason))
+        return self._content("chat.completion", completion.policy_version, choices, self._usage())
 
     def chunk(self, new: SampleChunk) -> Content | None:
         """The event for new tokens of one sample; None while they add no text that is certain."""
-        sample = self._streamed[new.number]
-        delta: Content = {} if sample.token_ids else {"role": "assistant"}
-        token_ids = new.token_ids.tolist()
-        sample.token_ids += token_ids
-        sample.logprobs += new.logprobs.tolist()
-        sample.top += new.top_logprobs
-        text, tokens = sample.text.feed(token_ids, last=new.stop_reason is not None)
-        if not (delta or text or new.stop_reason or (tokens and self._logprobs)):
+        role = {} if self._samples[new.number].token_ids else {"role": "assistant"}
+        last = new.stop_reason is not None
+        text, logprobs = self._grow(new.number, new.token_ids, new.logprobs, new.top_logprobs, last)
+        if not (role or text or last or (logprobs and logprobs["content"])):
             return None
-        choice = {
-            "index": new.number,
-            "delta": {**delta, "content": text},
-            "logprobs": self._token_logprobs(tokens, sample.token_ids, sample.logprobs, sample.top),
-            "finish_reason": new.stop_reason and _finish(new.stop_reason),
-        }
+        choice = _choice(new.number, {"delta": {**role, "content": text}}, logprobs, new.stop_reason)
         return self._content("chat.completion.chunk", new.policy_version, [choice], None)
 
     def last_chunk(self, version: int) -> Content:
         """The usage, in an event without choices."""
-        return self._content("chat.completion.chunk", version, [], self._usage(self.num_sampled))
+        return self._content("chat.completion.chunk", version, [], self._usage())
 
     @property
     def num_sampled(self) -> int:
-        """Tokens sampled by the stream so far."""
-        return sum(len(sample.token_ids) for sample in self._streamed)
+        return sum(len(sample.token_ids) for sample in self._samples)
+
+    def _grow(
+        self, number: int, ids: np.ndarray, logprobs: np.ndarray, top: Sequence[TopLogprobs], last: bool
+    ) -> tuple[str, Content | None]:
+        """The new text of a sample, and the log-probabilities of its tokens if the client wants them."""
+        sample = self._samples[number]
+        sample.token_ids += ids.tolist()
+        sample.logprobs += logprobs.tolist()
+        sample.top += top
+        text, tokens = sample.text.feed(ids.tolist(), last)
+        if not self._logprobs:
+            return text, None
+        entries = [
+            {
+                **self._token(sample.token_ids[k], sample.logprobs[k]),
+                "top_logprobs": [self._token(token, value) for token, value in sample.top[k]] if sample.top else [],
+            }
+            for k in tokens
+        ]
+        return text, {"content": entries, "refusal": None}
 
     def _content(self, kind: str, version: int, choices: list[Content], usage: Content | None) -> Content:
         shared = {**self._head, "system_fingerprint": fingerprint(version)}
         return {**shared, "object": kind, "choices": choices, "usage": usage}
 
-    def _new_text(self) -> ReplyText:
-        return ReplyText(self._codec, self._sampling.stop, self._sampling.min_tokens)
-
-    def _token_logprobs(
-        self, tokens: Iterable[int], ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]
-    ) -> Content | None:
-        """Of these tokens of a sample; None if the client wants no log-probabilities."""
-        if not self._logprobs:
-            return None
-        entries = [
-            {
-                **self._token(ids[k], logprobs[k]),
-                "top_logprobs": [self._token(token, value) for token, value in top[k]] if top else [],
-            }
-            for k in tokens
-        ]
-        return {"content": entries, "refusal": None}
-
     def _token(self, token_id: int, logprob: float) -> Content:
         data = self._codec.token_bytes(token_id)
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
-    def _usage(self, sampled: int) -> Content:
-        return {
-            "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": self._num_prompt_tokens + sampled,
-        }
+    def _usage(self) -> Content:
+        prompt, sampled = self.num_prompt_tokens, self.num_sampled
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def fingerprint(version: int) -> str:
-    """The policy version as `system_fingerprint`."""
     return "base" if version == BASE_MODEL else f"policy-v{version}"
 
 
-def _finish(reason: StopReason) -> str:
-    return "length" if reason is StopReason.LENGTH else "stop"
+def _choice(number: int, said: Content, logprobs: Content | None, reason: StopReason | None) -> Content:
+    finish = reason and ("length" if reason is StopReason.LENGTH else "stop")
+    return {"index": number, **said, "logprobs": logprobs, "finish_reason": finish}

@@ -28,14 +28,11 @@ class TextPart(_In):
 
 
 class ImagePart(_In):
-    """`image` is a data URI."""
-
     type: Literal["image"]
     image: str
 
     @property
     def uri(self) -> str:
-        """The data URI."""
         return self.image
 
 
@@ -49,7 +46,6 @@ class ImageURLPart(_In):
 
     @property
     def uri(self) -> str:
-        """The data URI."""
         return self.image_url.url
 
 
@@ -67,18 +63,16 @@ class FunctionCall(_In):
     name: str
     arguments: str = "{}"  # JSON
 
-
-class ToolCall(_In):
-    """A call of an earlier turn."""
-
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
     @property
     def text(self) -> str:
         """As Qwen's chat template writes it, and environments read it."""
-        called = f'{{"name": {json.dumps(self.function.name)}, "arguments": {self.function.arguments}}}'
+        called = f'{{"name": {json.dumps(self.name)}, "arguments": {self.arguments}}}'
         return f"\n<tool_call>\n{called}\n</tool_call>"
+
+
+class ToolCall(_In):
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class ChatMessage(_In):
@@ -93,7 +87,7 @@ class ChatMessage(_In):
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only the assistant calls tools")
         if self.tool_calls:  # they are part of what it said
-            said = [TextPart(type="text", text=call.text) for call in self.tool_calls]
+            said = [TextPart(type="text", text=call.function.text) for call in self.tool_calls]
             self.content = [*(self.content or ()), *said]
         return self
 
@@ -136,11 +130,9 @@ class Choices(_In):
 
 
 class TemplateOptions(BaseModel):
-    """Options of the chat template."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    enable_thinking: bool | None = Field(None, description="Where the model's template knows the switch.")
+    enable_thinking: bool | None = None  # where the model's template knows the switch
 
 
 # Fields of OpenAI and of vLLM that are not supported, each with the value that changes nothing.
@@ -162,10 +154,8 @@ _IGNORED = {
 
 
 class ChatRequest(BaseModel):
-    """OpenAI's request, and vLLM's additions.
-
-    A field that is None counts as absent. A field that is unknown, or not supported, is an error that names it.
-    """
+    """OpenAI's request, and vLLM's additions. A field that is None counts as absent; one that is unknown, or not
+    supported, is an error that names it."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -173,8 +163,8 @@ class ChatRequest(BaseModel):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
-    min_tokens: int = Field(0, ge=0, lt=_MAX_INT, description="Before an end of turn or a stop string.")
-    ignore_eos: bool = Field(False, description="Go on to max_tokens whatever is sampled.")
+    min_tokens: int = Field(0, ge=0, lt=_MAX_INT)  # before an end of turn or a stop string
+    ignore_eos: bool = False  # go on to max_tokens whatever is sampled
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=_MAX_INT)
@@ -189,7 +179,7 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    guided_choice: Texts | None = Field(None, description="The answer is one of these texts.")
+    guided_choice: Texts | None = None  # the answer is one of these
     structured_outputs: Choices | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
 
@@ -220,7 +210,6 @@ class ChatRequest(BaseModel):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The texts that the answer is restricted to; empty when it is free."""
         return tuple(self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else ()))
 
 

@@ -19,11 +19,9 @@ from rl_vlm.envs.address import LOOPBACK, TOKEN_VARIABLE
 from rl_vlm.http.gate import Gate
 from rl_vlm.types import UserInputError
 
-# Connections below HTTP: how many there may be, and how long one may be silent. uvicorn bounds neither.
-#
-# A connection is *waiting* while it owes the server the headers of a request (it is new, or kept alive after an
-# answer). At a limit the connection that has waited longest is closed for a new one, so that silent connections keep
-# nobody out. A new connection is rejected only where all others have requests that are being answered.
+# uvicorn bounds neither how many connections there are nor how long one is silent. A connection is *waiting* while it
+# owes the server the headers of a request. At a limit the one that has waited longest is closed for a new one, so that
+# silent connections keep nobody out; a new one is rejected where all others have requests that are being answered.
 
 _OTHER_DESCRIPTORS = 128  # left for files, pipes and Ray's own connections
 _LEAST_CONNECTIONS = 16
@@ -34,10 +32,8 @@ _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-Aft
 
 
 def connection_limits(section: HTTPSection) -> tuple[int, int]:
-    """How many connections the configuration allows, and this process has descriptors for; and how many of one
-    peer."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    own = "/proc/self/fd"
+    """How many connections the configuration allows and this process has descriptors for, and how many of one peer."""
+    soft, own = resource.getrlimit(resource.RLIMIT_NOFILE)[0], "/proc/self/fd"
     free = soft - len(os.listdir(own)) - _OTHER_DESCRIPTORS if os.path.isdir(own) else soft // 2
     wanted = section.max_connections or max(4 * section.max_queue, 1024)
     total = max(min(wanted, free), _LEAST_CONNECTIONS)
@@ -80,7 +76,6 @@ class Connection(H11Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether it owes the headers of a request."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:
@@ -110,11 +105,8 @@ class Connection(H11Protocol):
         super().on_response_complete()  # may find the next request, which came early
 
     def send_400_response(self, msg: str) -> None:
-        """Reject bytes that are not HTTP; the application no longer answers a request whose body holds them.
-
-        uvicorn would let the application answer as well, and log a traceback, which a client without the token could
-        provoke.
-        """
+        """Reject bytes that are not HTTP. uvicorn would let the application answer a request whose body holds them as
+        well, and log a traceback, which a client without the token could provoke."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
@@ -147,10 +139,8 @@ def check_exposure(host: str, token: str | None) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the address, so that a wrong one is an error before the model is loaded.
-
-    Port 0 is any free port. Raises UserInputError.
-    """
+    """Bind the address (port 0: any free one), so that a wrong one is an error before the model is loaded. Raises
+    UserInputError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -168,7 +158,7 @@ def _cannot_listen(host: str, port: int, error: OSError | UnicodeError) -> UserI
 
 class HTTPServer(uvicorn.Server):
     """Serves one application on one socket until SIGINT or SIGTERM, which is raised again when running requests have
-    ended, or `drain_s` is over. `ready` is called when it listens."""
+    ended or `drain_s` is over. `ready` is called when it listens."""
 
     def __init__(self, app: Gate, sock: socket.socket, limits: HTTPSection, ready: Callable[[], None]) -> None:
         self._sock, self._ready = sock, ready
@@ -186,10 +176,6 @@ class HTTPServer(uvicorn.Server):
         )
         super().__init__(config)
 
-    def serve_until_signal(self) -> None:
-        """Serve; the signal is raised again at the end."""
-        self.run([self._sock])
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. Another server may have done so since the address was bound."""
         try:
@@ -200,7 +186,6 @@ class HTTPServer(uvicorn.Server):
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second."""
         if counter % _TICKS == 0:
             for connection in [*self.server_state.connections]:
                 connection.check()  # type: ignore[union-attr]

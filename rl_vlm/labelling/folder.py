@@ -11,7 +11,7 @@ import csv
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,6 @@ from rl_vlm.types import RLVLMError, UserInputError
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _PREFIXED = re.compile(r"^(first|second)[_-](.+)$", re.IGNORECASE)
 _NUMBERED = re.compile(r"^(.+)[_-]([12])$")
-Close = Callable[[], Awaitable[None]]
 _PAIRS_PER_CALL = 64  # bounds memory: a folder may hold thousands
 _PIXELS_PER_CALL = 64_000_000  # of all pictures; a single pair may have more
 T = TypeVar("T")
@@ -57,7 +56,7 @@ class NamedPair:
         return cls(folder, names, returns, sum(math.prod(_read(folder, name, check_header)) for name in names))
 
     def load(self) -> SegmentPair:
-        """Read both pictures. Raises UserInputError."""
+        """Raises UserInputError."""
         empty = np.zeros((1, 0), np.float32)
         sides = (
             Segment(empty, empty, np.array([value], np.float32), _read(self.folder, name, pixels)[None])
@@ -67,8 +66,7 @@ class NamedPair:
 
 
 def find_pairs(folder: str | Path) -> list[NamedPair]:
-    """All pairs of a folder, their pictures' headers checked. Raises UserInputError if there are none, or one is
-    unreadable."""
+    """All pairs of a folder. Raises UserInputError if there are none, or one has no readable header."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserInputError(f"There is no folder {folder}.")
@@ -82,14 +80,8 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
     return pairs
 
 
-def label_folder(
-    folder: str | Path, labeller: Labeller, out: Path | None = None, close: Close | None = None
-) -> dict[str, Any]:
-    """Label all pairs, write the query log with the names of the pictures, and return a summary.
-
-    The log grows by every batch: a failure loses no label that was paid for before. `close` is awaited at the
-    end, in the same event loop.
-    """
+def label_folder(folder: str | Path, labeller: Labeller, out: Path | None = None) -> dict[str, Any]:
+    """Label all pairs, write the query log batch by batch with the names of the pictures, and return a summary."""
     pairs = find_pairs(folder)
     out = out or Path(folder) / FILE_NAME
     log, labels, started = query_log(out, ("first", "second")), list[Label](), time.time()
@@ -102,52 +94,40 @@ def label_folder(
     per_call = max(min(_PAIRS_PER_CALL, _PIXELS_PER_CALL // max(named.pixels for named in pairs)), 1)
 
     async def label_all() -> None:
-        try:
-            # The first alone: where it fails, the others would fail as it did, after many attempts each.
-            for start, stop in pairwise((0, *range(1, len(pairs), per_call), len(pairs))):
-                batch = pairs[start:stop]
-                loaded = [named.load() for named in batch]
-                new = await labeller.label(loaded)
-                rows = zip(loaded, new, batch, strict=True)
-                log.add(*(log_row(pair, label, 0, started, *named.names) for pair, label, named in rows))
-                labels.extend(new)
-                if labels[0].error:
-                    raise RLVLMError(f"The first pair could not be labelled: {labels[0].error}")
-        finally:
-            if close is not None:
-                await close()
+        # The first alone: where it fails, the others would fail as it did, after many attempts each.
+        for start, stop in pairwise((0, *range(1, len(pairs), per_call), len(pairs))):
+            batch = pairs[start:stop]
+            loaded = [named.load() for named in batch]
+            new = await labeller.label(loaded)
+            rows = zip(loaded, new, batch, strict=True)
+            log.add(*(log_row(pair, label, 0, started, *named.names) for pair, label, named in rows))
+            labels.extend(new)
+            if labels[0].error:
+                raise RLVLMError(f"The first pair could not be labelled: {labels[0].error}")
 
     asyncio.run(label_all())
-    return {"out": str(out), **summary(pairs, labels), **_statistics(labeller)}
+    return {"out": str(out), **summary(pairs, labels, labeller.stats)}
 
 
-def summary(pairs: Sequence[NamedPair], labels: Sequence[Label]) -> dict[str, Any]:
-    """Counts, and the accuracy on pairs whose true returns are known and differ."""
+def summary(pairs: Sequence[NamedPair], labels: Sequence[Label], stats: Any = None) -> dict[str, Any]:
+    """Counts, the accuracy on pairs whose true returns are known and differ, and what a labeller has counted."""
     known = agreement([named.returns for named in pairs], labels)
     right, decided = known.count(True), len(known) - known.count(None)
     answered = [label.value for label in labels if not label.error]
-    return {
+    found = {
         "pairs": len(labels),
         "labels": {str(value): answered.count(value) for value in (0, 1, -1)},  # type: ignore[arg-type]
         "errors": len(labels) - len(answered),
         "accuracy": right / decided if decided else None,
         "accuracy_of_non_ties": right / len(known) if known else None,
     }
-
-
-def _statistics(labeller: Labeller) -> dict[str, Any]:
-    stats = labeller.stats
     if stats is None:
-        return {}
-    return {
-        "contradictions": stats.disagreements,
-        "not_understood": stats.not_understood,
-        "position_bias": round(stats.position_bias, 4),
-        "questions": stats.questions,
-        "prompt_tokens": stats.prompt_tokens,
-        "sampled_tokens": stats.sampled_tokens,
-        "seconds": round(stats.seconds, 3),
+        return found
+    counted = {
+        name: getattr(stats, name) for name in ("not_understood", "questions", "prompt_tokens", "sampled_tokens")
     }
+    bias, seconds = round(stats.position_bias, 4), round(stats.seconds, 3)
+    return {**found, "contradictions": stats.disagreements, "position_bias": bias, **counted, "seconds": seconds}
 
 
 def _listed(folder: Path) -> list[NamedPair]:
@@ -160,11 +140,9 @@ def _listed(folder: Path) -> list[NamedPair]:
         except csv.Error as error:
             raise UserInputError(f"{path} cannot be read ({error}): a quotation mark may be missing.") from error
     chosen_columns(list(reader.fieldnames or ()), path, ("first", "second"))
-    pairs = []
-    for row in rows:
-        returns = [_number(row.get(f"ground_truth_score_{side}")) for side in (1, 2)]
-        pairs.append(NamedPair.of(folder, (row["first"], row["second"]), (returns[0], returns[1])))
-    return pairs
+    scores = ("ground_truth_score_1", "ground_truth_score_2")
+    returns = [(_number(row.get(scores[0])), _number(row.get(scores[1]))) for row in rows]
+    return [NamedPair.of(folder, (row["first"], row["second"]), both) for row, both in zip(rows, returns, strict=True)]
 
 
 def _by_name(folder: Path) -> list[tuple[str, str]]:

@@ -35,13 +35,12 @@ _FREE_MEMORY, _MEMORY_PER_BYTE = 2**30, 64
 def import_labels(
     source: str | Path, target: str | Path, *, observation_size: int, image_size: int | None = None
 ) -> tuple[int, int]:
-    """Convert every `*.pkl` of a folder (or one file) into sessions of a label store at `target`.
+    """Convert every `*.pkl` of a folder (or one file) into sessions of a label store, which appears whole or not at
+    all; returns (sessions, pairs).
 
-    `observation_size` is the length of the observation in the cached state-action rows. `image_size` resizes the
-    pictures, as the original does when it reads its caches. A session without a pair is left out. Returns (sessions,
-    pairs). The store appears whole or not at all. The files are read in a process with limits of memory and time,
-    because a pickle of nine bytes may ask for gigabytes. Raises UserInputError for a file that is not such a cache,
-    that holds anything but numbers, or that exceeds the limits.
+    `observation_size` is the length of the observation in the cached rows; `image_size` resizes the pictures, as the
+    original does. Files are read in a process with limits of memory and time: a pickle of nine bytes may ask for
+    gigabytes. Raises UserInputError for a file that exceeds them, or holds anything else.
     """
     source, target = Path(source), Path(target).absolute()  # "." has no name
     files = sorted(source.glob("*.pkl")) if source.is_dir() else [source]
@@ -140,18 +139,15 @@ def read_cache(
     def segment(number: int, side: int) -> Segment:
         rows = states[side][number]
         # The original shows the last frame of a segment; one picture stands for all its steps.
-        frame = _resized(halves[side][number], image_size)
+        frame = halves[side][number]
+        if image_size is not None and frame.shape[:2] != (image_size, image_size):
+            picture = Image.fromarray(frame).resize((image_size, image_size), Image.Resampling.BILINEAR)
+            frame = np.asarray(picture)
         frames = np.repeat(frame[None], len(rows), axis=0)
         return Segment(rows[:, :observation_size], rows[:, observation_size:], rewards[side][number], frames)
 
     pairs = [SegmentPair(segment(number, 0), segment(number, 1)) for number in range(count)]
     return pairs, [Label(cast(LabelValue, int(value)), text="imported") for value in values]
-
-
-def _resized(frame: np.ndarray, size: int | None) -> np.ndarray:
-    if size is None or frame.shape[:2] == (size, size):
-        return frame
-    return np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BILINEAR))
 
 
 class _NumbersOnly(pickle.Unpickler):

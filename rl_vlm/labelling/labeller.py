@@ -17,13 +17,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import yaml
 from pydantic import StringConstraints, ValidationError, model_validator
 
-from rl_vlm.asking.endpoints import Answer, Ask, Endpoint, EndpointError, Question, ask_again
+from rl_vlm.asking import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.loading import explain, load_yaml
 from rl_vlm.config.section import Section
@@ -85,7 +85,6 @@ class Templates(Section):
 
     @model_validator(mode="after")
     def _placeholders(self) -> Templates:
-        """Every template keeps the placeholders of its default."""
         for name, field in type(self).model_fields.items():
             wanted, given = (set(_PLACEHOLDER.findall(text)) for text in (str(field.default), getattr(self, name)))
             if given != wanted:
@@ -103,7 +102,6 @@ class TaskPrompts(Section):
     templates: Templates = Templates()
 
     def fill(self, template: str, answer: str = "") -> str:
-        """The template with the goal and the answer of the first step filled in."""
         parts = {"goal": self.goal, "answer": answer}
         # Not str.format: answers may hold braces.
         return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
@@ -127,11 +125,9 @@ class UnknownTaskError(UserInputError):
 
 
 def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
-    """The prompts of a task, from the user's file first, then from `TASKS`.
-
-    Names of RL-VLM-F such as `metaworld_drawer-open-v2` are understood, in the file too. Raises UnknownTaskError, and
-    UserInputError for a file that cannot be used.
-    """
+    """The prompts of a task, from the user's file first, then from `TASKS`. RL-VLM-F's names, such as
+    `metaworld_drawer-open-v2`, are understood. Raises UnknownTaskError, and UserInputError for a file that cannot be
+    used."""
     own = load_prompts(file) if file is not None else {}
     short = _short_name(task)
     for named in (own, TASKS):
@@ -159,15 +155,14 @@ def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
         raise UserInputError(
             f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`."
         )
-    return {str(name): _task_of(file, str(name), value) for name, value in data.items()}
-
-
-def _task_of(file: Path, name: str, value: object) -> TaskPrompts:
-    keys = value if isinstance(value, dict) else {"goal": value}
-    try:
-        return TaskPrompts.model_validate({**keys, "name": name})
-    except ValidationError as error:
-        raise UserInputError(f"The prompts in {file}, task {name!r}: {explain(error, TaskPrompts)}") from error
+    tasks = {}
+    for name, value in data.items():
+        keys = value if isinstance(value, dict) else {"goal": value}
+        try:
+            tasks[str(name)] = TaskPrompts.model_validate({**keys, "name": str(name)})
+        except ValidationError as error:
+            raise UserInputError(f"The prompts in {file}, task {name!r}: {explain(error, TaskPrompts)}") from error
+    return tasks
 
 
 def _short_name(task: str) -> str:
@@ -214,11 +209,9 @@ TASKS["cartpole-tiny"] = TaskPrompts(
 )
 
 
-# Reads the label or the score that a labeller was asked for, and nothing else.
-#
-# The whole answer, or its last line, must be the number: only quotes, brackets and marks of emphasis may surround it.
-# Any other text is not understood (None). A number in a sentence may count images or items of a list, and a label for
-# the wrong image teaches the reward model the opposite.
+# Reading an answer: the whole of it, or its last line, must be the number, which only quotes, brackets and marks of
+# emphasis may surround. A number in a sentence may count images or items of a list, and a label for the wrong image
+# teaches the reward model the opposite.
 
 _BEFORE, _AFTER = r"[\s*_`'\"(\[{$]*", r"[\s*_`'\")\]}$]*\.?[\s*_`'\")\]}$]*"
 _LABEL = re.compile(rf"{_BEFORE}(-1|0|1){_AFTER}")
@@ -231,11 +224,8 @@ _SCORE = re.compile(
 
 
 def read_label(text: str) -> LabelValue | None:
-    """The label of an answer, None if it is not understood.
-
-    An answer contradicts itself, and is not understood, if its lines hold different labels or its text names the other
-    image alone ("Image 2 is better.", and then 0).
-    """
+    """The label of an answer; None if it is not understood: its lines hold different labels, or its text names the
+    other image alone ("Image 2 is better.", and then 0)."""
     said = without_thoughts(text)
     lines = [_LABEL.fullmatch(line) for line in said.splitlines()]
     labels = {line[1] for line in lines if line}
@@ -284,19 +274,9 @@ class LabelStats:
 
     @property
     def position_bias(self) -> float:
-        """Share of answers for the picture shown first minus that for the second: 0 without bias, ±1 if only the place
-        counts."""
+        """Share of answers for the picture shown first minus that for the second; ±1 if only the place counts."""
         total = self.shown_first + self.shown_second + self.no_preference
         return (self.shown_first - self.shown_second) / total if total else 0.0
-
-    def summary(self) -> str:
-        """One line for the log."""
-        return (
-            f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
-            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} "
-            f"errors, {self.not_understood} not understood, {self.retries} retries, position bias "
-            f"{self.position_bias:+.2f}"
-        )
 
 
 class Kind(NamedTuple):
@@ -317,33 +297,31 @@ class VLMLabeller(Labeller):
     def __init__(
         self, endpoint: Endpoint, prompts: TaskPrompts, settings: LabelsSection | None = None, seed: int = 0
     ) -> None:
-        self._endpoint = endpoint
-        self._prompts = prompts
+        self._endpoint, self._prompts, self._seed = endpoint, prompts, seed
         self._settings = settings or LabelsSection()
-        self._seed = seed
         self._sessions = 0
         self._gate: AbstractAsyncContextManager[object] = nullcontext()
         self._has_warned = False
         self.stats = LabelStats()
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
-        images = await asyncio.to_thread(_encode_pairs, pairs, self._settings.frames)
+        def encoded() -> list[tuple[EncodedImage, EncodedImage]]:
+            frames = self._settings.frames
+            return [(encode(picture_of(pair.first, frames)), encode(picture_of(pair.second, frames))) for pair in pairs]
+
+        images = await asyncio.to_thread(encoded)
         async with self._session(len(pairs)) as ask:
             return await all_or_none([self._label_one(ask, number, *both) for number, both in enumerate(images)])
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
-        """One score per picture (uint8 [H, W, 3]), in order."""
         images = await asyncio.to_thread(lambda: [encode(frame) for frame in frames])
         async with self._session(len(frames)) as ask:
             return await all_or_none([self._score_one(ask, number, image) for number, image in enumerate(images)])
 
     def state(self) -> dict[str, int]:
-        """What a resumed run needs to draw the same seeds."""
         return {"sessions": self._sessions}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Go on from `state`."""
         self._sessions = int(state["sessions"])
 
     @asynccontextmanager
@@ -358,7 +336,7 @@ class VLMLabeller(Labeller):
         self._sessions += 1
         self.stats.pairs += count
         self.stats.seconds += time.monotonic() - started
-        logger.debug("labels: %s", self.stats.summary())
+        logger.debug("labels: %s, position bias %+.2f", self.stats, self.stats.position_bias)
         lost = self.stats.not_understood - not_understood
         if lost:
             logger.warning(
@@ -418,11 +396,8 @@ class VLMLabeller(Labeller):
     async def _answer(
         self, ask: Ask, key: tuple[int, int], shown: tuple[str | EncodedImage, ...], kind: Kind
     ) -> tuple[float | None, Answer, str]:
-        """What was read, the last answer, and the text of all answers.
-
-        An answer that is not understood is asked about once more: in text alone, and with the choices where the
-        endpoint can enforce them. Raises EndpointError for an answer without a word.
-        """
+        """What was read, the last answer, and the text of all answers. An answer that is not understood is asked about
+        once more. Raises EndpointError for one without a word."""
         settings = self._settings
         guide = kind.choices if settings.guided else ()
 
@@ -431,17 +406,16 @@ class VLMLabeller(Labeller):
 
         async def ask_for_summary(step: int, text: str) -> Answer:
             message = Message.of("user", prompt("summarise", without_thoughts(text)))
-            return _not_empty(await self._asked(ask, (*key, step), message, settings.answer_tokens, guide))
+            return await self._asked(ask, (*key, step), message, settings.answer_tokens, guide)
 
         if settings.steps == 1:
             limit = settings.answer_tokens if settings.guided else settings.describe_tokens
-            message = Message("user", (*shown, prompt("decide")))
-            answer = _not_empty(await self._asked(ask, (*key, 0), message, limit, guide))
+            answer = await self._asked(ask, (*key, 0), Message("user", (*shown, prompt("decide"))), limit, guide)
             said = answer.text
         else:
             message = Message("user", (*shown, prompt("describe")))
             description = await self._asked(ask, (*key, 0), message, settings.describe_tokens)
-            answer = await ask_for_summary(1, _not_empty(description).text)
+            answer = await ask_for_summary(1, description.text)
             said = f"{description.text} => {answer.text}"
         value = _read(answer, kind)
         if value is None:
@@ -467,26 +441,15 @@ class VLMLabeller(Labeller):
                     "The labeller is busy. It is asked for up to %g s per question: %s", settings.deadline_s, error
                 )
 
+        limits: Any = {"attempts": settings.attempts, "deadline_s": settings.deadline_s}
         async with self._gate:
-            answer = await ask_again(
-                ask,
-                question,
-                attempts=settings.attempts,
-                deadline_s=settings.deadline_s,
-                who="labeller",
-                on_retry=count_retry,
-            )
+            answer = await ask_again(ask, question, **limits, who="labeller", on_retry=count_retry)
         self.stats.questions += 1
         self.stats.prompt_tokens += answer.prompt_tokens
         self.stats.sampled_tokens += answer.sampled_tokens
+        if not without_thoughts(answer.text):
+            raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
         return answer
-
-
-def _not_empty(answer: Answer) -> Answer:
-    """The answer. Raises EndpointError if it has no word besides its thoughts."""
-    if not without_thoughts(answer.text):
-        raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
-    return answer
 
 
 def _read(answer: Answer, kind: Kind) -> float | None:
@@ -500,7 +463,3 @@ def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, fl
         return None
     first, second, neither = (sum(column) / len(present) for column in zip(*present, strict=True))
     return first, second, neither
-
-
-def _encode_pairs(pairs: Sequence[SegmentPair], frames: int) -> list[tuple[EncodedImage, EncodedImage]]:
-    return [(encode(picture_of(pair.first, frames)), encode(picture_of(pair.second, frames))) for pair in pairs]

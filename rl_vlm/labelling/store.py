@@ -34,16 +34,12 @@ InputKind = Literal["image", "state_action"]
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: arrays have no one truth value
 class Segment:
-    """T consecutive steps of one episode.
+    """T consecutive steps of one episode."""
 
-    observations float32 [T, O], actions float32 [T, A], true_rewards float32 [T] (for scripted teachers, logs and
-    evaluation only), frames uint8 [T, H, W, 3] or None where nothing is drawn.
-    """
-
-    observations: np.ndarray
-    actions: np.ndarray
-    true_rewards: np.ndarray
-    frames: np.ndarray | None = None
+    observations: np.ndarray  # float32 [T, O]
+    actions: np.ndarray  # float32 [T, A]
+    true_rewards: np.ndarray  # float32 [T], for scripted teachers, logs and evaluation only
+    frames: np.ndarray | None = None  # uint8 [T, H, W, 3], where they are drawn
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -59,27 +55,20 @@ class SegmentPair:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A labeller's answer for one pair.
-
-    `probabilities` are those of (first better, second better, neither) where the labeller knows them. `answers` are
-    those of each order in which the pair was shown, in terms of the pair as it is. A label with `error` set is not an
-    answer and is never trained on; the error `SKIPPED` means that the labeller skipped the pair on purpose.
-    """
+    """A labeller's answer for one pair. One with an error is no answer and is never trained on."""
 
     value: LabelValue
-    probabilities: tuple[float, float, float] | None = None
+    probabilities: tuple[float, float, float] | None = None  # first better, second better, neither; where known
     text: str = ""
     seconds: float = 0.0
-    error: str = ""
-    answers: tuple[LabelValue, ...] = ()
+    error: str = ""  # SKIPPED: on purpose
+    answers: tuple[LabelValue, ...] = ()  # of each order in which the pair was shown, in terms of the pair as it is
 
     @property
     def is_decided(self) -> bool:
-        """Whether one of the two was preferred."""
         return not self.error and self.value != -1
 
     def swapped(self) -> Label:
-        """The label of the same pair in the other order."""
         other = cast("dict[LabelValue, LabelValue]", {0: 1, 1: 0, -1: -1})
         known = self.probabilities
         return replace(
@@ -105,7 +94,6 @@ class Score:
 
     @property
     def is_decided(self) -> bool:
-        """Whether a score was given."""
         return not self.error and self.value is not None
 
     def swapped(self) -> Score:
@@ -114,8 +102,7 @@ class Score:
 
 
 class Labeller:
-    """Compares segments, and may score single pictures. One with a random state says so in `state`, for an exact
-    resume."""
+    """Compares segments, and may score single pictures. A random state is part of `state`, for an exact resume."""
 
     stats: Any = None  # what labelling has cost, where that is counted
 
@@ -131,7 +118,6 @@ class Labeller:
         """The recent mean return of episodes, and how long segments and episodes are; thresholds may follow them."""
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -139,11 +125,8 @@ class Labeller:
 
 
 def picture_of(segment: Segment, frames: int = 1) -> np.ndarray:
-    """uint8 [H, frames × W, 3]: `frames` pictures of the segment side by side, evenly spaced, the last of them its
-    last.
-
-    Raises UserInputError if the segment has no pictures.
-    """
+    """uint8 [H, frames × W, 3]: pictures of the segment side by side, evenly spaced, its last one last. Raises
+    UserInputError if it has none."""
     if segment.frames is None:
         raise UserInputError("These segments have no pictures: give the environment a camera or a render function.")
     steps = len(segment)
@@ -156,10 +139,8 @@ def encode(picture: np.ndarray) -> EncodedImage:
     return EncodedImage.from_pil(Image.fromarray(picture))
 
 
-# Sessions on disk: `session-000001.parquet`, ... and the pictures of their segments, as PNG files named by hash.
-#
-# A file is written whole or not at all, and never changed: a process that is killed during a write leaves every
-# earlier session readable.
+# Sessions on disk: `session-000001.parquet`, ... and the pictures of their segments, as PNG files named by hash, each
+# written whole or not at all, and never changed.
 
 _FREE_BYTES = 128 * 2**20  # that a session's table may take, whatever its size in the file; a long one takes 10 MiB
 _FREE_PIXEL_BYTES, _PIXEL_RATIO = 2**30, 300  # rendered pictures take 3 to 100 times as much memory as their files
@@ -176,8 +157,7 @@ _TEXT = (("text", pa.string()), ("seconds", pa.float64()), ("error", pa.string()
 
 
 class SessionFiles:
-    """The sessions in `folder`, numbered from 1: rows with the segments that were asked about, and the fields of the
-    answers."""
+    """The sessions in `folder`, numbered from 1: rows of the segments that were asked about, with the answers."""
 
     segments: tuple[str, ...]  # columns, each as SEGMENT says
     answer: type[Any]
@@ -187,11 +167,9 @@ class SessionFiles:
         self.folder = Path(folder)
 
     def __len__(self) -> int:
-        """How many sessions there are."""
         return len(self._files())
 
     def path(self, number: int) -> Path:
-        """The file of a session."""
         return self.folder / f"session-{number:06d}.parquet"
 
     def append(self, examples: Sequence[Any], answers: Sequence[Any], *, step: int, time: float) -> int:
@@ -213,39 +191,32 @@ class SessionFiles:
         return number
 
     def read(self, number: int, most: int | None = None) -> tuple[list[Any], list[Any]]:
-        """What a session asked about and the answers, the first `most` of them. Raises UserInputError if it is damaged
-        or a picture is missing."""
+        """What a session asked about and the (first `most`) answers. Raises UserInputError if it is damaged or
+        incomplete."""
         path = self.path(number)
         try:
             rows = read_parquet(pq.ParquetFile(path), free_bytes=_FREE_BYTES).slice(0, most).to_pylist()
             self._check_pictures(rows)
             read = [([self._unpack(row[name]) for name in self.segments], self._answer_of(row)) for row in rows]
-        except ImageError as error:
-            raise UserInputError(f"Cannot read the labels in {path}: a picture {error}.") from error
-        except TooLargeError as error:
-            raise UserInputError(f"Cannot read the labels in {path}: the file {error}.") from error
+        except (ImageError, TooLargeError) as error:
+            what = "a picture" if isinstance(error, ImageError) else "the file"
+            raise UserInputError(f"Cannot read the labels in {path}: {what} {error}.") from error
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"Cannot read the labels in {path} ({error}).") from error
         examples = [SegmentPair(*parts) if len(parts) == 2 else parts[0] for parts, _ in read]
         return examples, [answer for _, answer in read]
 
     def sessions(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        """All sessions, in order."""
         return (self.read(number) for number in range(1, len(self) + 1))
 
     def rewind(self, sessions: int) -> None:
-        """Keep the first `sessions` sessions only, for a run that is resumed from a checkpoint of that time.
-
-        Later ones are moved to `superseded/`.
-        """
+        """Keep the first `sessions` sessions, as a checkpoint knows them; later ones move to `superseded/`."""
         for path in self._files()[sessions:]:
             self._supersede(path)
 
     def restore(self, saved: Path) -> None:
-        """Take over the sessions of a checkpoint's folder, which a run in another folder lacks.
-
-        A Tune trial that goes on from another trial's checkpoint has sessions of its own, which are moved aside.
-        """
+        """Take over the sessions of a checkpoint's folder. A Tune trial that goes on from another trial's checkpoint
+        has sessions of its own, which are moved aside."""
         if not saved.is_dir():
             return
         for session in sorted(saved.glob("session-*.parquet")):
@@ -255,7 +226,6 @@ class SessionFiles:
         link_tree(saved, self.folder)
 
     def _supersede(self, path: Path) -> None:
-        """Move the file of a session to `superseded/`, under a name that is free there."""
         superseded = self.folder / "superseded"
         superseded.mkdir(exist_ok=True)
         names = (superseded / f"{path.stem}-{number}.parquet" for number in itertools.count(1))
@@ -384,7 +354,6 @@ class StepCsv:
 
 
 def query_log(path: Path, more_columns: Sequence[str] = ()) -> StepCsv:
-    """The log at `path`, whose rows are `log_row`s."""
     return StepCsv(path, (*COLUMNS, *more_columns), "train_iter")
 
 
@@ -394,8 +363,8 @@ def true_return(segment: Segment) -> float:
 
 
 def agreement(returns: Sequence[tuple[float, float]], labels: Sequence[Label]) -> list[bool | None]:
-    """Of the pairs whose true returns are known and differ, and whose label is no error: whether it prefers the higher
-    return; None: it is undecided."""
+    """Whether each label prefers the higher return, of the pairs whose returns are known and differ and whose label is
+    no error; None: it is undecided."""
     return [
         (label.value == 1) == (second > first) if label.is_decided else None
         for (first, second), label in zip(returns, labels, strict=True)
@@ -407,8 +376,7 @@ def log_row(pair: SegmentPair, label: Label, iteration: int, time: float, *more:
     """The row of a pair; `time` in seconds since 1970, `more` are texts for further columns."""
     probabilities = ["", "", ""] if label.probabilities is None else [f"{p:.6g}" for p in label.probabilities]
     return (
-        _known(true_return(pair.first)),
-        _known(true_return(pair.second)),
+        *(value if math.isfinite(value) else "" for value in map(true_return, (pair.first, pair.second))),
         "" if label.error else label.value,
         time,
         iteration,
@@ -422,16 +390,9 @@ def log_row(pair: SegmentPair, label: Label, iteration: int, time: float, *more:
     )
 
 
-def _known(value: float) -> float | str:
-    """Empty if the true return is not known."""
-    return value if math.isfinite(value) else ""
-
-
 def text_cell(text: str) -> str:
-    """Foreign text as a cell: no secrets, nothing that a terminal or a spreadsheet would run, and of bounded length.
-
-    Line breaks are the two characters \\n, so that every line of the file is one row.
-    """
+    """Foreign text as a cell: no secrets, nothing that a terminal or a spreadsheet would run, of bounded length, on one
+    line."""
     if len(text) > MAX_CELL:
         text = f"{text[:MAX_CELL]}… ({len(text)} characters)"
     line = redact(text).replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")

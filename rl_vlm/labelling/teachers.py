@@ -1,5 +1,4 @@
-"""Labellers without a chat model, which are the scripted teacher of B-Pref and the similarity of picture and text; and
-labellers by configuration."""
+"""The scripted teacher of B-Pref, the similarity of picture and text as a labeller, and labellers by configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rl_vlm.asking.endpoints import Client, Endpoint, ServedEndpoint
-from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
+from rl_vlm.asking import Client, Endpoint, HTTPEndpoint, ServedEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
 from rl_vlm.labelling.labeller import TaskPrompts, UnknownTaskError, VLMLabeller, task_prompts
 from rl_vlm.labelling.store import (
@@ -40,10 +38,7 @@ _BATCH = 32  # pictures per forward pass
 
 
 class ScriptedTeacher(Labeller):
-    """Labels by the true reward.
-
-    Returns that are exactly equal are label -1 for a rational teacher: neither segment is better.
-    """
+    """Labels by the true reward; exactly equal returns are label -1 for a rational teacher."""
 
     def __init__(self, settings: TeacherSection | None = None, seed: int = 0) -> None:
         self._settings = settings or TeacherSection()
@@ -52,11 +47,8 @@ class ScriptedTeacher(Labeller):
         self._has_warned = False
 
     def set_margin(self, mean_return: float, segment_length: int, horizon: int) -> None:
-        """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment.
-
-        B-Pref's tasks have no negative rewards. If the mean return is negative, so are the thresholds, and no pair
-        meets them.
-        """
+        """Scale the thresholds to the policy: the recent mean return of episodes, as share of a segment. Below 0, which
+        B-Pref's tasks never pay, no pair meets them."""
         self._margin = mean_return * segment_length / horizon
         eps = [name for name in ("eps_skip", "eps_equal") if getattr(self._settings, name)]
         if eps and mean_return < 0 and not self._has_warned:
@@ -68,15 +60,12 @@ class ScriptedTeacher(Labeller):
             )  # fmt: skip
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        """One label per pair, in order."""
         return [self._label_one(pair) for pair in pairs]
 
     def state(self) -> dict[str, Any]:
-        """Random state and margin, as JSON."""
         return {"rng": self._rng.bit_generator.state, "margin": self._margin}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
         self._rng.bit_generator.state = state["rng"]
         self._margin = float(state["margin"])
 
@@ -93,7 +82,9 @@ class ScriptedTeacher(Labeller):
             return Label(-1, error=SKIPPED)
         if abs(plain[0] - plain[1]) < self._margin * settings.eps_equal:
             return Label(-1)
-        first, second = (_discounted(part.true_rewards, settings.gamma) for part in (pair.first, pair.second))
+        # The sum over t of gamma^(T - 1 - t) r_t.
+        weights = settings.gamma ** np.arange(len(pair.first) - 1, -1, -1, dtype=np.float64)
+        first, second = (float(np.sum(weights * part.true_rewards)) for part in (pair.first, pair.second))
         if settings.beta > 0:
             # P(second preferred) = sigmoid(beta (R2 - R1)), Bradley and Terry (1952).
             value = int(noise < 0.5 * (1 + math.tanh(settings.beta * (second - first) / 2)))
@@ -106,17 +97,8 @@ class ScriptedTeacher(Labeller):
         return Label(cast(LabelValue, value))
 
 
-def _discounted(rewards: np.ndarray, gamma: float) -> float:
-    """Sum over t of gamma^(T - 1 - t) r_t."""
-    weights = gamma ** np.arange(len(rewards) - 1, -1, -1, dtype=np.float64)
-    return float(np.sum(weights * rewards))
-
-
 class _ModelSimilarity:
-    """A model that scores pictures against a text; as a reward, it implements `RewardModel`.
-
-    `model` is a local folder, or a hub name that was fetched before.
-    """
+    """Scores pictures against a text. `model` is a local folder, or a hub name that was fetched before."""
 
     families: tuple[str, ...]  # model types that the class can run
     input_kind: InputKind = "image"
@@ -148,8 +130,7 @@ class _ModelSimilarity:
 
 
 class ClipSimilarity(_ModelSimilarity):
-    """Cosine similarity in [-1, 1] of picture and text under a CLIP model, such as
-    openai/clip-vit-large-patch14-336."""
+    """Cosine similarity of picture and text under a CLIP model, such as openai/clip-vit-large-patch14-336."""
 
     families = ("clip",)
 
@@ -189,26 +170,20 @@ class SimilarityLabeller(Labeller):
         self._frames = frames
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        """One label per pair, in order. Raises UserInputError if the pairs have no pictures."""
         started = time.monotonic()
         shown = np.stack([picture_of(part, self._frames) for pair in pairs for part in (pair.first, pair.second)])
         similarities = await asyncio.to_thread(self._similarity.similarities, shown)
-        seconds = time.monotonic() - started
-        return [
-            Label(_larger(first, second), text=f"{first:.4f} against {second:.4f}", seconds=seconds)
-            for first, second in similarities.reshape(-1, 2).tolist()
-        ]
+        seconds, labels = time.monotonic() - started, list[Label]()
+        for first, second in similarities.reshape(-1, 2).tolist():
+            value: LabelValue = 0 if first > second else 1 if second > first else -1
+            labels.append(Label(value, text=f"{first:.4f} against {second:.4f}", seconds=seconds))
+        return labels
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
-        """One score per picture, in order: the similarity, negative ones as 0."""
         if not len(frames):
             return []
         similarities = await asyncio.to_thread(self._similarity.similarities, np.stack(frames))
         return [Score(max(value, 0.0)) for value in similarities.tolist()]
-
-
-def _larger(first: float, second: float) -> LabelValue:
-    return 0 if first > second else 1 if second > first else -1
 
 
 def _load_pretrained(name: str | Path, families: tuple[str, ...]) -> tuple[Any, Any]:
@@ -249,16 +224,20 @@ def build_labeller(
     text: TextSide | None = None,
     device: str = "cpu",
 ) -> Labeller:
-    """The labeller that a configuration names. Raises UserInputError.
-
-    `client` and `text` are those of the served model, which `source: vlm` asks; `device` is that of the models of clip
-    and itm.
-    """
+    """The labeller that a configuration names. `client` and `text` are those of the served model, for `source: vlm`;
+    `device` is for clip and itm. Raises UserInputError."""
     if section.source == "scripted":
         return ScriptedTeacher(section.teacher, seed)
     if section.source in ("clip", "itm"):
         return SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
-    return VLMLabeller(_endpoint(section, client, text), prompts_of(section, env_id), section, seed)
+    endpoint: Endpoint
+    if section.source in ("endpoint", "generate"):
+        endpoint = HTTPEndpoint(section.endpoint, plain=section.source == "generate")
+    elif client is None or text is None:
+        raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
+    else:
+        endpoint = ServedEndpoint(client, text)
+    return VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
 
 
 def build_similarity(
@@ -267,13 +246,3 @@ def build_similarity(
     """Similarity of pictures and the description of the achieved goal, for labels or as a reward itself."""
     kind = MatchingSimilarity if section.source == "itm" else ClipSimilarity
     return kind(section.similarity_model, prompts_of(section, env_id).description, device)
-
-
-def _endpoint(section: LabelsSection, client: Client | None, text: TextSide | None) -> Endpoint:
-    if section.source == "endpoint":
-        return OpenAIEndpoint(section.endpoint)
-    if section.source == "generate":
-        return GenerateEndpoint(section.endpoint)
-    if client is None or text is None:
-        raise UserInputError("Labels of the served model need a served model: start one, or choose another source.")
-    return ServedEndpoint(client, text)

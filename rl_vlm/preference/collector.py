@@ -20,10 +20,7 @@ MakeEnv = Callable[[], ControlEnv]
 
 
 def make_run_env(config: PreferenceConfig) -> ControlEnv:
-    """One environment of a run, whose pictures have `preference.image_size`.
-
-    Raises UserInputError where no episode holds a segment: no pair would ever be labelled.
-    """
+    """An environment of a run. Raises UserInputError where no episode holds a segment: no pair could be labelled."""
     settings = config.preference
     if "image_size" in config.env.kwargs:
         raise UserInputError("env.kwargs.image_size is not used: set preference.image_size.")
@@ -55,30 +52,24 @@ def environment_errors() -> Iterator[None]:
 
 @dataclass(slots=True)
 class StepBatch:
-    """n steps of any number of environments, each environment's in the order in which they happened.
+    """n steps of any number of environments, each environment's in the order in which they happened."""
 
-    observations, next_observations float32 [n, O]; actions float32 [n, A]; true_rewards, successes float32 [n];
-    terminated, truncated bool [n]; episodes int64 [n], numbers that are never reused; times int32 [n], from 0; frames
-    uint8 [n, S, S, 3], drawn after the step, or None.
-    """
-
-    observations: np.ndarray
-    actions: np.ndarray
+    observations: np.ndarray  # float32 [n, O], as the next ones
+    actions: np.ndarray  # float32 [n, A]
     next_observations: np.ndarray
-    true_rewards: np.ndarray
+    true_rewards: np.ndarray  # float32 [n], as the successes
     successes: np.ndarray
-    terminated: np.ndarray
+    terminated: np.ndarray  # bool [n]
     truncated: np.ndarray
-    episodes: np.ndarray
-    times: np.ndarray
-    frames: np.ndarray | None = None
+    episodes: np.ndarray  # int64 [n], numbers that are never reused
+    times: np.ndarray  # int32 [n], from 0
+    frames: np.ndarray | None = None  # uint8 [n, S, S, 3], drawn after the step
 
     def __len__(self) -> int:
         return len(self.actions)
 
     @classmethod
     def concatenate(cls, batches: list[StepBatch]) -> StepBatch:
-        """One batch of all rows, in order."""
         columns: dict[str, Any] = {}
         for name in (column.name for column in fields(cls)):
             parts = [getattr(batch, name) for batch in batches]
@@ -87,20 +78,12 @@ class StepBatch:
 
 
 class NumpyActor:
-    """The agent's policy as plain matrices: mean and log standard deviation of a squashed Gaussian.
-
-    `layers` are (weight [out, in], bias [out]) float32; the last one gives [2 A] numbers. The arithmetic is that of
-    `sac.sample_actions`, without torch's cost per call.
-    """
+    """The agent's policy without torch's cost per call: a squashed Gaussian with the arithmetic of
+    `sac.sample_actions`. `layers` are (weight [out, in], bias [out]) float32; the last one gives [2 A] numbers."""
 
     def __init__(self, layers: Sequence[tuple[np.ndarray, np.ndarray]], log_std_bounds: tuple[float, float]) -> None:
         self.layers = [(np.asarray(weight, np.float32), np.asarray(bias, np.float32)) for weight, bias in layers]
         self.log_std_bounds = log_std_bounds
-
-    @property
-    def action_size(self) -> int:
-        """A."""
-        return len(self.layers[-1][1]) // 2
 
     def act(self, observations: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """Actions float32 [E, A]; `noise` [E, A] is standard normal, None gives the mode of the distribution."""
@@ -116,13 +99,9 @@ class NumpyActor:
 
 
 class Collector:
-    """Steps one environment.
+    """Steps one environment, number `env` of all `num_envs` of the run; with `frames` each step is drawn.
 
-    Args:
-        make: makes the environment.
-        seed: of the run. Episode k of environment e starts from a seed of (run, e, k) and draws its noise from another.
-        env, num_envs: the environment's number among all `num_envs` of the run.
-        frames: draw a picture after every step.
+    Episode k of environment e starts from a seed of (run, e, k) and draws its noise from another.
     """
 
     def __init__(self, make: MakeEnv, *, seed: int, env: int = 0, num_envs: int = 1, frames: bool) -> None:
@@ -132,11 +111,8 @@ class Collector:
         self._actions: list[np.ndarray] = []  # of the unfinished episode, which they repeat
 
     def collect(self, actor: NumpyActor | None, steps: int, first_episode: int = 0) -> StepBatch:
-        """Take `steps` steps. `actor` None acts uniformly at random.
-
-        `first_episode` is the number that a new collector begins with, so that one that replaces a dead process uses no
-        number twice.
-        """
+        """Take `steps` steps. `actor` None acts uniformly at random. A new collector begins with `first_episode`, so
+        that one that replaces a dead process uses no number twice."""
         if self._env is None:
             self._env = self._make()
             self._reset(self._env, first_episode)
@@ -175,15 +151,14 @@ class Collector:
         return batch
 
     def state(self) -> dict[str, Any] | None:
-        """The open episode: its number, the actions so far and the state of its noise, for `load`; None before the
-        first step."""
+        """The open episode: its number, actions so far, and the state of its noise; None before the first step."""
         if self._env is None:
             return None
         actions = [action.tolist() for action in self._actions]
         return {"episode": self._episode, "noise": self._noise.bit_generator.state, "actions": actions}
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore a saved state: the open episode is started again and its actions are repeated."""
+        """Restore a saved state: start the open episode again and repeat its actions."""
         if saved is None:
             return
         env = self._env = self._make()
@@ -194,7 +169,6 @@ class Collector:
         self._noise.bit_generator.state = saved["noise"]
 
     def close(self) -> None:
-        """Close the environment."""
         if self._env is not None:
             self._env.close()
             self._env = None
@@ -202,19 +176,16 @@ class Collector:
 
 @dataclass(slots=True)
 class EpisodeResult:
-    """One evaluation episode; `frames` uint8 [T, S, S, 3] where they were asked for."""
-
     seed: int
     true_return: float = 0.0
     length: int = 0
     success_best: float = 0.0
     success_last: float = 0.0
-    frames: np.ndarray | None = None
+    frames: np.ndarray | None = None  # uint8 [T, S, S, 3], where they were asked for
 
 
 def evaluation_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    """Metrics of evaluation episodes: shares in [0, 1] with the 95 % interval of a proportion (Wilson, 1927), and
-    returns by the true reward."""
+    """Success with the 95 % interval of a proportion (Wilson, 1927), and returns by the true reward."""
     best = [result.success_best for result in results]
     returns = [result.true_return for result in results]
     low, high = wilson_interval(round(sum(best)), len(best))
@@ -234,25 +205,13 @@ def evaluation_seeds(config: PreferenceConfig) -> list[int]:
     return [derive_seed(config.seed, 40, number) % 2**31 for number in range(config.preference.evaluation.episodes)]
 
 
-class Evaluator:
-    """Runs whole episodes with the mode of the policy.
-
-    Args:
-        make: makes the environment.
-        end_on_success: end an episode at the first step that succeeds, not only at the horizon.
-    """
-
-    def __init__(self, make: MakeEnv, end_on_success: bool = False) -> None:
-        self._make, self._end_on_success = make, end_on_success
-        self._env: ControlEnv | None = None
-
-    def run(self, actor: NumpyActor, seeds: Sequence[int], film: int = 0) -> list[EpisodeResult]:
-        """One episode per seed, in order; the first `film` of them with frames."""
-        if self._env is None:
-            self._env = self._make()
-        return [self._play(self._env, actor, seed, number < film) for number, seed in enumerate(seeds)]
-
-    def _play(self, env: ControlEnv, actor: NumpyActor, seed: int, film: bool) -> EpisodeResult:
+def evaluate(
+    env: ControlEnv, actor: NumpyActor, seeds: Sequence[int], film: int = 0, end_on_success: bool = False
+) -> list[EpisodeResult]:
+    """One whole episode per seed with the mode of the policy, the first `film` of them with frames. With
+    `end_on_success` one also ends at the first step that succeeds."""
+    results = []
+    for number, seed in enumerate(seeds):
         observation, _ = env.reset(seed=seed)
         result, frames, over = EpisodeResult(seed), list[np.ndarray](), False
         while not over:
@@ -261,28 +220,22 @@ class Evaluator:
             result.length += 1
             result.success_last = env.success(info)
             result.success_best = max(result.success_best, result.success_last)
-            if film:
+            if number < film:
                 frames.append(env.frame())
-            over = terminated or truncated or (self._end_on_success and result.success_last > 0)
-        result.frames = np.stack(frames) if film else None
-        return result
-
-    def close(self) -> None:
-        """Close the environment."""
-        if self._env is not None:
-            self._env.close()
-            self._env = None
+            over = terminated or truncated or (end_on_success and result.success_last > 0)
+        result.frames = np.stack(frames) if frames else None
+        results.append(result)
+    return results
 
 
 @dataclass(slots=True)
 class Episode:
-    """An episode of the collection so far: returns by the learned and by the true reward, the best success of any
-    moment (0 or 1), and the steps. `number` counts the finished episodes of a run from 1."""
+    """An episode of the collection so far."""
 
-    number: int = 0
+    number: int = 0  # among the finished episodes of a run, from 1
     learned_return: float = 0.0
     true_return: float = 0.0
-    success: float = 0.0
+    success: float = 0.0  # the best of any moment, 0 or 1
     length: int = 0
 
 
@@ -316,7 +269,6 @@ class EpisodeTracker:
         return float(np.mean(self._returns)) if self._returns else 0.0
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "finished": self.finished,
             "returns": list(self._returns),
@@ -324,7 +276,6 @@ class EpisodeTracker:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
         self.finished = int(state["finished"])
         self._returns = deque(state["returns"], maxlen=10)
         self._open = {int(number): Episode(**episode) for number, episode in state["open"].items()}

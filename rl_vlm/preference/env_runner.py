@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rl_vlm.config import PreferenceConfig
+from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.preference.collector import (
     CollectionError,
     Collector,
     EpisodeResult,
-    Evaluator,
     NumpyActor,
     StepBatch,
     environment_errors,
+    evaluate,
     make_run_env,
 )
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
@@ -42,29 +44,27 @@ class ControlEnvRunner(RunEnvRunner):
             num_envs=settings.collection.num_envs,
             frames=settings.draws_frames,
         )
-        self._evaluator = Evaluator(lambda: make_run_env(run_config), settings.evaluation.end_on_success)
+
+    @cached_property
+    def _evaluation_env(self) -> ControlEnv:
+        return make_run_env(self.config.run_config)
 
     def sample(self, actor: NumpyActor | None, steps: int, first_episode: int) -> StepBatch:
-        """`steps` steps of its environment."""
         return self.collector.collect(actor, steps, first_episode)
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
-        """One episode per seed with the mode of the policy."""
-        return self._evaluator.run(actor, seeds, film)
+        end_on_success = self.config.run_config.preference.evaluation.end_on_success
+        return evaluate(self._evaluation_env, actor, seeds, film, end_on_success)
 
     def stop(self) -> None:
-        """Close the environments."""
         self.collector.close()
-        self._evaluator.close()
+        if "_evaluation_env" in self.__dict__:
+            self._evaluation_env.close()
 
 
 class ControlSampler:
-    """Collects from an RLlib env-runner group, or from its local runner when there are no others.
-
-    Args:
-        group: the env runners.
-        timeout_s: how long one round of steps may take, restarts of dead runners included.
-    """
+    """Collects from an RLlib env-runner group, or from its local runner when there are no others, for at most
+    `timeout_s` a round."""
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         self._group, self._timeout_s = group, timeout_s
@@ -81,7 +81,7 @@ class ControlSampler:
 
     @property
     def is_running(self) -> bool:
-        """Whether steps have been asked for that `finish` has not returned."""
+        """Whether `finish` has steps to return."""
         return self._finish is not None
 
     def _runners(self) -> list[Any]:
@@ -91,16 +91,15 @@ class ControlSampler:
     def _call(
         self, method: str, actor: NumpyActor | None, arguments: Callable[[int], Any], timeout_s: float, setting: str
     ) -> Callable[[], list[Any]]:
-        """Call a method of all runners: with the actor, and `arguments(k)` of the k-th. The function that is returned
+        """Call a method of all runners, with the actor and `arguments(k)` of the k-th. The function that is returned
         waits for the results and raises CollectionError."""
 
         def call_local() -> list[Any]:
             with environment_errors():
                 return [getattr(self._local, method)(actor, *arguments(0))]
 
-        def ask(number: int) -> ray.ObjectRef:
-            reference: ray.ObjectRef = getattr(self._runners()[number], method).remote(actor_ref, *arguments(number))
-            return reference
+        def ask(number: int) -> Any:
+            return getattr(self._runners()[number], method).remote(actor_ref, *arguments(number))
 
         if self._local is not None:
             return call_local
@@ -124,8 +123,7 @@ class ControlSampler:
         return batch
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
-        """One episode per seed, in order, distributed over all runners; the first `film` with frames. Raises
-        CollectionError."""
+        """One episode per seed, in order, over all runners; the first `film` with frames. Raises CollectionError."""
         count = self.num_envs
 
         def arguments(number: int) -> Any:
@@ -168,17 +166,22 @@ class ControlSampler:
         return [results[number] for number in sorted(results)]
 
     def states(self) -> list[dict[str, Any] | None]:
-        """The state of every runner's collector, in order; a runner that is dead, or does not answer, has no open
-        episode."""
+        """The state of every runner's collector; a runner that is dead, or does not answer, has no open episode."""
         if self._local is not None:
             return [self._local.collector.state()]
         references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._runners()]
         ray.wait(references, num_returns=len(references), timeout=self._timeout_s)
-        return [_state_of(reference) for reference in references]
+        states: list[dict[str, Any] | None] = []
+        for reference in references:
+            try:
+                states.append(ray.get(reference, timeout=1.0))  # it was waited for
+            except RayError as error:
+                logger.warning("An env runner's episode is not in the checkpoint: %s", str(error).splitlines()[0])
+                states.append(None)
+        return states
 
     def load_states(self, states: Sequence[dict[str, Any] | None], episode_counts: Sequence[int]) -> None:
-        """Restore every runner's environment, and `episode_counts`. Raises UserInputError where their number
-        differs."""
+        """Restore every runner's environment. Raises UserInputError where their number differs."""
         if len(states) != self.num_envs:
             raise UserInputError(
                 f"The checkpoint has {len(states)} env runners and this run {self.num_envs}: keep "
@@ -193,11 +196,3 @@ class ControlSampler:
             ]
             ray.get(loading, timeout=self._timeout_s)
         self.episode_counts = list(episode_counts)
-
-
-def _state_of(reference: ray.ObjectRef) -> dict[str, Any] | None:
-    try:
-        return ray.get(reference, timeout=1.0)  # type: ignore[no-any-return]  # it was waited for
-    except RayError as error:
-        logger.warning("An env runner's episode is not in the checkpoint: %s", str(error).splitlines()[0])
-        return None

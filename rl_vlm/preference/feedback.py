@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -60,23 +59,15 @@ _NONE = np.empty((0, 0), np.float32)  # features of no pair
 def select_pairs(
     rule: Rule, candidates: Sequence[SegmentPair], count: int, model: RewardEnsemble, known: np.ndarray = _NONE
 ) -> list[SegmentPair]:
-    """`count` of the candidates, or all if there are fewer; `known` are the `pair_features` of those that were labelled
-    before.
-
-    Candidates are random pairs, so the first `count` are a uniform choice.
-    """
-    count = min(count, len(candidates))
-    if rule == "uniform":
-        return list(candidates[:count])
-    indices = np.arange(len(candidates))
-    if rule in _UNCERTAINTY:
-        uncertainty = _UNCERTAINTY[rule](model.preferences(candidates))
-        keep = count if rule in ("disagreement", "entropy") else max(len(candidates) // 2, count)
-        indices = np.argsort(-uncertainty, kind="stable")[:keep]
-    if rule.startswith("kcenter"):
-        features = pair_features([candidates[int(index)] for index in indices], model.input_kind)
-        indices = indices[k_center(features, known, count)]
-    return [candidates[int(index)] for index in indices]
+    """`count` of the candidates, or all if there are fewer. They are random pairs, so the first `count` are a uniform
+    choice. `known` are the `pair_features` of the pairs that were labelled before."""
+    count, spreads, chosen = min(count, len(candidates)), rule.startswith("kcenter"), list(candidates)
+    if measure := _UNCERTAINTY.get(rule.removeprefix("kcenter_")):
+        keep = max(len(candidates) // 2, count) if spreads else count
+        chosen = [chosen[k] for k in np.argsort(-measure(model.preferences(candidates)), kind="stable")[:keep]]
+    if spreads:
+        chosen = [chosen[k] for k in k_center(pair_features(chosen, model.input_kind), known, count)]
+    return chosen[:count]
 
 
 def disagreement(preferences: np.ndarray) -> np.ndarray:
@@ -90,65 +81,43 @@ def entropy(preferences: np.ndarray) -> np.ndarray:
     return np.asarray(-(p * np.log(p) + (1 - p) * np.log(1 - p)).mean(0))
 
 
-_UNCERTAINTY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "disagreement": disagreement,
-    "entropy": entropy,
-    "kcenter_disagreement": disagreement,
-    "kcenter_entropy": entropy,
-}
+_UNCERTAINTY: dict[str, Callable[[np.ndarray], np.ndarray]] = {"disagreement": disagreement, "entropy": entropy}
 
 
 def k_center(points: np.ndarray, known: np.ndarray, count: int) -> np.ndarray:
-    """Places of `count` of the points [N, D], chosen one by one: each is the farthest from all that are known or
-    chosen.
-
-    Without known points [0, D], the first one is the farthest from the mean.
-    """
-    nearest = (
-        _squared_distances(points, known).min(1)
-        if len(known)
-        else _squared_distances(points, points.mean(0)[None])[:, 0]
-    )
-    chosen = np.empty(count, dtype=np.int64)
-    for number in range(count):
-        index = int(nearest.argmax())
-        chosen[number] = index
-        distance = _squared_distances(points, points[index : index + 1])[:, 0]
-        nearest = distance if number == 0 and not len(known) else np.minimum(nearest, distance)
-        nearest[chosen[: number + 1]] = -1.0  # never twice, even among equal points
-    return chosen
+    """Places of `count` of the points [N, D], one by one the farthest from all that are known [M, D] or chosen; with
+    none of these the farthest from the mean."""
+    nearest = _squared_distances(points, known if len(known) else points.mean(0)[None]).min(1)
+    chosen: list[int] = []
+    for _ in range(count):
+        chosen.append(int(nearest.argmax()))
+        distance = _squared_distances(points, points[chosen[-1:]])[:, 0]
+        nearest = np.minimum(nearest, distance) if len(known) or len(chosen) > 1 else distance
+        nearest[chosen] = -1.0  # never twice, even among equal points
+    return np.array(chosen, np.int64)
 
 
 def _squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """[N, M] Euclidean distances, squared, in float64."""
     a, b = points.astype(np.float64), others.astype(np.float64)
     return np.maximum((a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T, 0.0)
 
 
 def pair_features(pairs: Sequence[SegmentPair], kind: InputKind) -> np.ndarray:
     """float32 [N, D]: observations of both segments, or thumbnails of their pictures, one after the other."""
-    if not pairs:
-        return _NONE
-    return np.stack(
-        [np.concatenate([_segment_features(part, kind) for part in (pair.first, pair.second)]) for pair in pairs]
-    )
+    features = [_segment_features(part, kind) for pair in pairs for part in (pair.first, pair.second)]
+    return np.stack(features).reshape(len(pairs), -1) if pairs else _NONE
 
 
 def _segment_features(segment: Segment, kind: InputKind) -> np.ndarray:
-    if kind == "image" and segment.frames is not None:
-        small = [
-            np.asarray(Image.fromarray(frame).resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX))
-            for frame in segment.frames
-        ]
-        return np.stack(small).astype(np.float32).ravel() / 255
-    return segment.observations.astype(np.float32).ravel()
+    if kind != "image" or segment.frames is None:
+        return segment.observations.astype(np.float32).ravel()
+    small = [Image.fromarray(frame).resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX) for frame in segment.frames]
+    return np.stack([np.asarray(picture) for picture in small]).astype(np.float32).ravel() / 255
 
 
 def check_cache(folder: Path, settings: PreferenceSection, sizes: tuple[int, int]) -> None:
-    """Check the first pair of every session of a label cache; `sizes` are those of observation and action.
-
-    Raises UserInputError: at the first labelling session the environment steps before it would be lost.
-    """
+    """Check the first pair of every session of a label cache; `sizes` are those of observation and action. Raises
+    UserInputError before a step is taken."""
     store = LabelStore(folder)
     model = RewardEnsemble(_input_shape(settings, sizes), settings.reward_model.model_copy(update={"size": 1}))
     for number in range(1, len(store) + 1):
@@ -182,9 +151,8 @@ async def label_session(
     """Label `wanted` pairs; while fewer than that are decided, draw and label as many again as are missing.
 
     With the original's single round, a policy that hardly moves (pairs look alike) leaves few usable pairs in a
-    session, and the reward model learns nothing from them. `max_rounds` bounds the rounds (1: no further pairs are
-    drawn), `max_pairs` the pairs of all rounds; `draw(n)` gives up to n new pairs. Raises LabellerDownError if nothing
-    could be labelled.
+    session. `max_rounds` bounds the rounds, `max_pairs` the pairs of all rounds; `draw(n)` gives up to n new pairs.
+    Raises LabellerDownError if nothing could be labelled.
     """
     pairs: list[SegmentPair] = []
     labels: list[Label] = []
@@ -209,15 +177,21 @@ async def label_session(
     return pairs, labels
 
 
-class Feedback(ABC):
+async def score_session(labeller: Labeller, drawn: Sequence[SegmentPair]) -> tuple[list[Segment], list[Score]]:
+    """Score the first segment of each pair. Raises LabellerDownError if nothing could be scored."""
+    segments = [pair.first for pair in drawn]
+    scores = await labeller.score([cast(np.ndarray, segment.frames)[-1] for segment in segments])
+    if scores and all(score.error for score in scores):
+        raise LabellerDownError(f"None of {len(scores)} pictures could be scored: {scores[0].error}")
+    return segments, scores
+
+
+class Feedback:
     """Asks about segments of the replay buffer, keeps the answers, and trains the reward model on them.
 
-    Args:
-        settings: `preference` of the configuration.
-        model: the reward model.
-        labeller: answers; None where only a label cache is replayed.
-        store: keeps the answers of all sessions.
-        segments_per_example: 2 for pairs, 1 for scores.
+    Segments are compared in pairs or, where the reward is learned from scores, scored one by one. `folder` holds the
+    answers (`labels/`) and the query log of the pairs. As in the original, the pairs of `cache`, sessions of an earlier
+    run, replace those of the policy at first. `labeller` is None where only a cache is replayed.
     """
 
     def __init__(
@@ -225,30 +199,36 @@ class Feedback(ABC):
         settings: PreferenceSection,
         model: RewardEnsemble,
         labeller: Labeller | None,
-        store: SessionFiles,
-        segments_per_example: int,
+        folder: Path,
+        cache: LabelStore | None = None,
     ) -> None:
-        self.settings, self.model, self.labeller, self.store = settings, model, labeller, store
+        self.settings, self.model, self.labeller, self._cache = settings, model, labeller, cache
+        self._scores = settings.reward == "learn_from_score"
+        self.store: SessionFiles = (ScoreStore if self._scores else LabelStore)(folder / "labels")
+        self._log = query_log(folder / FILE_NAME)
         self.asked = 0  # what is held against max_feedback: questions without an answer are left out
         self.usable = self.sessions = 0
         self.stop_requested: Callable[[], bool] = lambda: False
-        self.examples = Examples(segments_per_example)
+        self.examples = Examples(1 if self._scores else 2)
+        # Features, not pairs, for rules that select pairs far from earlier ones: pictures of 20,000 pairs take 10 GiB.
+        self._asked_features: list[np.ndarray] = []
         # One loop for all sessions: clients of served models belong to the loop that they were first used in.
         self._loop = asyncio.new_event_loop()
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further answers can be had."""
-        return self.labeller is None
+        return self.labeller is None and not self._replays
+
+    @property
+    def _replays(self) -> bool:
+        return self._cache is not None and self.sessions < len(self._cache)
 
     def session(
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, mean_return: float, horizon: int
     ) -> dict[str, float] | None:
-        """Ask `count` questions, store the answers and train the reward model on all that are known; returns metrics.
-
-        While the labeller is down, the session is tried again; nothing of a failed attempt is kept. Returns None if the
-        user wants to stop, or if no further answers can be had. Raises LabellerDownError after `labeller_patience_s`.
-        """
+        """Ask `count` questions, store the answers and train the reward model on all that are known; returns metrics,
+        or None if the user wants to stop or no further answers can be had. See `_patiently` for a labeller that is
+        down."""
         if self.labeller is not None:
             self.labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()
@@ -267,7 +247,8 @@ class Feedback(ABC):
         now = time.time()
         self.store.append(examples, answers, step=step, time=now)
         self.sessions += 1
-        self._log(examples, answers, now)
+        if not self._scores:
+            self._log.add(*(log_row(*both, self.sessions, now) for both in zip(examples, answers, strict=True)))
         usable = self._learn_from(examples, answers)
         lost = sum(bool(answer.error) and answer.error != SKIPPED for answer in answers)
         self.asked += len(answers) - lost
@@ -281,7 +262,7 @@ class Feedback(ABC):
             "labels/errors": float(lost),
             "labels/seconds": labelled - started,
             "time/fit": time.monotonic() - labelled,
-            "labels/accuracy": self._accuracy(examples, answers),
+            "labels/accuracy": float("nan") if self._scores else _accuracy(examples, answers),
             "reward_model/accuracy": fit.accuracy,
         }
         if fit.losses:
@@ -293,38 +274,49 @@ class Feedback(ABC):
         return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
     def _swapped(self, answers: Sequence[Any], rng: np.random.Generator) -> Sequence[Any]:
-        """The answers of two controls that must not succeed: all swapped, or each decided one by a coin flip.
-
-        Undecided answers stay undecided, so there are as many usable ones as without the control.
-        """
+        """The answers of two controls that must not succeed: all swapped, or each decided one by a coin flip."""
         labels = self.settings.labels
         if labels.coin_flips:
             return [a.swapped() if a.is_decided and rng.integers(2) else a for a in answers]
         return [answer.swapped() for answer in answers] if labels.flip else answers
 
-    @abstractmethod
     def _ask(
         self, replay: ReplayBuffer, count: int, rng: np.random.Generator, newest: int
     ) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        """What was asked about, of the `newest` steps, and the answers."""
+        labels, labeller = self.settings.labels, self.labeller
+        if self._cache is not None and self._replays:
+            return self._cache.read(self.sessions + 1)
+        if labeller is None:
+            return None
+        if self._scores:
+            return self._patiently(lambda: score_session(labeller, replay.sample_pairs(count, 1, rng, newest)), rng)
 
-    @abstractmethod
+        def draw(wanted: int) -> list[SegmentPair]:
+            # The first session's pairs are drawn uniformly, because the reward model is untrained.
+            rule = labels.rule if self.sessions else "uniform"
+            drawn = wanted if rule == "uniform" else wanted * labels.large_batch
+            candidates = replay.sample_pairs(drawn, self.settings.segment_length, rng, newest)
+            known = np.stack(self._asked_features) if self._asked_features else _NONE
+            return select_pairs(rule, candidates, wanted, self.model, known)
+
+        most = self.settings.max_feedback - self.asked
+        return self._patiently(lambda: label_session(labeller, draw, count, labels.rounds, most), rng)
+
     def _learn_from(self, examples: Sequence[Any], answers: Sequence[Any]) -> int:
         """Add the answers that may be trained on to the examples of the reward model; returns how many."""
-
-    def _log(self, examples: Sequence[Any], answers: Sequence[Any], now: float) -> None:  # noqa: B027  # pairs alone
-        """Write the answers to the query log."""
-
-    def _accuracy(self, examples: Sequence[Any], answers: Sequence[Any]) -> float:
-        """Share of the answers that agree with the true rewards; nan where that is not known."""
-        return float("nan")
+        if self._scores:
+            return self.model.add_scores(self.examples, examples, answers)
+        if self.settings.labels.rule.startswith("kcenter"):
+            self._asked_features += list(pair_features(examples, self.model.input_kind))
+        return self.model.add_pairs(self.examples, examples, answers)
 
     def _rewind(self) -> None:
-        """Move sessions aside that this run does not know."""
         self.store.rewind(self.sessions)
+        self._log.rewind(self.sessions)
+        self._asked_features.clear()
 
     def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], rng: np.random.Generator) -> T | None:
-        """The result of `ask()`, which is repeated while the labeller is down; None if the user wants to stop.
+        """The result of `ask()`, repeated while the labeller is down; None if the user wants to stop.
 
         Every attempt draws the same from `rng`. Raises LabellerDownError when the patience is over. Then, and where it
         returns None, `rng` and the labeller are as before: a resumed run asks for the same.
@@ -374,10 +366,8 @@ class Feedback(ABC):
         }
 
     def load(self, state: Mapping[str, Any], model_file: Path) -> None:
-        """Go on from a saved state; the label store must hold its sessions, later ones are moved aside.
-
-        Raises UserInputError for the state of another labeller, or of a run without one.
-        """
+        """Go on from a saved state; later sessions of the label store are moved aside. Raises UserInputError for the
+        state of another labeller."""
         try:
             self.asked, self.usable = int(state["asked"]), int(state["usable"])
             self.sessions = int(state["sessions"])
@@ -394,111 +384,21 @@ class Feedback(ABC):
             self._learn_from(examples, answers)
 
     def close(self) -> None:
-        """End the event loop of the sessions."""
         self._loop.close()
 
 
-class PairFeedback(Feedback):
-    """Asks which segment of a pair is better. `folder` holds `labels/` and the query log.
-
-    The sessions of `cache`, labels of an earlier run, are replayed first. As in the original, their pairs replace those
-    of the policy, and are trained on as they were labelled.
-    """
-
-    def __init__(
-        self,
-        settings: PreferenceSection,
-        model: RewardEnsemble,
-        labeller: Labeller | None,
-        folder: Path,
-        cache: LabelStore | None = None,
-    ) -> None:
-        super().__init__(settings, model, labeller, LabelStore(folder / "labels"), segments_per_example=2)
-        self._cache = cache
-        self._log_file = query_log(folder / FILE_NAME)
-        # Features, not pairs, for rules that select pairs far from earlier ones: pictures of 20,000 pairs take 10 GiB.
-        self._asked_features: list[np.ndarray] = []
-
-    @property
-    def _replays(self) -> bool:
-        """Whether the cache has a session that was not replayed."""
-        return self._cache is not None and self.sessions < len(self._cache)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether there is no labeller, and the cache is replayed."""
-        return super().exhausted and not self._replays
-
-    def _ask(
-        self, replay: ReplayBuffer, count: int, rng: np.random.Generator, newest: int
-    ) -> tuple[Sequence[SegmentPair], Sequence[Label]] | None:
-        """The first session's pairs are drawn uniformly, because the reward model is untrained."""
-        labels, labeller = self.settings.labels, self.labeller
-        if self._cache is not None and self._replays:
-            return self._cache.read(self.sessions + 1)
-        if labeller is None:
-            return None
-
-        def draw(wanted: int) -> list[SegmentPair]:
-            rule = labels.rule if self.sessions else "uniform"
-            drawn = wanted if rule == "uniform" else wanted * labels.large_batch
-            candidates = replay.sample_pairs(drawn, self.settings.segment_length, rng, newest)
-            known = np.stack(self._asked_features) if self._asked_features else _NONE
-            return select_pairs(rule, candidates, wanted, self.model, known)
-
-        most = self.settings.max_feedback - self.asked
-        return self._patiently(lambda: label_session(labeller, draw, count, labels.rounds, most), rng)
-
-    def _learn_from(self, examples: Sequence[SegmentPair], answers: Sequence[Label]) -> int:
-        if self.settings.labels.rule.startswith("kcenter"):
-            self._asked_features += list(pair_features(examples, self.model.input_kind))
-        return self.model.add_pairs(self.examples, examples, answers)
-
-    def _accuracy(self, examples: Sequence[SegmentPair], answers: Sequence[Label]) -> float:
-        right = agreement([(true_return(pair.first), true_return(pair.second)) for pair in examples], answers)
-        decided = [agrees for agrees in right if agrees is not None]
-        return float(np.mean(decided)) if decided else float("nan")
-
-    def _log(self, examples: Sequence[SegmentPair], answers: Sequence[Label], now: float) -> None:
-        rows = (log_row(pair, label, self.sessions, now) for pair, label in zip(examples, answers, strict=True))
-        self._log_file.add(*rows)
-
-    def _rewind(self) -> None:
-        super()._rewind()
-        self._log_file.rewind(self.sessions)
-        self._asked_features.clear()
-
-
-class ScoreFeedback(Feedback):
-    """Asks for scores of single steps. `folder` holds the store, `labels/`."""
-
-    def __init__(self, settings: PreferenceSection, model: RewardEnsemble, labeller: Labeller, folder: Path) -> None:
-        super().__init__(settings, model, labeller, ScoreStore(folder / "labels"), segments_per_example=1)
-        self._scorer = labeller
-
-    def _ask(
-        self, replay: ReplayBuffer, count: int, rng: np.random.Generator, newest: int
-    ) -> tuple[Sequence[Segment], Sequence[Score]] | None:
-        async def ask() -> tuple[list[Segment], list[Score]]:
-            segments = [pair.first for pair in replay.sample_pairs(count, 1, rng, newest)]
-            scores = await self._scorer.score([cast(np.ndarray, segment.frames)[-1] for segment in segments])
-            if scores and all(score.error for score in scores):
-                raise LabellerDownError(f"None of {len(scores)} pictures could be scored: {scores[0].error}")
-            return segments, scores
-
-        return self._patiently(ask, rng)
-
-    def _learn_from(self, examples: Sequence[Segment], answers: Sequence[Score]) -> int:
-        return self.model.add_scores(self.examples, examples, answers)
+def _accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
+    """Share of the decided labels that agree with the true rewards; nan where that is not known."""
+    right = agreement([(true_return(pair.first), true_return(pair.second)) for pair in pairs], labels)
+    decided = [agrees for agrees in right if agrees is not None]
+    return float(np.mean(decided)) if decided else float("nan")
 
 
 def build_feedback(
     config: PreferenceConfig, folder: Path, served: tuple[Any, Any], sizes: tuple[int, int]
 ) -> Feedback | None:
-    """Labeller, reward model and label store of a run whose reward is learned; None for others.
-
-    `served` are client and text side of the served model, or None twice; `sizes` are those of observation and action.
-    """
+    """Labeller, reward model and label store of a run whose reward is learned. `served` are client and text side of the
+    served model, or None twice; `sizes` are those of observation and action."""
     settings, section = config.preference, config.preference.reward_model
     if not settings.learns_reward:
         return None
@@ -515,7 +415,4 @@ def build_feedback(
     model = RewardEnsemble(_input_shape(settings, sizes), section, seed, device)
     if section.load:
         model.load(Path(section.load), weights_only=True)
-    if settings.reward == "learn_from_score":
-        assert labeller is not None
-        return ScoreFeedback(settings, model, labeller, folder)
-    return PairFeedback(settings, model, labeller, folder, LabelStore(cache) if cache is not None else None)
+    return Feedback(settings, model, labeller, folder, LabelStore(cache) if cache is not None else None)

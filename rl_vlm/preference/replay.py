@@ -16,11 +16,8 @@ _CODEC = pa.Codec("zstd", compression_level=1)
 
 
 class FrameRing:
-    """The newest `capacity` frames of one size: frame number n is in slot n % capacity.
-
-    The first frame of an episode is compressed whole, and shared by the slots of all its frames, which are kept as
-    compressed differences to it.
-    """
+    """The newest `capacity` frames of one size: frame number n is in slot n % capacity, as its compressed difference to
+    the first frame of its episode, which is compressed whole."""
 
     def __init__(self, capacity: int, image_size: int) -> None:
         self.capacity = capacity
@@ -33,8 +30,7 @@ class FrameRing:
         return min(self.total, self.capacity)
 
     def add(self, frames: np.ndarray, episodes: np.ndarray) -> None:
-        """Append frames uint8 [n, S, S, 3]; `episodes` [n] are their episode numbers. Every episode that goes on has
-        frames in each call."""
+        """Append frames uint8 [n, S, S, 3] of the `episodes` [n]; each call has some of every open episode."""
         if frames.dtype != np.uint8 or frames.shape[1:] != self._black.shape:
             raise ValueError(f"Frames must be uint8 [n, *{self._black.shape}], not {frames.dtype} {frames.shape}.")
         known, self._open = self._open, {}
@@ -56,7 +52,6 @@ class FrameRing:
         return frames
 
     def state(self) -> dict[str, np.ndarray]:
-        """Everything as arrays, for `load`."""
         used = self._frames[: len(self)]
         firsts = [first for first, _ in used] + [first for first, _ in self._open.values()]
         unique = {id(first): first for first in firsts}
@@ -70,7 +65,7 @@ class FrameRing:
         }
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Replace the content by a saved one. Raises UserInputError when it does not fit."""
+        """Raises UserInputError when the state does not fit."""
         self.total = int(state["total"][0])
         unique, differences = _split(state, "firsts"), _split(state, "differences")
         size = len(differences)
@@ -94,8 +89,8 @@ def _split(state: Mapping[str, np.ndarray], name: str) -> list[bytes]:
 
 
 def _check_ring(total: int, size: int, capacity: int, setting: str) -> None:
-    """Raise UserInputError where a ring cannot take over the `size` rows of another, the newest of `total`: once a ring
-    has wrapped, the rows' places depend on its capacity."""
+    """Raise UserInputError for the `size` newest of `total` rows of a ring of another capacity, on which their places
+    depend."""
     if not (size == total <= capacity or size == capacity):
         raise UserInputError(
             f"The checkpoint holds {size} of {total} steps, and this run has room for {capacity}: keep {setting} as it "
@@ -109,7 +104,6 @@ def pack(pictures: np.ndarray, key: np.ndarray) -> bytes:
 
 
 def unpack(data: bytes, key: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The pictures uint8 of `shape` that `pack` was given."""
     difference = np.frombuffer(_CODEC.decompress(data, int(np.prod(shape))), np.uint8).reshape(shape)
     return difference + key
 
@@ -125,11 +119,10 @@ class NotFiniteError(RLVLMError):
 
 
 class ReplayBuffer:
-    """A ring of `capacity` steps.
+    """A ring of `capacity` steps. `rewards` are those that the agent learns from.
 
-    `rewards` are those that the agent learns from; `relabel_with` replaces them. Truncated episodes go on for the
-    critic (`continues` is 1), terminated ones do not. Where the reward is learned from images, `frame_capacity` must be
-    at least `capacity`: a row without a frame could not be relabelled.
+    Truncated episodes go on for the critic (`continues` is 1), terminated ones do not. Where the reward is learned from
+    images, `frame_capacity` must be at least `capacity`: a row without a frame could not be relabelled.
     """
 
     def __init__(
@@ -137,13 +130,10 @@ class ReplayBuffer:
     ) -> None:
         self.capacity = capacity
         self.total = 0  # steps ever added
-        self.observations = np.zeros((capacity, observation_size), np.float32)
+        self.observations, self.next_observations = np.zeros((2, capacity, observation_size), np.float32)
         self.actions = np.zeros((capacity, action_size), np.float32)
-        self.next_observations = np.zeros((capacity, observation_size), np.float32)
-        self.rewards = np.zeros(capacity, np.float32)
-        self.continues = np.zeros(capacity, np.float32)
-        self.true_rewards = np.zeros(capacity, np.float32)
-        self.successes = np.zeros(capacity, np.float32)
+        self.rewards, self.continues = np.zeros((2, capacity), np.float32)
+        self.true_rewards, self.successes = np.zeros((2, capacity), np.float32)
         self.episodes = np.full(capacity, -1, np.int64)
         self.times = np.zeros(capacity, np.int32)
         self.previous = np.full(capacity, -1, np.int64)  # row of the step before, in the same episode
@@ -179,20 +169,14 @@ class ReplayBuffer:
         return rng.integers(0, len(self), count)
 
     def relabel_with(self, kind: InputKind, rewards: Callable[[np.ndarray], np.ndarray], chunk: int = 256) -> None:
-        """Replace the reward of every row by that of a reward model, which gets the inputs of `chunk` rows at a time.
-
-        All or none: raises NotFiniteError, or what `rewards` raises, before any is replaced.
-        """
+        """Replace the reward of every row by that of a reward model, which gets the inputs of `chunk` rows at a time;
+        all or none. Raises NotFiniteError, and what `rewards` raises."""
         replaced = self.rewards.copy()
         for start in range(0, len(self), chunk):
             rows = np.arange(start, min(start + chunk, len(self)))
-            if kind == "image":
-                inputs = self.frames_of(rows)
-            else:
-                inputs = np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
-            relabelled = rewards(inputs)
-            _check_finite("A reward of the reward model", relabelled)
-            replaced[rows] = relabelled
+            state_actions = np.concatenate([self.observations[rows], self.actions[rows]], axis=1)
+            replaced[rows] = rewards(self.frames_of(rows) if kind == "image" else state_actions)
+        _check_finite("A reward of the reward model", replaced)
         self.rewards[:] = replaced
 
     def frames_of(self, rows: np.ndarray) -> np.ndarray:
@@ -204,17 +188,14 @@ class ReplayBuffer:
         return self.frames.get((self.total - 1 - ages) % self.frames.capacity)
 
     def _ages(self, rows: np.ndarray) -> np.ndarray:
-        """0 for the newest row."""
+        # 0 for the newest row.
         return (self.total - 1 - rows) % self.capacity
 
     def sample_pairs(
         self, count: int, length: int, rng: np.random.Generator, newest: int | None = None
     ) -> list[SegmentPair]:
-        """Up to `count` pairs of segments of `length` steps that end within the `newest` rows; with frames where there
-        are any.
-
-        Fewer where the buffer does not hold enough; a pair is never a segment and itself.
-        """
+        """Up to `count` pairs of two segments of `length` steps that end within the `newest` rows, with frames where
+        there are any; fewer where the buffer does not hold enough."""
         reach = min(len(self), newest or len(self))
         if self.frames is not None:
             reach = min(reach, len(self.frames))
@@ -251,7 +232,6 @@ class ReplayBuffer:
         return Segment(self.observations[rows], self.actions[rows], self.true_rewards[rows], frames)
 
     def state(self) -> dict[str, np.ndarray]:
-        """All rows in use as arrays, for `load`."""
         arrays = {name: getattr(self, name)[: len(self)] for name in _COLUMNS}
         arrays["total"] = np.array([self.total])
         arrays["open"] = np.array(sorted(self._open.items()), np.int64).reshape(-1, 2)
@@ -260,7 +240,7 @@ class ReplayBuffer:
         return arrays
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Replace the content by a saved one. Raises UserInputError when it does not fit."""
+        """Raises UserInputError when the state does not fit."""
         arrays = {name: np.asarray(array) for name, array in state.items()}
         size, shapes = len(arrays["rewards"]), (arrays["observations"].shape[1:], arrays["actions"].shape[1:])
         _check_ring(int(arrays["total"][0]), size, self.capacity, "preference.replay_capacity")
@@ -277,7 +257,5 @@ class ReplayBuffer:
 
 
 def _check_finite(what: str, values: np.ndarray) -> None:
-    """Raise NotFiniteError: a single nan in a batch turns all weights of the agent into nan, and the checkpoint keeps
-    them."""
-    if not np.isfinite(values).all():
+    if not np.isfinite(values).all():  # a single nan in a batch turns all weights of the agent into nan
         raise NotFiniteError(f"{what} is nan or infinite: the agent would learn nothing any more. Mend what gave it.")

@@ -44,8 +44,7 @@ class ImageCNN(nn.Module):
                 f"The reward CNN needs as many kernels ({len(kernels)}) as channels ({len(channels)}) and strides "
                 f"({len(strides)})."
             )
-        layers: list[nn.Module] = []
-        before = 3
+        layers, before = list[nn.Module](), 3
         for kernel, after, stride in zip(kernels, channels, strides, strict=True):
             if min(height, width) < kernel:
                 raise UserInputError(
@@ -65,27 +64,23 @@ class ImageCNN(nn.Module):
         self.squash = _SQUASH[settings.squash]()
 
     def forward(self, images: Tensor) -> Tensor:
-        """[N, 3, H, W] to [N]."""
         return self.squash(self.last(self.features(2 * images - 1).flatten(1)))[:, 0]  # type: ignore[no-any-return]
 
 
 class ImageMembers(nn.Module):
-    """Image networks of E members. Inputs are uint8 [N, H, W, 3], which is the channels-last layout already."""
+    """E image networks: one batch uint8 [N, H, W, 3] (the channels-last layout) per member, to [E, N]."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.networks = nn.ModuleList(networks).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """One batch per member, to [E, N]."""
-        rewards = []
-        for network, frames in zip(self.networks, inputs, strict=True):
-            rewards.append(network(frames.permute(0, 3, 1, 2).float() / 255).reshape(len(frames)))
-        return torch.stack(rewards)
+        both = zip(self.networks, inputs, strict=True)
+        return torch.stack([network(frames.permute(0, 3, 1, 2).float() / 255).flatten() for network, frames in both])
 
 
 class MLPMembers(nn.Module):
-    """E multilayer perceptrons with LeakyReLU as stacked weights: inputs float32 [N, D]."""
+    """E multilayer perceptrons with LeakyReLU as stacked weights: one batch float32 [N, D] per member, to [E, N]."""
 
     def __init__(self, inputs: int, settings: RewardModelSection) -> None:
         super().__init__()
@@ -101,7 +96,6 @@ class MLPMembers(nn.Module):
         self.squash = _SQUASH[settings.squash]()
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """One batch per member, to [E, N]."""
         hidden = torch.stack(list(inputs))
         last = len(self.weights) - 1
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
@@ -117,10 +111,8 @@ _UNPACKED_BYTES = 2**30  # pictures that are kept unpacked while a model is trai
 
 
 class Examples:
-    """Examples of `parts` segments each (2 for pairs, 1 for scores) with a target per segment.
-
-    All segments have one shape. Pictures are packed as their difference to the first one that was added.
-    """
+    """Examples of `parts` equal segments (2 for pairs, 1 for scores) with a target per segment. Pictures are packed as
+    their difference to the first one that was added."""
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
@@ -133,7 +125,7 @@ class Examples:
         return len(self._inputs)
 
     def add(self, segments: Sequence[np.ndarray], target: tuple[float, ...]) -> None:
-        """Keep one example: per segment the inputs uint8 [T, H, W, 3] or float32 [T, D]."""
+        """Keep one example: the inputs of each segment, uint8 [T, H, W, 3] or float32 [T, D]."""
         if not self._inputs and segments[0].dtype == np.uint8:
             self._key = segments[0][0].copy()
         self._shape = segments[0].shape
@@ -141,8 +133,8 @@ class Examples:
         self.targets.append(target)
 
     def reader(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Reads the inputs [B, parts, T, ...] of the examples with these numbers; all pictures stay unpacked as long as
-        the reader is used, if they are few."""
+        """Reads inputs [B, parts, T, ...] by the examples' numbers; pictures stay unpacked with the reader, if they are
+        few."""
         if self._key is not None and len(self) * self.parts * math.prod(self._shape) > _UNPACKED_BYTES:
             return self._read
         return self._read(range(len(self))).__getitem__
@@ -157,33 +149,23 @@ _INFERENCE_ROWS = {"image": 128, "state_action": 8192}
 
 
 class RewardEnsemble:
-    """Several networks, whose mean is the reward, and their training from preferences (Bradley-Terry) or from scores.
-
-    Args:
-        input_shape: (H, W, 3) of the pictures, or (O + A,).
-        settings: the networks and how they are trained.
-        seed: of the initial weights, and of the order of the examples.
-    """
+    """Several networks, whose mean is the reward, trained from preferences (Bradley-Terry) or from scores.
+    `input_shape` is (H, W, 3) or (O + A,); `seed` is that of the initial weights and of the order of the examples."""
 
     def __init__(
         self, input_shape: Sequence[int], settings: RewardModelSection, seed: int = 0, device: str = "cpu"
     ) -> None:
         self.settings, self.device = settings, device
-        self._batch_size = settings.batch_size
+        self.input_kind: InputKind = "state_action" if settings.architecture == "mlp" else "image"
         self._shape = tuple(input_shape)
         if self.input_kind == "image":
             height, width, _ = self._shape
-            self._shape = (-(-height // self.settings.stride), -(-width // self.settings.stride), 3)
+            self._shape = (-(-height // settings.stride), -(-width // settings.stride), 3)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.members = _build(self._shape, self.settings).to(device)
+            self.members = _build(self._shape, settings).to(device)
         self._optimizer = torch.optim.Adam(self.members.parameters(), lr=settings.lr)
         self._rng = np.random.default_rng(seed)
-
-    @property
-    def input_kind(self) -> InputKind:
-        """What its inputs are."""
-        return "state_action" if self.settings.architecture == "mlp" else "image"
 
     def rewards(self, inputs: np.ndarray) -> np.ndarray:
         """float32 [N], the mean of the members; inputs uint8 [N, H, W, 3] or float32 [N, O + A]."""
@@ -221,8 +203,8 @@ class RewardEnsemble:
         return torch.sigmoid(torch.from_numpy(difference)).numpy()
 
     def inputs_of(self, segment: Segment) -> np.ndarray:
-        """uint8 [T, H, W, 3], with every `stride`-th pixel, or float32 [T, O + A]. Raises UserInputError if they do not
-        fit."""
+        """uint8 [T, H, W, 3], with every `stride`-th pixel, or float32 [T, O + A]. Raises UserInputError if there are
+        none."""
         if self.input_kind == "state_action":
             inputs = np.concatenate([segment.observations, segment.actions], axis=1, dtype=np.float32)
         elif segment.frames is None:
@@ -232,23 +214,21 @@ class RewardEnsemble:
         return self._subsampled(inputs)
 
     def add_pairs(self, examples: Examples, pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> int:
-        """Add the pairs that were decided; returns how many. Raises UserInputError for segments that the model
-        cannot see."""
-        high, low = 1 - self.settings.label_margin, self.settings.label_margin
-        decided = [(pair, label) for pair, label in zip(pairs, labels, strict=True) if label.is_decided]
-        for pair, label in decided:
-            target = (high, low) if label.value == 0 else (low, high)
-            examples.add([self.inputs_of(pair.first), self.inputs_of(pair.second)], target)
-        return len(decided)
+        """Add the pairs that were decided; returns how many. Raises UserInputError for what the model cannot see."""
+        before, low = len(examples), self.settings.label_margin
+        for pair, label in zip(pairs, labels, strict=True):
+            if label.is_decided:
+                target = (1 - low, low) if label.value == 0 else (low, 1 - low)
+                examples.add([self.inputs_of(pair.first), self.inputs_of(pair.second)], target)
+        return len(examples) - before
 
     def add_scores(self, examples: Examples, segments: Sequence[Segment], scores: Sequence[Score]) -> int:
-        """Add the segments that have a score s, with the target 2 s - 1, the range of a squashed reward; returns how
-        many."""
-        known = [(segment, score.value) for segment, score in zip(segments, scores, strict=True) if not score.error]
-        scored = [(segment, value) for segment, value in known if value is not None]
-        for segment, value in scored:
-            examples.add([self.inputs_of(segment)], (2 * value - 1,))
-        return len(scored)
+        """Add the segments that have a score s, with the target 2 s - 1 in the range of a reward; returns how many."""
+        before = len(examples)
+        for segment, score in zip(segments, scores, strict=True):
+            if score.value is not None and not score.error:
+                examples.add([self.inputs_of(segment)], (2 * score.value - 1,))
+        return len(examples) - before
 
     def _subsampled(self, inputs: np.ndarray) -> np.ndarray:
         """The inputs with every `stride`-th pixel. Raises UserInputError if they have another size."""
@@ -263,23 +243,23 @@ class RewardEnsemble:
         return torch.from_numpy(np.ascontiguousarray(inputs)).to(self.device)
 
     def fit(self, examples: Examples) -> FitReport:
-        """One session of training on all examples: pairs with an early stop, or scores with squared error and without
-        one."""
+        """One session of training on all examples: pairs with an early stop, scores by squared error without one."""
         settings, report = self.settings, FitReport()
         if not len(examples):
             return report
         compares, read = examples.parts == 2, examples.reader()
+        loss = preference_loss if compares else score_loss
         targets = torch.tensor(examples.targets, device=self.device)
         self.members.train()
         while True:
             # Every member sees the examples in an order of its own.
             orders = np.stack([self._rng.permutation(len(examples)) for _ in range(settings.size)])
             right = total = 0
-            for start in range(0, len(examples), self._batch_size):
-                indices = orders[:, start : start + self._batch_size]
+            for start in range(0, len(examples), settings.batch_size):
+                indices = orders[:, start : start + settings.batch_size]
                 returns = self.returns([read(row) for row in indices])
                 wanted = targets[torch.from_numpy(indices).to(self.device)]  # [E, B, parts]
-                losses = preference_loss(returns, wanted) if compares else score_loss(returns, wanted)
+                losses = loss(returns, wanted)
                 self._optimizer.zero_grad(set_to_none=True)
                 losses.sum().backward()
                 self._optimizer.step()
@@ -341,19 +321,16 @@ def _build(shape: tuple[int, ...], settings: RewardModelSection) -> nn.Module:
 
 @dataclass(slots=True)
 class FitReport:
-    """One session of training. `losses` are of each gradient step, means over the members; `accuracy` is over the last
-    epoch, measured before each step; nan for scores."""
+    """One session of training."""
 
     epochs: int = 0
-    losses: list[float] = field(default_factory=list)
-    accuracy: float = float("nan")
+    losses: list[float] = field(default_factory=list)  # of each gradient step, means over the members
+    accuracy: float = float("nan")  # over the last epoch, measured before each step; nan for scores
 
 
 def preference_loss(returns: Tensor, targets: Tensor) -> Tensor:
-    """[E]: cross-entropy of the Bradley-Terry model, mean over the pairs (Christiano et al. 2017, equation 1).
-
-    returns float32 [E, B, 2] of the two segments, targets float32 [E, B, 2] summing to 1.
-    """
+    """[E]: the Bradley-Terry model's cross-entropy (Christiano et al. 2017, equation 1), mean over the pairs; returns
+    float32 [E, B, 2] of both segments, targets float32 [E, B, 2] summing to 1."""
     return -(targets * torch.log_softmax(returns, dim=-1)).sum(-1).mean(-1)
 
 
@@ -363,8 +340,7 @@ def score_loss(returns: Tensor, targets: Tensor) -> Tensor:
 
 
 def _hits(returns: Tensor, targets: Tensor) -> tuple[int, int]:
-    """Over all members: pairs whose preferred segment has the higher return, and pairs that have a preferred
-    segment."""
+    """Over all members: pairs whose preferred segment has the higher return, and pairs that have one."""
     wanted = (targets[..., 1] - targets[..., 0]).sign()
     predicted = (returns[..., 1] - returns[..., 0]).sign()
     return int(((wanted == predicted) & (wanted != 0)).sum()), int((wanted != 0).sum())

@@ -48,7 +48,6 @@ class MLP(nn.ModuleList):
         super().__init__(FastLinear(*pair) for pair in itertools.pairwise(sizes))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The output of the last layer."""
         *hidden, last = self
         for layer in hidden:
             inputs = layer(inputs).relu_()
@@ -65,7 +64,7 @@ def _initialize(networks: nn.Module, generator: torch.Generator) -> None:
 
 
 class SACNetworks(nn.Module):
-    """The policy `actor`, the pair of `critics`, their `targets`, and `log_alpha` [1]."""
+    """The policy `actor`, two `critics`, their `targets`, and `log_alpha` [1]."""
 
     def __init__(self, observation_size: int, action_size: int, settings: SACSection, seed: int) -> None:
         super().__init__()
@@ -81,13 +80,11 @@ class SACNetworks(nn.Module):
         self.reset_critics(generator)
 
     def reset_critics(self, generator: torch.Generator) -> None:
-        """Initialise both critics again, and make the targets equal to them."""
         _initialize(self.critics, generator)
         self.targets.load_state_dict(self.critics.state_dict())
 
     def act(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions and their log-probabilities for observations [B, O], as `sample_actions`; zero noise gives the
-        mode."""
+        """As `sample_actions`, for observations [B, O]; zero noise gives the mode."""
         return sample_actions(self.actor(observations), noise, self.log_std_bounds)
 
     @staticmethod
@@ -95,10 +92,6 @@ class SACNetworks(nn.Module):
         """The values [B] by each of `critics` or `targets`."""
         inputs = torch.cat([observations, actions], dim=1)
         return [critic(inputs)[:, 0] for critic in critics]
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies of all tensors by name, on the CPU."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.state_dict().items()}
 
 
 # Exploration before the first labels by state entropy: PEBBLE, arXiv 2106.05091, section 4.1.
@@ -110,9 +103,8 @@ def state_entropy(states: Tensor, visited: Tensor, k: int) -> Tensor:
     """float32 [B]: the distance from each of `states` [B, O] to the k-th nearest other one of `visited` [N, O].
 
     `visited` holds `states` too, so the nearest neighbour is the state itself and is not counted. With N <= k, the
-    farthest one counts. One matrix product ranks the neighbours: |visited|² - 2 state · visited, which leaves out
-    |state|² because it does not change the order. It is inexact for close neighbours, so the distances to the nearest
-    few are computed exactly.
+    farthest one counts. One matrix product ranks the neighbours, by |visited|² - 2 state · visited. It is inexact for
+    close ones, so the distances to the nearest few are computed exactly.
     """
     wanted = min(k + 1, len(visited))
     candidates = min(wanted + _EXTRA_CANDIDATES, len(visited))
@@ -133,7 +125,6 @@ class RunningStd:
     squares: float = 0.0
 
     def update(self, values: Tensor) -> None:
-        """Add values [n]."""
         exact = values.double()
         self.count += len(values)
         self.total += float(exact.sum())
@@ -141,7 +132,7 @@ class RunningStd:
 
     @property
     def std(self) -> float:
-        """1 without values, and where all are equal."""
+        # 1 without values, and where all are equal.
         variance = self.squares / self.count - (self.total / self.count) ** 2 if self.count else 0.0
         return variance**0.5 if variance > 0 else 1.0
 
@@ -166,10 +157,7 @@ Loss: TypeAlias = Callable[[Batch, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SACUpdater:
-    """Makes updates of the networks, on their device, and counts them.
-
-    `seed` is that of the noise. `compiled` computes the losses through torch.compile; if that fails, without it.
-    """
+    """Makes updates of the networks, on their device. `seed` is that of the noise; `compiled` tries torch.compile."""
 
     def __init__(self, networks: SACNetworks, settings: SACSection, seed: int, compiled: bool = False) -> None:
         self.networks, self.settings = networks, settings
@@ -219,14 +207,12 @@ class SACUpdater:
         self.updates += 1
 
     def draw_noise(self, batch: Batch) -> Tensor:
-        """Standard normal noise for the actions of a batch, the same on every device."""
+        """Standard normal [B, A], the same on every device."""
         return torch.randn(batch.actions.shape, generator=self.generator).to(batch.actions.device)
 
     def critic_loss(self, batch: Batch, noise: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean squared errors of both critics, added, and the mean of their values.
-
-        The target is r + γ (min Q'(s', a') - α log π(a'|s')) with a' from the policy; after a termination only r.
-        """
+        """Both critics' mean squared errors, added, and the mean of their values. The target is
+        r + γ (min Q'(s', a') - α log π(a'|s')) with a' from the policy; r alone after a termination."""
         networks, settings = self.networks, self.settings
         with torch.no_grad():
             next_actions, log_probs = networks.act(batch.next_observations, noise)
@@ -300,10 +286,8 @@ SACUpdateResult = tuple[dict[str, float], ActorLayers]  # mean statistics of the
 
 @dataclass(slots=True)
 class SACUpdateBatch:
-    """U updates: `rows` holds the fields of `Batch` as float32 arrays with U in front.
-
-    With `visited` float32 [N, O] (exploration), the reward is the entropy of the states among these.
-    """
+    """U updates: `rows` holds the fields of `Batch` as float32 arrays with U in front. With `visited` float32 [N, O]
+    (exploration), the reward is the entropy of the states among these."""
 
     rows: tuple[np.ndarray, ...]
     visited: np.ndarray | None = None
@@ -318,7 +302,6 @@ class SACModule(TorchRLModule):
     """The networks as an RLlib module. `model_config` holds `settings` (SACSection), `seed` and the two sizes."""
 
     def setup(self) -> None:
-        """Make the networks; RLlib calls this once."""
         config: dict[str, Any] = self.model_config  # type: ignore[assignment]
         sizes = config["observation_size"], config["action_size"]
         self.networks = SACNetworks(*sizes, config["settings"], derive_seed(config["seed"], 30))
@@ -328,12 +311,10 @@ class SACLearner(TorchLearner):
     """Runs `SACUpdater`, whose state is `snapshot` and not RLlib's."""
 
     def build(self) -> None:
-        """Build module and optimisers."""
         self.entropy_scale = RunningStd()
         super().build()
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
-        """The updater has one Adam each for actor, critics and alpha."""
         config, self.networks = self.config.run_config, self.module[module_id].networks
         sac, seed = config.preference.sac, derive_seed(config.seed, 31)
         planned = config.preference.total_steps * sac.updates_per_step
@@ -341,11 +322,9 @@ class SACLearner(TorchLearner):
         compiled = sac.compile == "on" or (sac.compile == "auto" and pays)
         self.updater = SACUpdater(self.networks, sac, seed, compiled)
 
-    def _make_modules_ddp_if_necessary(self) -> None:
-        """There is one learner, so DDP is not needed."""
+    def _make_modules_ddp_if_necessary(self) -> None: ...  # there is one learner
 
     def compute_loss_for_module(self, *, module_id: str, config: Any, batch: Batch, fwd_out: Any) -> Tensor:
-        """RLlib wants this method; `update` makes a step for each loss instead."""
         raise RuntimeError("SACUpdater makes the steps: each loss has an optimiser of its own.")
 
     def update(self, training_data: TrainingData | None = None, **_: Any) -> SACUpdateResult:  # type: ignore[override]
@@ -375,8 +354,8 @@ class SACLearner(TorchLearner):
         return [(layer.weight.data.cpu().numpy(), layer.bias.data.cpu().numpy()) for layer in self.networks.actor]
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Networks, targets, log alpha, Adam's moments, the state of the noise and all counts, by name."""
-        state = self.networks.state()
+        """Copies of networks, Adam's moments, the state of the noise and all counts, by name, on the CPU."""
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self.networks.state_dict().items()}
         for name, optimizer in self.updater.optimizers.items():
             for index, moments in optimizer.state_dict()["state"].items():
                 state |= {f"moments.{name}.{index}.{key}": tensor.cpu().clone() for key, tensor in moments.items()}

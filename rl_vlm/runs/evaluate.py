@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.asking.http_endpoints import OpenAIEndpoint
+from rl_vlm.asking import HTTPEndpoint
 from rl_vlm.child import Child, ChildStartError
 from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL
@@ -356,7 +356,7 @@ class _Evaluation:
                 yield lambda side: self._served_player(worker, service, side), service
             return
         client = AsyncExitStack()
-        asking = client.enter_async_context(OpenAIEndpoint(options.endpoint).open())
+        asking = client.enter_async_context(HTTPEndpoint(options.endpoint).open())
         player = EndpointPlayer(config, runner.run(asking))
         try:
             yield lambda side: player.play, None

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,9 @@ from rl_vlm.monitoring.display import PREFERENCE_ROWS
 from rl_vlm.preference.collector import (
     Episode,
     EpisodeResult,
-    Evaluator,
     NumpyActor,
     environment_errors,
+    evaluate,
     evaluation_metrics,
     evaluation_seeds,
     make_run_env,
@@ -274,13 +274,9 @@ def evaluate_preference_run(
         )
     step = int(read_state(checkpoint)["step"])
     actor = _load_actor(config, checkpoint)
-    evaluator = Evaluator(lambda: make_run_env(config), config.preference.evaluation.end_on_success)
-    started = time.monotonic()
-    try:
-        with environment_errors():
-            results = evaluator.run(actor, evaluation_seeds(config))
-    finally:
-        evaluator.close()
+    end_on_success, started = config.preference.evaluation.end_on_success, time.monotonic()
+    with environment_errors(), closing(make_run_env(config)) as env:
+        results = evaluate(env, actor, evaluation_seeds(config), end_on_success=end_on_success)
     episodes = [{name: value for name, value in asdict(result).items() if name != "frames"} for result in results]
     summary = {
         "env": config.env.id,
@@ -301,7 +297,7 @@ def _load_actor(config: PreferenceConfig, checkpoint: Path) -> NumpyActor:
         depth = sum(name.startswith("actor.") and name.endswith(".weight") for name in arrays)
         layers = [(arrays[f"actor.{index}.weight"], arrays[f"actor.{index}.bias"]) for index in range(depth)]
         actor = NumpyActor(layers, config.preference.sac.log_std_bounds)
-        sizes = (layers[0][0].shape[1], actor.action_size)
+        sizes = (layers[0][0].shape[1], len(layers[-1][1]) // 2)
     except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
         raise UserInputError(f"The checkpoint {checkpoint} is corrupt ({error}): use an older one.") from error
     env = make_run_env(config)

@@ -17,8 +17,7 @@ from ray import serve
 
 from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_config, load_served_config, of_policy
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
-from rl_vlm.http.app import ModelApp
-from rl_vlm.http.backend import ServeBackend
+from rl_vlm.http.app import ModelApp, ServeBackend
 from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.loading import TextSide, check_quantization, load_text_side, quiet_libraries, resolve_model
@@ -160,7 +159,7 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
                 app = http_app(config, plan.name, run_id, handle, registry, text, plan.token)
                 port = sock.getsockname()[1]
-                HTTPServer(app, sock, limits, lambda: announce(banner(plan, port))).serve_until_signal()
+                HTTPServer(app, sock, limits, lambda: announce(banner(plan, port))).run([sock])
             finally:
                 service.stop()
 

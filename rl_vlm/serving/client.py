@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from ray import serve
@@ -35,12 +35,11 @@ def home_session(place: int) -> str:
 
 
 def homes(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection) -> range:
-    """The home replicas of one of a run's callers. Every replica serves at least one caller, and callers are spread
-    evenly.
+    """The home replicas of one of a run's callers, spread evenly; every replica serves at least one caller.
 
-    With autoscaling there are homes for the most replicas that there can be: places beyond those that run now begin
-    again at the first (`AffinityRouter`), and a replica that is added gets its part of the requests at once. On shared
-    replicas each caller has one, counted from the policy's own home, so that few replicas must load the policy.
+    With autoscaling there are homes for the most replicas that there can be: places beyond those that run begin again
+    at the first, and a new replica gets requests at once. On shared replicas each caller has one, counted from the
+    policy's own home, so that few replicas must load the policy.
     """
     if serving.shared:
         return range(key.home + caller, key.home + caller + 1)
@@ -52,8 +51,8 @@ class AffinityRouter(FIFOMixin, RequestRouter):
     """The handle's `session_id` is the id of the replica that holds the conversation, a home (`home_session`), or
     empty.
 
-    A replica that is gone, or full, falls back to the least loaded one. Load is what this process has in flight plus
-    what replicas reported; ties go round in turn, so equal calls spread evenly.
+    A replica that is gone, or full, falls back to the least loaded one by what this process has in flight and what
+    replicas reported; ties go round in turn, so equal calls spread evenly.
     """
 
     def initialize_state(self, **kwargs: object) -> None:
@@ -63,7 +62,6 @@ class AffinityRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Replicas in the order in which to try them."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         turn, count = next(self._turn), max(len(candidate_replicas), 1)
@@ -92,45 +90,33 @@ class GenerationFailedError(RLVLMError):
     """A request got no answer within its deadline, or the engine refused it."""
 
 
+@dataclass(eq=False)
 class PolicyClient:
-    """Sends generation requests to a run's Serve application, from inside an event loop.
+    """Sends generation requests to a run's Serve application, from inside an event loop."""
 
-    Args:
-        run_id: of the run's application, or of the one that it shares.
-        deadline_s: how long one request may take, retries included.
-        homes: places (in the order of ids) of the replicas for new work: requests of one moment are spread over them,
-            one call each. With one home of its own, an env runner's requests form one batch on one replica.
-        coalesce: send requests of the same moment in common calls. A call ends when its slowest request does, so this
-            pays when answers are short (a Serve call costs milliseconds) and hurts when they are long.
-        handle: the deployment handle; looked up when None.
-        key: the policy that is asked.
-    """
+    run_id: str  # of the run's application, or of the one that it shares
+    _: KW_ONLY
+    deadline_s: float  # how long one request may take, retries included
+    # Places (in the order of ids) of the replicas for new work: requests of one moment are spread over them, one call
+    # each. With one home of its own, an env runner's requests form one batch on one replica.
+    homes: Sequence[int]
+    # Send requests of the same moment in common calls. A call ends when its slowest request does, so this pays when
+    # answers are short (a Serve call costs milliseconds) and hurts when they are long.
+    coalesce: bool = True
+    handle: Any = None  # the deployment handle; looked up when None
+    key: PolicyKey = OWN  # the policy that is asked
+    sleep: Callable[[float], Any] = asyncio.sleep
+    retries: int = 0  # calls that were sent again
 
-    def __init__(
-        self,
-        run_id: str,
-        *,
-        deadline_s: float,
-        homes: Sequence[int],
-        coalesce: bool = True,
-        handle: Any = None,
-        key: PolicyKey = OWN,
-        sleep: Callable[[float], Any] = asyncio.sleep,
-    ) -> None:
-        self._handle = handle if handle is not None else serve.get_deployment_handle("policy", app_name(run_id))
-        self._deadline_s = deadline_s
-        self._homes = tuple(homes)
-        self._coalesce = coalesce
-        self._key = key
-        self._sleep = sleep
+    def __post_init__(self) -> None:
+        self.handle = self.handle or serve.get_deployment_handle("policy", app_name(self.run_id))
         self._queue: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self.retries = 0  # calls that were sent again
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Answer one request, whatever policy it names, as the client's own. Raises GenerationFailedError."""
-        if request.policy != self._key.policy:
-            request = replace(request, policy=self._key.policy)
+        if request.policy != self.key.policy:
+            request = replace(request, policy=self.key.policy)
         if not tracing.traceparent():
             return await self._generate(request)
         with tracing.span("request", request=request.request_id, samples=request.sampling.n):
@@ -139,7 +125,7 @@ class PolicyClient:
             return completion
 
     async def _generate(self, request: GenerationRequest) -> Completion:
-        if not self._coalesce:
+        if not self.coalesce:
             return (await self.call([request], request.preferred_replica))[0]
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -150,19 +136,16 @@ class PolicyClient:
         return await future
 
     async def encode_images(self, images: Sequence[Sequence[EncodedImage]]) -> None:
-        """Tell replicas which images the next requests will show, one entry per request in the order of the requests.
-
-        A hint only, so failures are ignored. Without coalescing it does nothing: each request goes to the replica that
-        is least loaded at that time, which is not known yet.
-        """
-        if not self._coalesce:
+        """Tell replicas which images the next requests will show, one entry per request, in order. A hint: failures are
+        ignored, and without coalescing, when replicas are not known yet, nothing is done."""
+        if not self.coalesce:
             return
-        targets = tuple(map(home_session, self._homes[: len(images)]))
+        targets = tuple(map(home_session, self.homes[: len(images)]))
         for part, target in enumerate(targets):
             shown = [image for entry in images[part :: len(targets)] for image in entry]
             response = None
             try:
-                response = self._handle.options(session_id=target).encode_images.remote(shown)
+                response = self.handle.options(session_id=target).encode_images.remote(shown)
                 async with asyncio.timeout(_ENCODE_TIMEOUT_S):
                     await response
             except (*_RETRYABLE, RayTaskError, TaskCancelledError, RLVLMError, TimeoutError) as error:
@@ -177,7 +160,7 @@ class PolicyClient:
             # An engine that merges adapters runs base model and policy one after the other.
             calls.setdefault((entry[0].preferred_replica, entry[0].min_version == BASE_MODEL), []).append(entry)
         for (replica, _), entries in calls.items():
-            targets = (replica,) if replica else tuple(map(home_session, self._homes[: len(entries)]))
+            targets = (replica,) if replica else tuple(map(home_session, self.homes[: len(entries)]))
             for part, target in enumerate(targets):
                 self._spawn(entries[part :: len(targets)], target)
 
@@ -210,23 +193,21 @@ class PolicyClient:
             future.add_done_callback(stop_if_unwanted)
 
     async def call(self, requests: list[GenerationRequest], session_id: str = "") -> list[Completion]:
-        """Answer several requests in one call, on one replica; retried with backoff until the deadline.
-
-        `session_id` says which replica is tried first (see `AffinityRouter`).
-        """
+        """Answer several requests on one replica, first on that of `session_id`; retried with backoff until the
+        deadline."""
         started = time.monotonic()
         attempt = 0
         while True:
-            left = self._deadline_s - (time.monotonic() - started)
+            left = self.deadline_s - (time.monotonic() - started)
             try:
                 target = session_id if attempt == 0 else ""
-                response = self._handle.options(session_id=target).generate.remote(requests)
+                response = self.handle.options(session_id=target).generate.remote(requests)
                 async with asyncio.timeout(max(left, 0.001)):
                     return await response  # type: ignore[no-any-return]
             except TimeoutError as error:
                 response.cancel()
                 raise GenerationFailedError(
-                    f"No answer within {self._deadline_s:g} s for {len(requests)} requests: the replicas are "
+                    f"No answer within {self.deadline_s:g} s for {len(requests)} requests: the replicas are "
                     "overloaded or stuck; raise serving.request_timeout_s or add replicas."
                 ) from error
             except asyncio.CancelledError:
@@ -245,8 +226,8 @@ class PolicyClient:
             self.retries += 1
             # Full jitter keeps the clients of a dead replica from coming back together.
             pause = JITTER.uniform(0, min(2.0, 0.05 * 2**attempt))
-            if time.monotonic() - started + pause >= self._deadline_s:
+            if time.monotonic() - started + pause >= self.deadline_s:
                 raise GenerationFailedError(
-                    f"No answer within {self._deadline_s:g} s after {attempt} attempts; the last error: {reason}"
+                    f"No answer within {self.deadline_s:g} s after {attempt} attempts; the last error: {reason}"
                 ) from reason
-            await self._sleep(pause)
+            await self.sleep(pause)

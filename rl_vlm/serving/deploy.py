@@ -13,12 +13,12 @@ import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError, RayActorError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.section import claim
+from rl_vlm.envs.address import retried
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import (
     MOST_CALLS,
@@ -44,7 +44,6 @@ class ServingError(RLVLMError):
 
 
 def initial_replicas(serving: ServingSection) -> int:
-    """How many replicas an application begins with."""
     autoscaling = serving.autoscaling
     if autoscaling is None:
         return serving.num_replicas
@@ -75,71 +74,45 @@ def build_app(model: ModelReference, config: CommonConfig, run_id: str, namespac
 
 
 def start_serve(timeout_s: float) -> None:
-    """Start the cluster's one Serve, or find the one that is there. Raises ServingError when another's does not come
-    up.
-
-    A training run opens no HTTP port of its own.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            serve.start(proxy_location="Disabled")
-            return
-        except ActorAlreadyExistsError as error:
-            # Another run starts it at the same time: the next attempt finds its controller.
-            if time.monotonic() > deadline:
-                raise ServingError(
-                    f"Serve is being started elsewhere and did not come up in {timeout_s:g} s."
-                ) from error
-            time.sleep(0.1)
+    """Start the cluster's one Serve, without an HTTP port, or find the one that is there. Raises ServingError when
+    another's does not come up."""
+    try:
+        # Where another run starts it at the same time, the next attempt finds its controller.
+        retried(lambda: serve.start(proxy_location="Disabled"), (ActorAlreadyExistsError,), timeout_s)
+    except ActorAlreadyExistsError as error:
+        raise ServingError(f"Serve is being started elsewhere and did not come up in {timeout_s:g} s.") from error
 
 
 def delete_application(name: str) -> None:
-    """Delete an application of Serve and wait for its end. Raises TimeoutError, also where Serve does not answer at
-    all, as on a node that is dying, and what Serve raises.
-    """
+    """Delete an application of Serve and wait for its end. Raises what Serve raises, and TimeoutError also where it
+    does not answer, as on a node that is dying."""
     within(_DELETE_S, f"deleting {name}", lambda: serve.delete(name, _blocking=True))
 
 
 def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
-    """What Serve says of an application; None where it is not there. Raises TimeoutError where Serve says nothing
-    for so long."""
+    """Serve's view of an application; None where it is not there. Raises TimeoutError where Serve does not answer."""
     return within(max(seconds, 1.0), "asking Serve", serve.status).applications.get(name)
-
-
-def forget_serve() -> None:
-    """Forget the Serve that this process was connected to, which may be that of an earlier cluster; the next call finds
-    the current one.
-
-    A run that shares does not call `serve.start`, which would do this.
-    """
-    set_global_client(None)
 
 
 def wait_for_replicas(
     run_id: str, timeout_s: float, *, one: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait for all replicas of an application, or for `one` that runs. Raises ServingError with Serve's own message,
-    and what `check` raises.
-    """
+    """Wait for all replicas of an application, or for `one`. Raises ServingError with Serve's message, and what `check`
+    raises."""
     deadline = time.monotonic() + timeout_s
     while True:
         check()
         application = None
         with suppress(RayActorError, TimeoutError):  # Serve's controller is being restarted
             application = _application(app_name(run_id), deadline - time.monotonic())
-        status = application.status if application else None
-        running = (
-            [d.replica_states.get(ReplicaState.RUNNING, 0) for d in application.deployments.values()]
-            if application
-            else []
-        )
-        if status == ApplicationStatus.RUNNING or (one and any(running)):
+        status, deployments = (application.status, application.deployments.values()) if application else (None, ())
+        running = any(one_of.replica_states.get(ReplicaState.RUNNING) for one_of in deployments)
+        if status == ApplicationStatus.RUNNING or (one and running):
             return
         failed = status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
         if failed or time.monotonic() > deadline:
-            messages = [d.message for d in application.deployments.values()] if application else []
-            detail = " ".join(message.strip().splitlines()[-1] for message in messages if message.strip())
+            messages = [one_of.message.strip() for one_of in deployments]
+            detail = " ".join(message.splitlines()[-1] for message in messages if message)
             why = "failed" if failed else f"were not ready within {timeout_s:g} s"
             raise ServingError(f"The policy's replicas {why}. {detail}".strip())
         time.sleep(0.1)
@@ -178,20 +151,12 @@ _END_S = 120.0  # how long to try to delete the application
 
 
 def mismatch(name: str, known: CommonConfig, known_digest: str, config: CommonConfig, digest: str) -> str:
-    """Why a run cannot join the service `name`, which the run `known` has started; empty if it can.
-
-    The digests are those of the models, whose folders other nodes need not have under the same path.
-    """
+    """Why a run cannot join the service `name` of the run `known`; empty if it can. The digests are those of the
+    models, whose folders may differ between nodes."""
     there, here = (
-        {
-            "model.dtype": run.model.dtype,
-            "model.head_dtype": run.model.head_dtype,
-            "model.min_pixels": run.model.min_pixels,
-            "model.max_pixels": run.model.max_pixels,
-            "serving.engine": run.serving.expected_engine,
-            "serving.quantization": run.serving.quantization,
-            "serving.gpus_per_replica": run.serving.gpus_per_replica,
-        }
+        {f"model.{key}": getattr(run.model, key) for key in ("dtype", "head_dtype", "min_pixels", "max_pixels")}
+        | {"serving.engine": run.serving.expected_engine}
+        | {f"serving.{key}": getattr(run.serving, key) for key in ("quantization", "gpus_per_replica")}
         for run in (known, config)
     )
     differing = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
@@ -216,11 +181,8 @@ def mismatch(name: str, known: CommonConfig, known_digest: str, config: CommonCo
 
 
 class SharedRegistry(Registry):
-    """The registry of a shared service, which also starts and ends the service's application.
-
-    The first run starts it (`find_or_start`), and the last one to leave ends it. Tenants hold leases, so that the
-    policy of a crashed run is dropped.
-    """
+    """The registry of a shared service. The first run starts it (`find_or_start`) and with it the application; the last
+    one to leave ends both. Leases end for the policy of a crashed run."""
 
     def __init__(self, name: str, config: CommonConfig, model: ModelReference) -> None:
         super().__init__(config.serving.sharing.lease_s)
@@ -238,11 +200,7 @@ class SharedRegistry(Registry):
             self._worker = asyncio.create_task(self._work())
 
     async def join(
-        self,
-        policy: str,
-        newest: Published | None = None,
-        config: CommonConfig | None = None,
-        digest: str = "",
+        self, policy: str, newest: Published | None = None, config: CommonConfig | None = None, digest: str = ""
     ) -> int | str:
         """As `Registry.join`. A text instead says why the run cannot join; an empty one: come again soon."""
         self._ensure_working()
@@ -254,12 +212,8 @@ class SharedRegistry(Registry):
         return await super().join(policy, newest)
 
     async def watch(self, replica_id: str, since: Revision | None, *args: Any) -> Changes | None:
-        """See Registry."""
         self._ensure_working()
         return await super().watch(replica_id, since, *args)
-
-    def _expected(self) -> Collection[str]:
-        return ()  # replicas load what they are asked for
 
     def _present(self) -> Collection[str] | None:
         return frozenset(self._tenants) if self._settled else None
@@ -271,11 +225,11 @@ class SharedRegistry(Registry):
     # What it does by itself.
 
     async def _work(self) -> None:
-        """Start the replicas, drop crashed tenants, and end the service."""
         while not self._closing:
             try:
                 await self._drop_crashed()
-                if self._is_over():
+                patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
+                if time.monotonic() - self._empty_since >= patience:
                     break
                 if not self._deployed:
                     await self._deploy()
@@ -300,13 +254,9 @@ class SharedRegistry(Registry):
         if self._tenants:
             self._empty_since = now
 
-    def _is_over(self) -> bool:
-        patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
-        return time.monotonic() - self._empty_since >= patience
-
     async def _deploy(self) -> None:
-        """Start the application. An earlier process of this actor may have done so, whose tenants join again. What
-        another service left over may have another model, and is replaced."""
+        """Start the application. That of an earlier process of this actor is kept; what another service left over is
+        replaced."""
         restarted = _was_restarted()
         try:
             await asyncio.to_thread(deploy_shared, self._model, self._config, shared_id(self._name), restarted)
@@ -317,7 +267,7 @@ class SharedRegistry(Registry):
             raise
 
     async def _tick(self) -> None:
-        """Wait. If that took much longer than it should, this process was stopped and tenants could not renew their
+        """Wait; much longer than wanted means that this process was stopped, and that tenants could not renew their
         leases."""
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -346,7 +296,6 @@ class SharedRegistry(Registry):
 
 
 def _was_restarted() -> bool:
-    """Whether this process continues an actor that died. Asks the cluster."""
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 

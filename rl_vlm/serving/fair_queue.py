@@ -22,11 +22,11 @@ def cost_of(request: GenerationRequest) -> int:
 
 class FairQueue:
     """Lets work of several policies into one engine, the policy first that has used least of it (fair queueing by
-    virtual time). So of policies that always have work none gets ahead of another by more than one piece of work.
+    virtual time), so that no busy policy gets ahead of another by more than one piece of work.
 
-    A policy that comes, or comes back, is taken to have used as much as the least of those at work: being idle earns
-    nothing. At most `capacity` is inside at a time, and half of it of one policy, so that another one always finds
-    room soon; work that costs more enters when its policy (and, if need be, everybody) has nothing else inside.
+    A policy that comes, or comes back, counts as having used the least of those at work: being idle earns nothing. At
+    most `capacity` is inside, and half of it of one policy, so that another one always finds room soon; work that costs
+    more enters when its policy (and, if need be, everybody) has nothing else inside.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -76,12 +76,8 @@ class FairQueue:
             return None  # the others wait with it: work that is passed by for smaller one might wait for ever
         return first
 
-    def waiting(self, policy: str) -> int:
-        """Pieces of work of a policy that wait."""
-        return len(self._waiting.get(policy, ()))
-
     def forget(self, policy: str) -> None:
         """A policy is gone: nothing is owed any more."""
-        if not self._inside[policy] and not self.waiting(policy):
+        if not self._inside[policy] and not self._waiting.get(policy):
             for known in (self._waiting, self._inside, self._used):
                 known.pop(policy, None)

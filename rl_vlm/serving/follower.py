@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -26,8 +26,6 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 
 class ReplicaState(StrEnum):
-    """The state of a replica."""
-
     STARTING = "starting"  # it has not asked the registry yet, or not loaded what it must have before it serves
     SERVING = "serving"
     SUSPECT = "suspect"  # its engine did not answer a probe in time; requests go elsewhere until it does
@@ -35,7 +33,7 @@ class ReplicaState(StrEnum):
 
 
 class Admission(StrEnum):
-    """The decision about a request."""
+    """What to do with a request."""
 
     NOW = "now"
     WAIT = "wait"  # until the replica has started, or its engine is awake
@@ -44,19 +42,12 @@ class Admission(StrEnum):
 
 @dataclass(slots=True)
 class Lifecycle:
-    """The facts about one replica. Times are seconds of any clock that only goes forward.
+    """The facts about one replica, from which its state is computed. Times are seconds of any clock that only goes
+    forward."""
 
-    The state is computed from the facts, so the two always agree, whatever the order of events.
-
-    Args:
-        probe_after_s: an engine without progress for this long is probed.
-        load_patience_s: seconds of repeated failures to load a version after which the replica is dead.
-        max_failed_probes: failures in a row after which the replica is dead.
-    """
-
-    probe_after_s: float
-    load_patience_s: float = 60.0
-    max_failed_probes: int = 2
+    probe_after_s: float  # an engine without progress for this long is probed
+    load_patience_s: float = 60.0  # a replica whose loads fail for this long is dead
+    max_failed_probes: int = 2  # in a row, after which the replica is dead
     started: bool = False  # it has asked the registry, and loaded what it must have before it serves
     asleep: bool = False  # its engine has given memory away, and takes no requests until it has it again
     failed_probes: int = 0
@@ -77,22 +68,19 @@ class Lifecycle:
 
     @property
     def admission(self) -> Admission:
-        """What to do with a request. The follower decides whether its version is loaded."""
-        state = self.state
-        if state in (ReplicaState.DEAD, ReplicaState.SUSPECT):
+        """Without regard to its version, about which the follower decides."""
+        # Where a first load fails, another replica may have started already.
+        if self.death or self.failed_probes or (self.load_error and not self.started):
             return Admission.ELSEWHERE
-        if state is ReplicaState.STARTING:
-            # Where loading fails, another replica may have started already.
-            return Admission.ELSEWHERE if self.load_error else Admission.WAIT
-        return Admission.WAIT if self.asleep else Admission.NOW
+        return Admission.NOW if self.started and not self.asleep else Admission.WAIT
 
     def load(self) -> None:
         """A version was loaded, so loading works."""
         self.load_error, self._failing_since = "", None
 
     def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies after
-        `load_patience_s`."""
+        """A version could not be loaded. `curable`: a new replica may succeed, so after `load_patience_s` this one
+        dies."""
         self.load_error = reason
         if not curable:
             return
@@ -105,20 +93,16 @@ class Lifecycle:
         """Note the engine's count of what it computed (`EngineStats.progress`): a new value proves that it works."""
         if progress != self._progress:
             self._progress = progress
-            self.last_progress = now
-            self.failed_probes = 0
+            self.pass_probe(now)
 
     def probe_due(self, now: float) -> bool:
-        """Whether the engine must generate a token to prove that it can; always while it is suspect, never while it
-        sleeps."""
-        return not (self.death or self.asleep) and (
-            self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
-        )
+        """Whether the engine must generate a token to prove that it can: always while suspect, never while asleep."""
+        silent = self.failed_probes > 0 or now - self.last_progress >= self.probe_after_s
+        return silent and not (self.death or self.asleep)
 
     def pass_probe(self, now: float) -> None:
         """The engine has generated that token, or works on others."""
-        self.failed_probes = 0
-        self.last_progress = now
+        self.failed_probes, self.last_progress = 0, now
 
     def fail_probe(self, reason: str) -> None:
         """The engine neither generated that token within the deadline nor did anything else."""
@@ -131,20 +115,38 @@ class Lifecycle:
         self.death = self.death or reason
 
 
-# Counts of a replica, and their way to Ray's metrics.
-#
-# Requests only add to plain numbers; a task of the replica sends them to Ray every few seconds, so that no request
-# waits for a metrics agent. Names begin with `rl_vlm_`; every series is tagged with its run, policy, part (`serving`),
-# Serve application and replica.
+# Counts of a replica. Requests only add to plain numbers; a task of the replica sends them to Ray's metrics every few
+# seconds, so that no request waits for a metrics agent.
 
-# The histograms leave out observations beyond this number between two reports; the counters hold all.
-_MAX_OBSERVATIONS = 10_000
-_HISTOGRAMS = {
+_MAX_OBSERVATIONS = 10_000  # of a histogram between two reports; the counters hold all
+_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300]
+HISTOGRAMS = {
     "queue_seconds": "From a request's arrival to its first forward pass, of whole answers",
     "time_to_first_token_seconds": "From a streamed request's arrival to its first token",
     "request_seconds": "From a request's arrival to its answer",
 }
-_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300]
+GAUGES = {  # rates are 0 before anything was looked up
+    "running_samples": "Samples that are being generated",
+    "waiting_samples": "Samples that have not begun",
+    "mean_batch": "Samples per decode step",
+    "image_cache_hit_rate": "Images whose features were cached, since the start",
+    "prefix_cache_hit_rate": "Prompt tokens found in the prefix cache, since the start",
+    "adapter_swap_seconds": "From the adapter's arrival to its being served, the last time",
+    "publish_seconds": "From publication to this replica's acknowledgement, the last time",
+    "adapter_version": "Adapter version that the replica serves",
+    "policy_version": "Newest version that answered, by policy",
+}
+COUNTERS = {
+    "requests_total": "Requests answered",
+    "prompt_tokens_total": "Prompt tokens, image tokens included",
+    "generated_tokens_total": "Sampled tokens",
+    "adapter_swaps_total": "Adapter versions loaded",
+    "replica_starts_total": "Replicas started; more than one per place: they were replaced",
+    "errors_total": "Requests that failed, by kind",
+    "policy_requests_total": "Requests answered, by policy",
+    "policy_prompt_tokens_total": "Prompt tokens, by policy",
+    "policy_generated_tokens_total": "Sampled tokens, by policy",
+}
 
 
 @dataclass(slots=True)
@@ -166,7 +168,7 @@ class ReplicaTally:
     errors: Counter[str] = field(default_factory=Counter)  # by kind: the error's class
     publish_s: float = 0.0
     observations: dict[str, deque[float]] = field(
-        default_factory=lambda: {name: deque(maxlen=_MAX_OBSERVATIONS) for name in _HISTOGRAMS}
+        default_factory=lambda: {name: deque(maxlen=_MAX_OBSERVATIONS) for name in HISTOGRAMS}
     )
 
     def answered(self, policy: str, prompt_tokens: int, sampled: int, version: int, **seconds: float | None) -> None:
@@ -194,84 +196,56 @@ class ReplicaTally:
         }
 
 
-# Name -> description and value. Rates are 0 before anything was looked up.
-_GAUGES: dict[str, tuple[str, Callable[[ReplicaTally, EngineStats], float]]] = {
-    "running_samples": ("Samples that are being generated", lambda _, stats: stats.running),
-    "waiting_samples": ("Samples that have not begun", lambda _, stats: stats.waiting),
-    "mean_batch": ("Samples per decode step", lambda _, stats: stats.mean_batch),
-    "image_cache_hit_rate": (
-        "Images whose features were cached, since the start",
-        lambda _, stats: stats.image_cache_hits / max(stats.image_cache_hits + stats.image_cache_misses, 1),
-    ),
-    "prefix_cache_hit_rate": (
-        "Prompt tokens found in the prefix cache, since the start",
-        lambda _, stats: stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
-    ),
-    "adapter_swap_seconds": (
-        "From the adapter's arrival to its being served, the last time",
-        lambda _, stats: stats.last_swap_s,
-    ),
-    "publish_seconds": (
-        "From publication to this replica's acknowledgement, the last time",
-        lambda tally, _: tally.publish_s,
-    ),
-}
-_COUNTERS: dict[str, tuple[str, Callable[[ReplicaTally, EngineStats], int]]] = {
-    "requests_total": ("Requests answered", lambda tally, _: tally.requests),
-    "prompt_tokens_total": ("Prompt tokens, image tokens included", lambda _, stats: stats.prompt_tokens),
-    "generated_tokens_total": ("Sampled tokens", lambda _, stats: stats.generated_tokens),
-    "adapter_swaps_total": ("Adapter versions loaded", lambda _, stats: stats.adapter_swaps),
-    "replica_starts_total": ("Replicas started; more than one per place: they were replaced", lambda _, __: 1),
-}
-_POLICY_COUNTERS: dict[str, tuple[str, Callable[[PolicyTally], int]]] = {
-    "policy_requests_total": ("Requests answered, by policy", lambda own: own.requests),
-    "policy_prompt_tokens_total": ("Prompt tokens, by policy", lambda own: own.prompt_tokens),
-    "policy_generated_tokens_total": ("Sampled tokens, by policy", lambda own: own.generated_tokens),
-}
-
-
 class RayMetrics:
-    """Sends a replica's counts to `ray.util.metrics`."""
+    """Sends a replica's counts to `ray.util.metrics`, tagged with run, policy, part, application and replica."""
 
     def __init__(self, run: str, app: str, replica_id: str) -> None:
         tags = {"run": run, "policy": "policy", "part": "serving", "app": app, "replica": replica_id}
 
-        def make(kind: Any, name: str, description: str, *more: Any, keys: tuple[str, ...] = ()) -> Any:
-            metric = kind(f"rl_vlm_{name}", description, *more, tag_keys=(*tags, *keys))
-            metric.set_default_tags(tags)
-            return metric
+        def make(kind: Any, names: dict[str, str], *more: Any) -> dict[str, Any]:
+            made = {}
+            for name, text in names.items():
+                keys = (*tags, "kind") if name == "errors_total" else (*tags,)
+                made[name] = kind(f"rl_vlm_{name}", text, *more, tag_keys=keys)
+                made[name].set_default_tags(tags)  # a policy's own metrics replace the tag `policy`
+            return made
 
-        # The tag `policy` of a policy's counters replaces the default tag.
-        self._counters = {
-            name: make(metrics.Counter, name, text) for name, (text, _) in {**_COUNTERS, **_POLICY_COUNTERS}.items()
-        }
-        self._counters["errors_total"] = make(
-            metrics.Counter, "errors_total", "Requests that failed, by kind", keys=("kind",)
-        )
-        self._gauges = {name: make(metrics.Gauge, name, text) for name, (text, _) in _GAUGES.items()}
-        self._histograms = {name: make(metrics.Histogram, name, text, _BUCKETS) for name, text in _HISTOGRAMS.items()}
-        self._version = make(metrics.Gauge, "adapter_version", "Adapter version that the replica serves")
-        self._policy_version = make(metrics.Gauge, "policy_version", "Newest version that answered")
+        self._counters, self._gauges = make(metrics.Counter, COUNTERS), make(metrics.Gauge, GAUGES)
+        self._histograms = make(metrics.Histogram, HISTOGRAMS, _BUCKETS)
         self._sent: Counter[tuple[str, ...]] = Counter()  # by counter and the value of its tag
 
     def send(self, tally: ReplicaTally, stats: EngineStats, version: int) -> None:
         """Report what has changed since the last call."""
-        for name, (_, total) in _COUNTERS.items():
-            self._count(name, total(tally, stats))
+        looked_up = stats.image_cache_hits + stats.image_cache_misses
+        gauges = {
+            "running_samples": stats.running,
+            "waiting_samples": stats.waiting,
+            "mean_batch": stats.mean_batch,
+            "image_cache_hit_rate": stats.image_cache_hits / max(looked_up, 1),
+            "prefix_cache_hit_rate": stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
+            "adapter_swap_seconds": stats.last_swap_s,
+            "publish_seconds": tally.publish_s,
+            "adapter_version": version,
+        }
+        for name, value in gauges.items():
+            self._gauges[name].set(value)
+        self._count("requests_total", tally.requests)
+        self._count("prompt_tokens_total", stats.prompt_tokens)
+        self._count("generated_tokens_total", stats.generated_tokens)
+        self._count("adapter_swaps_total", stats.adapter_swaps)
+        self._count("replica_starts_total", 1)
         for kind, count in tally.errors.items():
             self._count("errors_total", count, kind=kind)
         for policy, own in list(tally.by_policy.items()):
-            for name, (_, of_policy) in _POLICY_COUNTERS.items():
-                self._count(name, of_policy(own), policy=policy)
-            self._policy_version.set(own.version, tags={"policy": policy})
-        for key in [key for key in self._sent if key[0] in _POLICY_COUNTERS and key[1] not in tally.by_policy]:
+            self._count("policy_requests_total", own.requests, policy=policy)
+            self._count("policy_prompt_tokens_total", own.prompt_tokens, policy=policy)
+            self._count("policy_generated_tokens_total", own.generated_tokens, policy=policy)
+            self._gauges["policy_version"].set(own.version, tags={"policy": policy})
+        for key in [key for key in self._sent if key[0].startswith("policy_") and key[1] not in tally.by_policy]:
             del self._sent[key]
         for name, values in tally.observations.items():
             while values:
                 self._histograms[name].observe(values.popleft())
-        self._version.set(version)
-        for name, (_, value) in _GAUGES.items():
-            self._gauges[name].set(value(tally, stats))
 
     def _count(self, name: str, total: int, **tags: str) -> None:
         key = (name, *tags.values())
@@ -304,55 +278,29 @@ class FollowedPolicy:
 
     @property
     def behind(self) -> bool:
-        """Whether there is a newer version than the loaded one."""
         return self.newest is not None and self.newest.version > self.loaded
 
-    def serves(self, min_version: int) -> bool:
-        """Whether a request for at least this version may start. A policy that has a version is never served without
-        one."""
-        return self.loaded >= min_version and not (self.loaded == 0 and self.behind)
 
-
+@dataclass(slots=True, eq=False)
 class Follower:
-    """Follows a registry for one engine.
+    """Follows a registry for one engine."""
 
-    Args:
-        replica_id: by which the registry knows this replica.
-        engine: what versions are loaded into.
-        life: is told when the replica starts, sleeps, or fails to load a version.
-        tally: its report goes to the registry; the seconds of the last publication come back into it.
-        find_registry: returns the registry's actor handle; raises ValueError when there is none of its name.
-        abandoned: called when no registry has been found for a minute: the service ended without its replicas.
-        load_timeout_s: how long fetching, and then loading, one version may take.
-        changed: is notified after each change that requests may wait for.
-        eager: load every version as soon as it is published.
-        forget: called with the name of a policy that is gone.
-    """
-
-    def __init__(
-        self,
-        replica_id: str,
-        engine: Engine,
-        life: Lifecycle,
-        tally: ReplicaTally,
-        *,
-        find_registry: Callable[[], Any],
-        abandoned: Callable[[], None],
-        load_timeout_s: float,
-        changed: asyncio.Condition,
-        eager: bool,
-        forget: Callable[[str], None] = lambda policy: None,
-    ) -> None:
-        self._replica_id = replica_id
-        self._engine, self._life, self._tally = engine, life, tally
-        self._find_registry, self._abandoned = find_registry, abandoned
-        self._load_timeout_s = load_timeout_s
-        self._changed, self._eager, self._forget = changed, eager, forget
-        self.policies: dict[str, FollowedPolicy] = {}
-        self._since: Revision | None = None
-        self._missing_since: float | None = None
-        self._one_load = asyncio.Lock()
-        self._work: set[asyncio.Task[None]] = set()
+    replica_id: str  # by which the registry knows this replica
+    engine: Engine
+    life: Lifecycle  # is told when the replica starts, sleeps, or fails to load a version
+    tally: ReplicaTally  # its report goes to the registry; the seconds of the last publication come back into it
+    _: KW_ONLY
+    find_registry: Callable[[], Any]  # the registry's actor handle; ValueError when there is none of its name
+    abandoned: Callable[[], None]  # called when no registry was found for a minute: the service ended
+    load_timeout_s: float  # how long fetching, and then loading, one version may take
+    changed: asyncio.Condition  # is notified after each change that requests may wait for
+    eager: bool  # load every version as soon as it is published
+    forget: Callable[[str], None] = lambda policy: None  # called with the name of a policy that is gone
+    policies: dict[str, FollowedPolicy] = field(default_factory=dict)
+    _since: Revision | None = None
+    _missing_since: float | None = None
+    _one_load: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _work: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> None:
         """Follow until cancelled. No failure ends it: `life` says how long failures may go on."""
@@ -363,7 +311,7 @@ class Follower:
                     await self._catch_up()
                     pause = _PAUSE_S
                 except Exception as error:  # a registry that restarts may be back at the next attempt
-                    logger.warning("replica %s cannot follow the registry: %r", self._replica_id, error)
+                    logger.warning("replica %s cannot follow the registry: %r", self.replica_id, error)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_S)
         finally:
@@ -373,30 +321,29 @@ class Follower:
     async def _registry(self) -> Any:
         """The registry's handle. Raises ValueError; calls `abandoned` when there has been none for a minute."""
         try:
-            found = await asyncio.to_thread(self._find_registry)  # it may hang with the cluster
+            found = await asyncio.to_thread(self.find_registry)  # it may hang with the cluster
         except ValueError:
             now = time.monotonic()
             if self._missing_since is None:
                 self._missing_since = now
             elif now - self._missing_since >= _ABANDONED_S:
                 self._missing_since = None  # asked for again if it did not help
-                self._abandoned()
+                self.abandoned()
             raise
         self._missing_since = None
         return found
 
     async def _catch_up(self) -> None:
         registry = await self._registry()
-        report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
+        report = self.tally.report(self.engine.stats(), self.engine.version, self.life.state)
         report["loaded"] = {name: policy.loaded for name, policy in self.policies.items()}
+        asked = registry.watch.remote(self.replica_id, self._since, report, self.life.asleep)
         # Each wait has a deadline: an answer of a dead process may never arrive, and no error be raised.
         async with asyncio.timeout(_ANSWER_S + POLL_S):
-            changes: Changes | None = await registry.watch.remote(
-                self._replica_id, self._since, report, self._life.asleep
-            )
+            changes: Changes | None = await asked
         if changes is not None:
             self._note(changes)
-            if changes.sleep != self._life.asleep:
+            if changes.sleep != self.life.asleep:
                 await self._sleep(changes.sleep)
         await self._notify()
 
@@ -406,7 +353,7 @@ class Follower:
             if name in changes.left or (changes.present is not None and name not in changes.present):
                 self._spawn(self._drop(self.policies.pop(name)))
         for name, newest in changes.newest.items():
-            policy = self.policies.setdefault(name, FollowedPolicy(name, in_use=self._eager))
+            policy = self.policies.setdefault(name, FollowedPolicy(name, in_use=self.eager))
             if newest != policy.newest:
                 policy.newest, policy.error = newest, ""
             if policy.in_use and policy.behind:
@@ -415,37 +362,35 @@ class Follower:
     async def _sleep(self, asleep: bool) -> None:
         """Sleep, or wake. The next call of `watch` tells the registry."""
         async with self._one_load:
-            if asleep == self._life.asleep:
+            if asleep == self.life.asleep:
                 return  # a version that came meanwhile has woken it
-            self._life.asleep = True  # from now on requests wait, so that the running ones come to an end
+            self.life.asleep = True  # from now on requests wait, so that the running ones come to an end
             reached = not asleep
             try:
-                async with asyncio.timeout(self._load_timeout_s):
-                    await (self._engine.sleep() if asleep else self._engine.wake())
+                async with asyncio.timeout(self.load_timeout_s):
+                    await (self.engine.sleep() if asleep else self.engine.wake())
                 reached = asleep
             finally:
-                self._life.asleep = reached
+                self.life.asleep = reached
 
     async def _notify(self) -> None:
         """Let requests come once what must be loaded before is loaded, and look again at those that wait."""
         known = self.policies.values()
-        if not self._eager or (known and not any(policy.behind for policy in known)):  # its run may join in a moment
-            self._life.started = True
-        async with self._changed:
-            self._changed.notify_all()
+        if not self.eager or (known and not any(policy.behind for policy in known)):  # its run may join in a moment
+            self.life.started = True
+        async with self.changed:
+            self.changed.notify_all()
 
     def serves(self, name: str, min_version: int) -> bool:
-        """Whether a request for this version of this policy may start now; a newer version is then loaded soon.
-
-        Raises NotLoadedError when the version cannot be loaded.
-        """
+        """Whether a request for this version may start now; a newer one is then loaded soon. Raises NotLoadedError."""
         policy = self.policies.get(name)  # its run may join in a moment
         if policy is None or min_version == BASE_MODEL:
             return policy is not None
         policy.in_use = True
         if policy.behind:
             self._load_soon(policy)
-        if policy.serves(min_version):
+        # A policy that has a version is never served without one.
+        if policy.loaded >= min_version and not (policy.loaded == 0 and policy.behind):
             return True
         if policy.error:
             raise NotLoadedError(policy.error)
@@ -464,8 +409,8 @@ class Follower:
         return task
 
     async def _load(self, policy: FollowedPolicy) -> None:
-        """Load the newest version of a policy. After a failure try again, or wait for the next request where loads
-        are not eager."""
+        """Load the newest version of a policy. After a failure try again; where loads are not eager, at the next
+        request."""
         pause = _PAUSE_S
         try:
             while policy.behind and self.policies.get(policy.name) is policy:
@@ -474,41 +419,40 @@ class Follower:
                 except Exception as error:
                     version = policy.newest and policy.newest.version
                     policy.error = f"Version {version} of policy {policy.name} could not be loaded: {error!r}"
-                    logger.warning("replica %s: %s", self._replica_id, policy.error)
+                    logger.warning("replica %s: %s", self.replica_id, policy.error)
                     await self._notify()
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_S)
-                    if not self._eager:
+                    if not self.eager:
                         return
         finally:
             policy.loading = None
 
     async def _load_newest(self, policy: FollowedPolicy) -> None:
-        """Fetch and load the newest version."""
         published = policy.newest
         assert published is not None
         # Before it is this load's turn: the bytes of a run whose node is cut off may never come, and others must not
         # wait for them. It fails where the run that owns them has crashed, which is not this replica's fault.
-        async with asyncio.timeout(self._load_timeout_s):
+        async with asyncio.timeout(self.load_timeout_s):
             payload = await published.ref
         async with self._one_load:
             if self.policies.get(policy.name) is not policy or policy.newest != published:
                 return  # the policy is gone, or has a newer version by now
             try:
-                async with asyncio.timeout(self._load_timeout_s):
-                    if self._life.asleep:
-                        await self._engine.wake()
-                        self._life.asleep = False
-                    await self._engine.load_adapter(payload)
+                async with asyncio.timeout(self.load_timeout_s):
+                    if self.life.asleep:
+                        await self.engine.wake()
+                        self.life.asleep = False
+                    await self.engine.load_adapter(payload)
             except Exception as error:
                 # A wrong version fails in a new replica as well; other failures may not.
                 reason = f"Version {published.version} could not be loaded: {error!r}"
-                self._life.fail_load(reason, time.monotonic(), curable=not isinstance(error, UserInputError))
+                self.life.fail_load(reason, time.monotonic(), curable=not isinstance(error, UserInputError))
                 raise
-            policy.loaded, policy.error, policy.in_use = published.version, "", self._eager
-            self._life.load()
+            policy.loaded, policy.error, policy.in_use = published.version, "", self.eager
+            self.life.load()
             if self.policies.get(policy.name) is not policy:
-                await self._engine.drop_policy(policy.name)
+                await self.engine.drop_policy(policy.name)
         await self._notify()
         self._spawn(self._acknowledge(published))
 
@@ -516,15 +460,15 @@ class Follower:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 seconds = await (await self._registry()).ack.remote(
-                    self._replica_id, published.policy, published.version, published.sha256
+                    self.replica_id, published.policy, published.version, published.sha256
                 )
         except Exception as error:  # only a metric
             logger.warning("version %d of %s is not acknowledged: %r", published.version, published.policy, error)
             return
-        self._tally.publish_s = seconds or self._tally.publish_s
+        self.tally.publish_s = seconds or self.tally.publish_s
 
     async def _drop(self, policy: FollowedPolicy) -> None:
         async with self._one_load:
             if policy.name not in self.policies or not self.policies[policy.name].loaded:
-                await self._engine.drop_policy(policy.name)
-        self._forget(policy.name)
+                await self.engine.drop_policy(policy.name)
+        self.forget(policy.name)

@@ -63,61 +63,40 @@ class Published:
     policy: str = POLICY
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PublishReport:
-    """Who loaded a version: replica id -> seconds from publication to its acknowledgement; `missing`: live, but
-    silent."""
+    """The acknowledgements of a version; `acked`: replica id -> seconds from publication to its acknowledgement."""
 
     version: int
-    acked: dict[str, float]
-    missing: tuple[str, ...]
+    sha256: str
+    published_at: float
+    acked: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
-        """From publication to the last acknowledgement."""
         return max(self.acked.values(), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has changed since an earlier revision.
-
-    Attributes:
-        newest: policies that have changed, with their newest versions.
-        left: policies that had a tenant and have none now.
-        present: policies with a tenant; None while tenants that a registry had before its restart may still join again.
-        sleep: whether the replica is to sleep.
-    """
+    """What has changed since an earlier revision."""
 
     revision: Revision
-    newest: Mapping[str, Published | None]
-    left: Collection[str]
-    present: Collection[str] | None
-    sleep: bool
-
-
-@dataclass(slots=True)
-class _Acknowledgements:
-    """The acknowledgements of one version: replica id -> seconds since its publication."""
-
-    sha256: str
-    published_at: float
-    seconds: dict[str, float] = field(default_factory=dict)
+    newest: Mapping[str, Published | None]  # of the policies that have changed
+    left: Collection[str]  # policies that had a tenant and have none now
+    present: Collection[str] | None  # policies with a tenant; None while those of before a restart may still come back
+    sleep: bool  # whether the replica is to sleep
 
 
 @dataclass(slots=True)
 class Tenant:
-    """One user of the service, with its policy.
+    """One user of the service, with its policy."""
 
-    `home`: the place of the replica that its calls go to first (see `client.homes`). `deadline`: of its lease.
-    `revision`: of its last change. `acknowledgements`: of its newest versions, whose numbers only grow.
-    """
-
-    home: int
-    deadline: float
-    revision: int = 0
+    home: int  # the place of the replica that its calls go to first (see `client.homes`)
+    deadline: float  # of its lease
+    revision: int = 0  # of its last change
     newest: Published | None = None
-    acknowledgements: dict[int, _Acknowledgements] = field(default_factory=dict)
+    reports: dict[int, PublishReport] = field(default_factory=dict)  # by version, in order
 
 
 class Registry:
@@ -135,7 +114,6 @@ class Registry:
         self._changed = asyncio.Condition()
 
     async def _notify(self, changed: Tenant | None = None) -> None:
-        """Wake all calls that wait."""
         if changed is not None:
             self._grow()
             changed.revision = self._revision[1]
@@ -146,7 +124,6 @@ class Registry:
         self._revision = (self._revision[0], self._revision[1] + 1)
 
     async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition; False if it does not become true in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(condition)
@@ -155,10 +132,8 @@ class Registry:
     # What tenants call.
 
     async def join(self, policy: str, newest: Published | None = None) -> int | str:
-        """Take a tenant in, with its newest version if it has one; returns the place of its home replica.
-
-        A repeated call changes nothing. Policies of different runs have different names.
-        """
+        """Take a tenant in, with its newest version if it has one; returns the place of its home replica. A repeated
+        call changes nothing."""
         if not await self.renew(policy):
             taken = {tenant.home for tenant in self._tenants.values()}
             home = next(place for place in range(len(taken) + 1) if place not in taken)
@@ -183,15 +158,12 @@ class Registry:
             await self._notify()
 
     async def publish(self, published: Published) -> bool:
-        """Make a version the newest of its policy and tell all replicas; False where the policy has no tenant: join
-        again.
-
-        A repeated call with an equal hash changes nothing. Raises PublishError.
-        """
+        """Make a version the newest of its policy and tell all replicas; False: the policy has no tenant, so join
+        again. A repeated call changes nothing. Raises PublishError."""
         if not await self.renew(published.policy):
             return False
         tenant = self._tenants[published.policy]
-        newest, known = tenant.newest, tenant.acknowledgements
+        newest, known = tenant.newest, tenant.reports
         if newest is not None and published.version <= newest.version:
             if (published.version, published.sha256) == (newest.version, newest.sha256):
                 return True
@@ -199,7 +171,7 @@ class Registry:
                 f"Version {published.version} cannot follow version {newest.version}: versions only grow."
             )
         tenant.newest = published
-        known[published.version] = _Acknowledgements(published.sha256, time.monotonic())
+        known[published.version] = PublishReport(published.version, published.sha256, time.monotonic())
         if len(known) > _REMEMBERED:
             del known[next(iter(known))]
         self._sleep = False  # to sample with it
@@ -207,29 +179,18 @@ class Registry:
         return True
 
     async def acknowledged(self, policy: str = POLICY) -> PublishReport | None:
-        """Which replicas have loaded the newest version that any replica has; None before the first acknowledgement."""
-        known = self._tenants[policy].acknowledgements if policy in self._tenants else {}
-        newest = next((version for version in reversed(known) if known[version].seconds), None)
-        return None if newest is None else self._report(newest, known[newest])
-
-    def _report(self, version: int, known: _Acknowledgements) -> PublishReport:
-        missing = set(self._expected()) - known.seconds.keys()
-        return PublishReport(version, dict(known.seconds), tuple(sorted(missing)))
-
-    def _expected(self) -> Collection[str]:
-        """Replicas that load every version."""
-        return self._live()
+        """The report of the newest version that any replica has; None before the first acknowledgement."""
+        known = self._tenants[policy].reports.values() if policy in self._tenants else ()
+        return next((report for report in reversed(known) if report.acked), None)
 
     async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """Who has acknowledged a version of a run's own service, once `expected` replicas have, at most `timeout_s`
-        later."""
-        known = self._tenants[POLICY].acknowledgements[version]
-        await self._wait(lambda: len(known.seconds) >= expected, timeout_s)
-        return self._report(version, known)
+        """The report of a version of a run's own service, once `expected` replicas have it or `timeout_s` is over."""
+        known = self._tenants[POLICY].reports[version]
+        await self._wait(lambda: len(known.acked) >= expected, timeout_s)
+        return known
 
     async def let_sleep(self, sleep: bool, timeout_s: float) -> list[str]:
-        """Tell all replicas to sleep until the next version, or to wake; returns the replicas that do not do so
-        within `timeout_s`."""
+        """Let all replicas sleep until the next version, or wake; returns those that do not within `timeout_s`."""
         self._sleep = sleep
 
         def late() -> set[str]:
@@ -246,12 +207,8 @@ class Registry:
     async def watch(
         self, replica_id: str, since: Revision | None, report: dict[str, Any] | None = None, asleep: bool = False
     ) -> Changes | None:
-        """What has changed since a revision (None: everything); None after a while without a change.
-
-        Args:
-            report: the replica's own report (see `ReplicaTally`).
-            asleep: whether the replica sleeps.
-        """
+        """What has changed since a revision (None: everything); None after a while without a change. `report` is a
+        `ReplicaTally`'s."""
         self._seen[replica_id] = time.monotonic()
         if report is not None:
             self._reports[replica_id] = report
@@ -269,16 +226,14 @@ class Registry:
         return None
 
     async def ack(self, replica_id: str, policy: str, version: int, sha256: str) -> float:
-        """A replica reports the version that it serves and the hash of the bytes that it loaded.
-
-        Returns the seconds from publication until now, also when a newer version is out; 0 for an unknown version.
-        """
+        """A replica serves a version, whose bytes have this hash. Returns the seconds since its publication; 0 for an
+        unknown one."""
         self._seen[replica_id] = time.monotonic()
         tenant = self._tenants.get(policy)
-        known = tenant.acknowledgements.get(version) if tenant is not None else None
+        known = tenant.reports.get(version) if tenant is not None else None
         if known is None or known.sha256 != sha256:
             return 0.0
-        seconds = known.seconds[replica_id] = time.monotonic() - known.published_at
+        seconds = known.acked[replica_id] = time.monotonic() - known.published_at
         await self._notify()
         return seconds
 
@@ -287,8 +242,7 @@ class Registry:
         return {replica for replica, seen in self._seen.items() if now - seen < LIVE_WINDOW_S}
 
     async def status(self) -> dict[str, Any]:
-        """The policies and their versions (`version`: the newest of all), and the reports of the replicas that asked
-        lately."""
+        """The policies and their versions (`version`: the newest of all), and the live replicas' last reports."""
         live, now = self._live(), time.monotonic()
         self._reports = {replica: report for replica, report in self._reports.items() if replica in live}
         policies: dict[str, dict[str, Any]] = {
@@ -319,13 +273,12 @@ def app_name(run_id: str) -> str:
 
 
 def registry_name(run_id: str) -> str:
-    """The actor's name."""
     return f"rl-vlm-registry-{run_id}"
 
 
 def start_registry(run_id: str, namespace: str) -> ray.actor.ActorHandle:
-    """Start the registry of a run's own service on the caller's node; it restarts whenever it dies, and ends with
-    the caller."""
+    """Start the registry of a run's own service on the caller's node; it restarts when it dies, and ends with the
+    caller."""
     actor = ray.remote(Registry).options(
         name=registry_name(run_id),
         namespace=namespace,

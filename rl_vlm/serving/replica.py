@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
@@ -49,26 +48,17 @@ from rl_vlm.types import (
 )
 from rl_vlm.waiting import all_or_none
 
-# The port of Serve's replicas for calls between deployments.
-#
-# Serve opens it on every interface and has no setting for that; this replaces a function of Serve's, which is why
-# Ray's version is pinned exactly. Whoever connects and has Ray's token may send pickles.
-
-EVERY_INTERFACE, LOOPBACK = "[::]", "127.0.0.1"
-
 
 def keep_to_loopback() -> None:
     """On a node whose address is loopback, as of a private cluster, let this process's replica listen there alone.
-    Serve opens the port after it has made the deployment's object, so call this from the constructor.
+
+    Serve opens a port for calls between deployments on every interface, where whoever has Ray's token may send pickles.
+    It has no setting for that; this replaces a function of Serve's, which is why Ray's version is pinned exactly. Serve
+    opens the port after it has made the deployment's object, so call this from the constructor.
     """
-    if not (ray.is_initialized() and ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback):
-        return
-    listen = replica.add_port_to_grpc_server
-
-    def on_loopback(server: Any, address: str) -> int:
-        return listen(server, address.replace(EVERY_INTERFACE, LOOPBACK))
-
-    replica.add_port_to_grpc_server = on_loopback
+    if ray.is_initialized() and ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+        listen = replica.add_port_to_grpc_server
+        replica.add_port_to_grpc_server = lambda server, address: listen(server, address.replace("[::]", "127.0.0.1"))
 
 
 logger = logging.getLogger("ray.serve")
@@ -124,13 +114,8 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
 
 
 class VLMServer:
-    """One replica: an engine that follows the registry of its service.
-
-    It starts when the registry has answered and what must be loaded is loaded (`Follower`), keeps a call to the
-    registry open from then on, and holds a request until it has the version that the request asks for. `Lifecycle`
-    decides about requests and health checks. Where several runs share the replica, their requests enter the engine in
-    fair turns.
-    """
+    """One replica: an engine that follows the registry of its service, and holds a request until it has the version
+    that the request asks for. Requests of runs that share it enter in fair turns."""
 
     def __init__(self, model: ModelReference, config: CommonConfig, run_id: str, namespace: str) -> None:
         keep_to_loopback()
@@ -161,8 +146,7 @@ class VLMServer:
         )
 
     def _ensure_started(self) -> None:
-        """Start the background tasks; called by every method, because there is no event loop before the first call."""
-        if not self._tasks:
+        if not self._tasks:  # there is no event loop before the first call
             work = {"following the registry": self._follower.run(), "reporting metrics": self._report()}
             self._tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in work.items()]
 
@@ -186,16 +170,15 @@ class VLMServer:
                 logger.warning("replica %s cannot report its metrics: %r", self.replica_id, error)
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Answer a batch of one policy; every completion names this replica.
-
-        Raises ReplicaUnavailableError or EngineError.
-        """
+        """Answer a batch of one policy. Raises ReplicaUnavailableError or EngineError."""
         arrived, arrived_ns = time.monotonic(), time.time_ns()
         policy = await self._admit(requests)
         admitted = time.monotonic()
         with self._counting_errors():
             completions = await self._in_turns(policy, requests)
-        self._sign(requests, completions, arrived_ns, admitted - arrived, time.monotonic() - arrived)
+        seconds = time.monotonic() - arrived
+        for request, completion in zip(requests, completions, strict=True):
+            self._sign(request, completion, arrived_ns, admitted - arrived, seconds)
         self._forget_if_gone(policy)
         return completions
 
@@ -211,36 +194,25 @@ class VLMServer:
         return [completion for part in answers for completion in part]
 
     def _forget_if_gone(self, policy: str) -> None:
-        if policy not in self._follower.policies:
-            self._forget(policy)  # it went while the request ran, which has counted it anew
+        if policy not in self._follower.policies:  # it went while the request ran, which has counted it anew
+            self._forget(policy)
 
     def _sign(
-        self,
-        requests: Sequence[GenerationRequest],
-        completions: Sequence[Completion],
-        arrived_ns: int,
-        admitted_s: float,
-        seconds: float,
+        self, request: GenerationRequest, completion: Completion, arrived_ns: int, admitted_s: float, seconds: float
     ) -> None:
-        """Write into the answers who gave them and, where one is traced, when what was done; and count them."""
-        for request, completion in zip(requests, completions, strict=True):
-            object.__setattr__(completion, "replica_id", self.replica_id)
-            if request.trace:
-                parts = {"admit": admitted_s, "queue": completion.queue_s, "generate": completion.generate_s}
-                spans = finished(
-                    request.trace, f"replica-{self.replica_id}", "engine", arrived_ns, seconds, parts,
-                    version=completion.policy_version, prompt_tokens=len(completion.prompt_ids),
-                    tokens=sum(len(sample.token_ids) for sample in completion.samples),
-                )  # fmt: skip
-                object.__setattr__(completion, "spans", spans)
-            self._tally.answered(
-                completion.policy,
-                len(completion.prompt_ids),
-                sum(len(sample.token_ids) for sample in completion.samples),
-                completion.policy_version,
-                queue_seconds=completion.queue_s,
-                request_seconds=seconds,
-            )
+        """Write into an answer who gave it and, where it is traced, when what was done; and count it."""
+        prompt_tokens, version = len(completion.prompt_ids), completion.policy_version
+        tokens = sum(len(sample.token_ids) for sample in completion.samples)
+        object.__setattr__(completion, "replica_id", self.replica_id)
+        if request.trace:
+            parts = {"admit": admitted_s, "queue": completion.queue_s, "generate": completion.generate_s}
+            spans = finished(
+                request.trace, f"replica-{self.replica_id}", "engine", arrived_ns, seconds, parts,
+                version=version, prompt_tokens=prompt_tokens, tokens=tokens,
+            )  # fmt: skip
+            object.__setattr__(completion, "spans", spans)
+        times = {"queue_seconds": completion.queue_s, "request_seconds": seconds}
+        self._tally.answered(completion.policy, prompt_tokens, tokens, version, **times)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
@@ -265,14 +237,8 @@ class VLMServer:
                     sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
                     yield replace(chunk, replica_id=self.replica_id)
         images = sum(self._count_image_tokens(image.width, image.height) - 1 for image in request.images)
-        self._tally.answered(
-            request.policy,
-            len(request.prompt_ids) + images,
-            sampled,
-            version,
-            time_to_first_token_seconds=first,
-            request_seconds=time.monotonic() - arrived,
-        )
+        times = {"time_to_first_token_seconds": first, "request_seconds": time.monotonic() - arrived}
+        self._tally.answered(request.policy, len(request.prompt_ids) + images, sampled, version, **times)
 
     async def encode_images(self, images: list[EncodedImage]) -> None:
         """Note images that coming requests will show; the engine may encode them while it has nothing else to do."""
@@ -299,7 +265,7 @@ class VLMServer:
         return policy
 
     def _may_start(self, policy: str, wanted: int) -> bool:
-        """Whether a request may start now. Raises ReplicaUnavailableError when it must go elsewhere."""
+        """Raises ReplicaUnavailableError when the request must go elsewhere."""
         admission = self._life.admission
         if admission is Admission.ELSEWHERE:
             raise ReplicaUnavailableError(
@@ -322,10 +288,8 @@ class VLMServer:
             raise
 
     async def check_health(self) -> None:
-        """Serve replaces the replica when this raises.
-
-        An idle engine must generate a token, and following the registry may neither end nor fail for long.
-        """
+        """Serve replaces the replica when this raises: an idle engine must generate a token, and following the registry
+        may neither end nor fail for long."""
         self._ensure_started()
         if self._engine.dead:
             self._life.die("Its engine has died.")
@@ -346,8 +310,14 @@ class VLMServer:
         timeout = self._serving.probe_timeout_s
         request = GenerationRequest("probe", self._probe_ids, SamplingParams(1, temperature=0.0))
         token = asyncio.ensure_future(self._engine.generate([request]))
+
+        async def next_step() -> None:
+            before = self._engine.stats().progress
+            while self._engine.stats().progress == before:
+                await asyncio.sleep(_STEP_POLL_S)
+
         # The probe may wait in a queue behind hundreds of samples: a step of these proves that the engine works, too.
-        step = asyncio.ensure_future(self._next_step())
+        step = asyncio.ensure_future(next_step())
         done, _ = await asyncio.wait({token, step}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in (token, step):
             task.cancel()
@@ -359,29 +329,11 @@ class VLMServer:
         else:
             self._life.pass_probe(time.monotonic())
 
-    async def _next_step(self) -> None:
-        before = self._engine.stats().progress
-        while self._engine.stats().progress == before:
-            await asyncio.sleep(_STEP_POLL_S)
-
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica."""
         for task in self._tasks:
             task.cancel()
         await self._engine.close()
-
-    async def status(self) -> dict[str, Any]:
-        """This replica's id and report, and per policy the loaded version and how many parts of calls wait."""
-        report = self._tally.report(self._engine.stats(), self._engine.version, self._life.state)
-        policies = {
-            name: {
-                "version": policy.loaded,
-                "waiting": self._queue.waiting(name) if self._queue is not None else 0,
-                "error": policy.error,
-            }
-            for name, policy in self._follower.policies.items()
-        }
-        return {"replica_id": self.replica_id, **report, "policies": policies}
 
 
 def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:

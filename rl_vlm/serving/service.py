@@ -25,10 +25,12 @@ from ray.exceptions import (
     RayActorError,
     RayError,
 )
+from ray.serve.context import _set_global_client as set_global_client
 from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import CommonConfig
+from rl_vlm.envs.address import retried
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.serving.deploy import (
@@ -37,7 +39,6 @@ from rl_vlm.serving.deploy import (
     delete_application,
     deploy,
     find_or_start,
-    forget_serve,
     start_serve,
     wait_for_replicas,
 )
@@ -54,19 +55,10 @@ _LEAVE_S = 5.0
 
 
 class PolicyService:
-    """A served policy. A thread of this process renews its lease, and joins again where the registry has lost it.
+    """A served policy. A thread renews its lease, and joins again where the registry has lost it.
 
-    Args:
-        run: its sections `serving` and `model` say what is served.
-        name: of the policy where replicas are shared, else of the service.
-        model: the base model.
-
-    Attributes:
-        run_id: of the application.
-        key: the policy, for clients.
-
-    Raises UserInputError where the run does not fit the shared service that is there, before anything of the run has
-    started.
+    `name` is that of the policy where replicas are shared, else of the service. `run_id` is that of the application,
+    `key` the policy. Raises UserInputError, before anything has started, where a run does not fit a shared service.
     """
 
     def __init__(self, config: CommonConfig, name: str, model: ModelReference) -> None:
@@ -79,7 +71,8 @@ class PolicyService:
         self._stopped = threading.Event()
         self._registry: Any = None
         if self._shared:
-            forget_serve()
+            # The next call finds the cluster's Serve: this process may know that of an earlier cluster.
+            set_global_client(None)
         else:
             self._registry = start_registry(self.run_id, ray.get_runtime_context().namespace)
             self._deploy()
@@ -91,12 +84,10 @@ class PolicyService:
         return self
 
     def __reduce__(self) -> Any:
-        """Other processes, which get the configuration too, get None: the service belongs to the process that
-        started it."""
+        """Other processes get None: the service belongs to the process that started it."""
         return type(None), ()
 
     def _deploy(self) -> None:
-        """Start the application of a run's own service, without waiting for its replicas."""
         app = build_app(self.model, self._config, self.run_id, ray.get_runtime_context().namespace)
         timeout_s = self._serving.startup_timeout_s
         if get_current_placement_group() is None:
@@ -143,27 +134,22 @@ class PolicyService:
                     )
                     self._rejoin()
             except RayActorError:
-                self._try_rejoin()
+                # Ray is being shut down, or the registry has ended for good: no tenant could renew for long.
+                with suppress(ServingError, UserInputError, RayError):
+                    if self._ready and not self._stopped.is_set():
+                        self._rejoin()
             except Exception as error:
                 # Whatever it is, the thread must go on: the next call may succeed.
                 logger.warning("The lease of policy %s is not renewed: %r", self.key.policy, error)
 
-    def _try_rejoin(self) -> None:
-        # Ray is being shut down, or the registry has ended for good, as it does when no tenant could renew for long.
-        with suppress(ServingError, UserInputError, RayError):
-            if self._ready and not self._stopped.is_set():
-                self._rejoin()
-
     def _rejoin(self) -> None:
-        """Join again, with the newest version."""
         self._join(self._serving.sharing.lease_s)
         if self._stopped.is_set():  # while it joined: without this the replicas would stay up for a whole lease
             self._leave()
 
     def wait_until_ready(self) -> None:
-        """Wait for all replicas, or for the first one where they are shared. Raises ServingError with Serve's own
-        message, or the registry's.
-        """
+        """Wait for all replicas, or for the first one where they are shared. Raises ServingError with Serve's or the
+        registry's own message."""
         check = self._raise_failure if self._shared else lambda: None
         wait_for_replicas(self.run_id, self._serving.startup_timeout_s, one=bool(self._shared), check=check)
         self._ready = True
@@ -179,12 +165,10 @@ class PolicyService:
             raise ServingError(status["failure"])
 
     def publish(self, payload: WeightPayload) -> PublishReport | None:
-        """Make a version known to all replicas. A dying registry is waited for; raises ServingError when it does not
-        come back.
+        """Give a version to the registry; a dying one is waited for. Raises ServingError when it does not come back.
 
-        Returns once the registry has it. It does not wait for the replicas: requests carry the version that they need.
-        The result reports the newest version that was acknowledged before this one: who has loaded it, and after how
-        long. None before the first acknowledgement, also of a registry that died meanwhile.
+        Replicas are not waited for: requests carry the version that they need. Returns who has loaded the newest
+        version that was acknowledged before this one, and after how long; None before the first acknowledgement.
         """
         # Kept here, because a restarted registry has no versions.
         published = self._newest = self._into_object_store(replace(payload, policy=self.key.policy))
@@ -204,30 +188,19 @@ class PolicyService:
 
     def _into_object_store(self, payload: WeightPayload) -> Published:
         """A version that can be published; a full object store is waited for. Raises ServingError."""
-        deadline = time.monotonic() + self._serving.publish_timeout_s
-        while True:
-            try:
-                return Published(payload.version, payload.sha256, ray.put(payload), payload.policy)
-            except (ObjectStoreFullError, OutOfDiskError) as error:
-                if time.monotonic() > deadline:
-                    raise ServingError(
-                        f"Version {payload.version} does not fit into the object store of this node, nor on its disk: "
-                        "start the node with a larger --object-store-memory, or free some space."
-                    ) from error
-                time.sleep(_PAUSE_S)
+        full = (ObjectStoreFullError, OutOfDiskError)
+        try:
+            reference = retried(lambda: ray.put(payload), full, self._serving.publish_timeout_s)
+        except full as error:
+            raise ServingError(
+                f"Version {payload.version} does not fit into the object store of this node, nor on its disk: start "
+                "the node with a larger --object-store-memory, or free some space."
+            ) from error
+        return Published(payload.version, payload.sha256, reference, payload.policy)
 
-    def sleep(self) -> None:
-        """Let the replicas give memory to the learner until the next version is published, or `wake`.
-
-        Where a replica does not in time, the learner must do with what is free.
-        """
-        self._let_sleep(True)
-
-    def wake(self) -> None:
-        """Let the replicas take the memory back although there is no new version."""
-        self._let_sleep(False)
-
-    def _let_sleep(self, sleep: bool) -> None:
+    def let_sleep(self, sleep: bool) -> None:
+        """Let the replicas give memory to the learner until the next version is published, or take it back without one.
+        Where a replica is late, the learner must do with what is free."""
         wanted, limit = "sleep" if sleep else "wake", self._serving.publish_timeout_s
         try:
             late = ray.get(self._registry.let_sleep.remote(sleep, limit), timeout=limit + _ATTEMPT_S)
@@ -238,14 +211,11 @@ class PolicyService:
             logger.warning("Replicas %s were told to %s and did not within %g s.", ", ".join(late), wanted, limit)
 
     def newest_version(self) -> int:
-        """The newest version of the policy; 0 before the first publication."""
+        """0 before the first publication."""
         return self._newest.version if self._newest is not None else 0
 
     def stop(self) -> None:
-        """Leave a shared service, whose last tenant ends it; end a run's own. The cluster's Serve itself stays.
-
-        A second call does nothing.
-        """
+        """Leave a shared service, whose last tenant ends it; end a run's own. A second call does nothing."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -264,32 +234,14 @@ class PolicyService:
             ray.get(self._registry.leave.remote(self.key.policy), timeout=_LEAVE_S)
 
 
-@contextmanager
-def kept_up(config: CommonConfig) -> Iterator[None]:
-    """Inside this context the run's shared service, if it names one, does not end for want of tenants: for a sweep's
-    trials."""
-    if not config.serving.shared:
-        yield
-        return
-    name = f"keeper-{uuid.uuid4().hex[:8]}"
-    service = PolicyService(config, name, ModelReference.of(config.model.path))
-    try:
-        yield
-    finally:
-        service.stop()
-
-
 def start_service(config: CommonConfig) -> PolicyService:
-    """Start or join the service of a run."""
     return PolicyService(config, f"{config.name}-{uuid.uuid4().hex[:8]}", ModelReference.of(config.model.path))
 
 
 @contextmanager
 def started_service(config: CommonConfig) -> Iterator[PolicyService]:
-    """A service that ends with the context.
-
-    A run enters it before it imports RLlib, which takes ten seconds, in which the replicas load.
-    """
+    """A service that ends with the context. A run enters it before it imports RLlib, which takes as long as replicas
+    take to load."""
     service = start_service(config)
     try:
         yield service

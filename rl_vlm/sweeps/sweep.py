@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from rl_vlm.runs.ray_session import prepare_ray, ray_cluster
 from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
 from rl_vlm.runs.surroundings import gpu_sizes, joins_cluster
 from rl_vlm.runs.train import inspect_run, kind_of
-from rl_vlm.serving.service import kept_up
+from rl_vlm.serving.service import started_service
 from rl_vlm.sweeps.results import SweepProgress, TrialResult, read_results, write_results
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -170,7 +170,8 @@ def _run_trials(
         if not resume:
             begin()
         trainable = trial_class(algorithm, dict.fromkeys(slots, 1.0))
-        with kept_up(config):
+        # A service that trials share does not end for want of tenants.
+        with started_service(config) if config.serving.shared else nullcontext():
             return _tune(config, sweep, folder, resume, at_once, trainable)
 
 

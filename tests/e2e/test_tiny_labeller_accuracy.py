@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rl_vlm.asking.endpoints import EngineClient, ServedEndpoint
+from rl_vlm.asking import EngineClient, ServedEndpoint
 from rl_vlm.config import LabelsSection
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.engines.transformers_engine import TransformersEngine

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from image_corpus import encoded
 
 from rl_vlm import safe_text
-from rl_vlm.asking.endpoints import EndpointError, Question
-from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint
+from rl_vlm.asking import EndpointError, HTTPEndpoint, Question
 from rl_vlm.cli.output import ErrorReport, _StderrHandler
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling import folder as label_folders
@@ -31,11 +30,11 @@ from rl_vlm.types import Message, RLVLMError, UserInputError
 CHOICES = ("0", "1", "-1")
 
 
-def ask(reply, kind=OpenAIEndpoint, choices=CHOICES):
+def ask(reply, plain=False, choices=CHOICES):
     def answer(_):
         return reply if isinstance(reply, httpx.Response) else httpx.Response(200, content=reply)
 
-    endpoint = kind(EndpointSection(url="http://127.0.0.1:9/v1"), transport=httpx.MockTransport(answer))
+    endpoint = HTTPEndpoint(EndpointSection(url="http://127.0.0.1:9/v1"), plain, httpx.MockTransport(answer))
 
     async def once():
         async with endpoint.open() as question:
@@ -67,7 +66,7 @@ def test_a_count_of_tokens_that_is_none_counts_as_none(count):
     assert (answer.prompt_tokens, answer.sampled_tokens) == (0, 7)
 
 
-@pytest.mark.parametrize("kind", [OpenAIEndpoint, GenerateEndpoint])
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(
     "reply",
     [
@@ -81,9 +80,9 @@ def test_a_count_of_tokens_that_is_none_counts_as_none(count):
         b"{}" + b" " * (9 * 2**20),
     ],
 )
-def test_what_is_no_reply_is_a_failed_question(kind, reply):
+def test_what_is_no_reply_is_a_failed_question(plain, reply):
     with pytest.raises(EndpointError) as caught:
-        ask(reply, kind)
+        ask(reply, plain)
     assert len(str(caught.value)) < 1000
 
 
@@ -94,7 +93,7 @@ def test_a_reply_that_unpacks_to_gigabytes_is_cut(encoding):
     assert len(packed) < 2**20 * 2
     headers = {"content-encoding": encoding}
     with pytest.raises(EndpointError, match="more than 1048576 bytes|cannot be unpacked"):
-        ask(httpx.Response(200, headers=headers, stream=Stream(packed)), GenerateEndpoint)
+        ask(httpx.Response(200, headers=headers, stream=Stream(packed)), plain=True)
 
 
 class Stream(httpx.AsyncByteStream):
@@ -109,7 +108,7 @@ class Stream(httpx.AsyncByteStream):
 
 
 def test_a_reply_in_pieces_is_read():
-    assert ask(httpx.Response(200, stream=Stream(b'{"text": "fine"}')), GenerateEndpoint).text == "fine"
+    assert ask(httpx.Response(200, stream=Stream(b'{"text": "fine"}')), plain=True).text == "fine"
 
 
 def pairs(folder, count):
@@ -203,7 +202,7 @@ def test_an_endpoint_that_sends_the_token_back_does_not_get_it_into_a_message(mo
     monkeypatch.setenv(variable, TOKEN + ending)
     settings = EndpointSection(url="http://user:hunter2hunter2@127.0.0.1:9/v1", token_env=variable)
     with pytest.raises(EndpointError) as caught:
-        ask_for_text(OpenAIEndpoint(settings, transport=httpx.MockTransport(echo)))
+        ask_for_text(HTTPEndpoint(settings, transport=httpx.MockTransport(echo)))
     assert "bad headers" in str(caught.value)
     assert TOKEN not in str(caught.value) and "hunter2" not in str(caught.value)
     log = str(log_row(pair(), Label(-1, text=f"I saw {TOKEN}", error=str(caught.value)), 0, 0.0))
@@ -214,7 +213,7 @@ def test_a_token_that_no_header_can_hold_is_an_error_that_does_not_show_it(monke
     for bad in (f"{TOKEN}\nX-Evil: 1", f"{TOKEN}\x1b", f"{TOKEN}é"):
         monkeypatch.setenv("RL_VLM_LABEL_TOKEN", bad)
         with pytest.raises(UserInputError, match="printable ASCII") as caught:
-            ask_for_text(GenerateEndpoint(EndpointSection(url="http://127.0.0.1:9/generate")))
+            ask_for_text(HTTPEndpoint(EndpointSection(url="http://127.0.0.1:9/generate"), plain=True))
         assert TOKEN not in str(caught.value)
 
 

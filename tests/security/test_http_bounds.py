@@ -92,14 +92,17 @@ def test_a_written_reply_is_what_the_schema_says(tiny_folder: Path, logprobs: bo
     completion = _completion(2, 30, 3)
     codec = text_side(tiny_folder).codec
     sampling = SamplingParams(30, n=2, top_logprobs=3)
-    reply = ChatReply(codec, GenerationRequest("id", np.zeros(3, np.int32), sampling), "name", 3, logprobs)
-    text = json_bytes(reply.whole(completion))
+    whole, streamed = (
+        ChatReply(codec, GenerationRequest("id", np.zeros(3, np.int32), sampling), "name", 3, logprobs)
+        for _ in range(2)
+    )
+    text = json_bytes(whole.whole(completion))
     found = ChatCompletion.model_validate_json(text.replace(b'"logprob":null', b'"logprob":-1e9'))
     assert set(json.loads(text)) <= set(ChatCompletion.model_fields)
     assert found.model == "name" and len(found.choices) == 2 and found.usage.completion_tokens == 60
     sample = completion.samples[0]
     grown = SampleChunk(0, sample.token_ids[:5], sample.logprobs[:5], 7, None, sample.top_logprobs[:5])
-    chunk = ChatCompletionChunk.model_validate_json(json_bytes(reply.chunk(grown)))
+    chunk = ChatCompletionChunk.model_validate_json(json_bytes(streamed.chunk(grown)))
     assert chunk.choices[0].delta.role == "assistant"
     assert chunk.object == "chat.completion.chunk" and chunk.usage is None
     for choice, sample in zip(found.choices, completion.samples, strict=True):

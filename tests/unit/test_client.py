@@ -7,18 +7,23 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Generator
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
+from engine_support import until
+from loops import in_loop
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError
 
 from rl_vlm.config import AutoscalingSection, ServingSection
 from rl_vlm.engines.base import EngineError
+from rl_vlm.http import app as module
+from rl_vlm.http.app import ServeBackend
 from rl_vlm.serving.client import AffinityRouter, GenerationFailedError, PolicyClient, home_session, homes
+from rl_vlm.serving.follower import ReplicaState
 from rl_vlm.serving.registry import OWN
 from rl_vlm.serving.replica import ReplicaUnavailableError
 from rl_vlm.types import Completion, GenerationRequest, SamplingParams
@@ -223,20 +228,6 @@ def test_retries_count_against_the_deadline() -> None:
     assert time.monotonic() - started < 30
 
 
-async def cancel_running(handle: Handle, *work: Awaitable[Any]) -> None:
-    """Start work, cancel all of it once it has reached the handle, and wait for the response to be cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    async with asyncio.timeout(120):
-        while not handle.responses:
-            await asyncio.sleep(0.001)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(task.cancelled() for task in tasks)
-        while not handle.responses[0].cancelled:
-            await asyncio.sleep(0.001)
-
-
 def test_cancelling_one_of_several_requests_leaves_the_others() -> None:
     handle = Handle()
     client = client_of(handle, homes=[0])
@@ -269,9 +260,14 @@ def test_a_call_that_fails_fails_its_own_requests_only() -> None:
     assert sum(isinstance(outcome, Completion) for outcome in outcomes) == 3
 
 
-def test_cancelling_a_request_cancels_its_response() -> None:
+@in_loop
+async def test_cancelling_a_request_cancels_its_response() -> None:
     handle = Handle(FOREVER)
-    asyncio.run(cancel_running(handle, client_of(handle, coalesce=False).generate(ask("a"))))
+    task = asyncio.ensure_future(client_of(handle, coalesce=False).generate(ask("a")))
+    await until(lambda: len(handle.responses) == 1)
+    task.cancel()
+    await until(lambda: handle.responses[0].cancelled)
+    assert task.cancelled()
 
 
 # --- Which replicas the env runners call home
@@ -306,3 +302,81 @@ def test_replicas_that_autoscaling_adds_get_their_part_of_the_requests(callers: 
 
     places = [place for caller in range(callers) for place in homes(OWN, caller, callers, serving)]
     assert {first_choice(place) for place in places} == {replica.replica_id.unique_id for replica in candidates}
+
+
+# --- The Serve application as the backend of the HTTP side, with a registry that answers late, fails, or is restarted
+
+
+class Registry:
+    """Answers once it is let; `replies` are versions, or errors."""
+
+    def __init__(self, *replies: int | Exception) -> None:
+        self.replies, self.asked = list(replies), 0
+        self.free = asyncio.Event()
+        self.status = SimpleNamespace(remote=self._status)
+
+    async def _status(self) -> dict[str, Any]:
+        self.asked += 1
+        await self.free.wait()
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(reply, Exception):
+            raise reply
+        return {"version": reply, "reports": {}, "replicas": ["r"]}
+
+
+def backend_of(registry: Registry, keeps_base: bool = True) -> ServeBackend:
+    return ServeBackend(SimpleNamespace(), registry, "tiny", run_id="run", deadline_s=10.0, keeps_base=keeps_base)
+
+
+async def names(backend: ServeBackend) -> list[str]:
+    return [model.name for model in await backend.models()]
+
+
+@in_loop
+async def test_the_first_requests_all_wait_for_the_registry() -> None:
+    registry = Registry(3)
+    backend = backend_of(registry)
+    waiting = [asyncio.create_task(names(backend)) for _ in range(4)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()  # a client that goes away does not take the answer from the others
+    await asyncio.sleep(0)
+    registry.free.set()
+    assert await asyncio.gather(*waiting[1:]) == [["policy", "policy-v3", "tiny"]] * 3
+    assert registry.asked <= 2
+
+
+@in_loop
+async def test_without_an_answer_nothing_is_served_in_place_of_the_adapter() -> None:
+    registry = Registry(RayActorError(), 2)
+    registry.free.set()
+    backend = backend_of(registry)
+    with pytest.raises(GenerationFailedError):
+        await backend.models()
+    await asyncio.sleep(module._REFRESH_S + 0.1)
+    assert await names(backend) == ["policy", "policy-v2", "tiny"]
+
+
+@in_loop
+async def test_a_registry_that_was_restarted_does_not_take_a_version_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REFRESH_S", 0.0)
+
+    registry = Registry(2, 0, RayActorError(), 3)
+    registry.free.set()
+    backend = backend_of(registry)
+    found = [(await names(backend))[1] for _ in range(4)]
+    assert found == ["policy-v2", "policy-v2", "policy-v2", "policy-v3"]
+
+
+@in_loop
+async def test_many_probes_ask_the_registry_once() -> None:
+    registry = Registry(3)
+    registry.free.set()
+    backend = backend_of(registry)
+    await asyncio.gather(*(backend.health() for _ in range(40)))
+    assert registry.asked == 1
+    backend._known |= {"reports": {"r": {"state": ReplicaState.SUSPECT}}}
+    with pytest.raises(GenerationFailedError):
+        await backend.health()
+    backend._known |= {"replicas": []}
+    with pytest.raises(GenerationFailedError):
+        await backend.health()

@@ -17,8 +17,7 @@ import pytest
 from PIL import Image
 from ports import local_server
 
-from rl_vlm.asking.endpoints import Answer, Question
-from rl_vlm.asking.http_endpoints import without_tool_role
+from rl_vlm.asking import Answer, Question, without_tool_role
 from rl_vlm.config import EndpointSection, ModelSection, PolicyConfig, parse_config
 from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks
 from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError

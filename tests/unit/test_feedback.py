@@ -9,16 +9,28 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from control_support import steps
+from label_support import pair, random_pairs
+from scipy.spatial.distance import cdist
+from scipy.stats import entropy as scipy_entropy
 
 from rl_vlm.config import PreferenceSection, RewardModelSection, TeacherSection
+from rl_vlm.config.labels import Rule
 from rl_vlm.labelling.store import Label, Labeller, LabelStore, Score, SegmentPair, agreement
 from rl_vlm.labelling.teachers import ScriptedTeacher
-from rl_vlm.preference.feedback import LabellerDownError, PairFeedback, ScoreFeedback, check_cache
+from rl_vlm.preference.feedback import (
+    Feedback,
+    LabellerDownError,
+    disagreement,
+    entropy,
+    k_center,
+    pair_features,
+    select_pairs,
+)
 from rl_vlm.preference.replay import ReplayBuffer
 from rl_vlm.preference.reward_model import RewardEnsemble
 from rl_vlm.types import UserInputError
@@ -40,13 +52,13 @@ def replay() -> ReplayBuffer:
     return buffer
 
 
-def feedback(folder: Path, labeller: Labeller | None, **changes: Any) -> PairFeedback:
+def feedback(folder: Path, labeller: Labeller | None, **changes: Any) -> Feedback:
     options = RewardModelSection(architecture="mlp", size=2, hidden=8, layers=1, epochs=2, min_gradient_steps=0)
     cache = changes.pop("cache", None)
-    return PairFeedback(settings(**changes), RewardEnsemble((3,), options, seed=1), labeller, folder, cache)
+    return Feedback(settings(**changes), RewardEnsemble((3,), options, seed=1), labeller, folder, cache)
 
 
-def run(one: PairFeedback, seed: int = 0, count: int = 10) -> Any:
+def run(one: Feedback, seed: int = 0, count: int = 10) -> Any:
     return one.session(replay(), count, 140, np.random.default_rng(seed), mean_return=-50.0, horizon=HORIZON)
 
 
@@ -166,12 +178,6 @@ def test_controls_swap_what_is_decided(tmp_path: Path) -> None:
     assert Label(0, (0.7, 0.2, 0.1), answers=(0, -1)).swapped() == Label(1, (0.2, 0.7, 0.1), answers=(1, -1))
 
 
-def test_a_cache_with_segments_of_another_length_is_refused(tmp_path: Path) -> None:
-    run(feedback(tmp_path / "old", ScriptedTeacher()))
-    with pytest.raises(UserInputError, match="preference.segment_length"):
-        check_cache(tmp_path / "old" / "labels", settings(segment_length=3, reward_model=MLP), (2, 1))
-
-
 def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path) -> None:
     run(feedback(tmp_path / "old", ScriptedTeacher()), seed=3)
     labeller = Flaky(down=0)
@@ -185,10 +191,8 @@ def test_a_cache_is_replayed_first_and_then_the_labeller_is_asked(tmp_path: Path
     run(alone)
     assert run(alone) is None and alone.exhausted
     old = (tmp_path / "old" / "labels" / "session-000001.parquet").read_bytes()
-    assert (
-        len(old)
-        and LabelStore(tmp_path / "alone" / "labels").read(1)[1] == LabelStore(tmp_path / "old" / "labels").read(1)[1]
-    )
+    kept, before = (LabelStore(tmp_path / name / "labels").read(1)[1] for name in ("alone", "old"))
+    assert len(old) and kept == before
 
 
 def test_labels_of_an_attempt_without_a_checkpoint_are_moved_aside(tmp_path: Path) -> None:
@@ -212,7 +216,7 @@ def test_labels_of_an_attempt_without_a_checkpoint_are_moved_aside(tmp_path: Pat
 
 @pytest.mark.parametrize("rule", ["uniform", "kcenter_disagreement"])
 def test_a_restored_feedback_goes_on_exactly(tmp_path: Path, rule: str) -> None:
-    def fresh() -> PairFeedback:
+    def fresh() -> Feedback:
         teacher = ScriptedTeacher(TeacherSection(beta=0.1, eps_mistake=0.2), seed=4)
         return feedback(tmp_path, teacher, labels={"rule": rule})
 
@@ -270,21 +274,14 @@ class Scorer(Labeller):
 def test_scores_are_learned_and_come_back_from_the_store(tmp_path: Path) -> None:
     buffer = ReplayBuffer(50, 2, 1, frame_capacity=50, image_size=16)
     buffer.add(steps(0, 40, size=16), np.zeros(40))
-    options = RewardModelSection(
-        architecture="cnn",
-        size=2,
-        epochs=1,
-        min_gradient_steps=0,
-        kernels=(3,),
-        channels=(4,),
-        strides=(2,),
-    )
+    layers = {"kernels": (3,), "channels": (4,), "strides": (2,)}
+    options = RewardModelSection(architecture="cnn", size=2, epochs=1, min_gradient_steps=0, **layers)  # type: ignore[arg-type]
     section = PreferenceSection(reward="learn_from_score", labels={"source": "vlm"}, image_size=16)
 
-    def fresh() -> ScoreFeedback:
-        return ScoreFeedback(section, RewardEnsemble((16, 16, 3), options), Scorer(), tmp_path)
+    def fresh() -> Feedback:
+        return Feedback(section, RewardEnsemble((16, 16, 3), options), Scorer(), tmp_path)
 
-    def session(one: ScoreFeedback, seed: int) -> Any:
+    def session(one: Feedback, seed: int) -> Any:
         return one.session(buffer, 8, 40, np.random.default_rng(seed), 0.0, 40)
 
     one = fresh()
@@ -305,3 +302,110 @@ def test_agreement_counts_pairs_that_differ() -> None:
     returns = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (1.0, 2.0), (1.0, 2.0), (np.nan, 1.0)]
     labels = [Label(1), Label(1), Label(0), Label(-1), Label(1, error="x"), Label(0)]
     assert agreement(returns, labels) == [True, False, None]
+
+
+# --- Query selection: entropies by scipy, k-center by brute force, every rule with states and with pictures
+
+
+PREFERENCES = np.array([[0.1, 0.5, 0.9, 0.5, 1.0], [0.1, 0.5, 0.1, 0.6, 0.0], [0.2, 0.5, 0.5, 0.4, 1.0]], np.float32)
+
+
+class Told:
+    """A model whose preferences are given."""
+
+    input_kind: Any = "image"
+
+    def preferences(self, pairs: Any) -> np.ndarray:
+        return PREFERENCES
+
+
+def test_entropy_and_disagreement_by_hand() -> None:
+    expected = [np.mean([scipy_entropy([p, 1 - p]) for p in column]) for column in PREFERENCES.T.astype(float)]
+    np.testing.assert_allclose(entropy(PREFERENCES), expected, atol=1e-6)
+    np.testing.assert_allclose(disagreement(PREFERENCES), np.std(PREFERENCES, axis=0))
+
+
+def test_the_most_uncertain_pairs_are_kept() -> None:
+    pairs = [pair(number, 0, size=32) for number in range(5)]
+    chosen = {
+        rule: [pairs.index(one) for one in select_pairs(rule, pairs, 2, Told())] for rule in ("entropy", "disagreement")
+    }
+    assert chosen["disagreement"] == [4, 2]
+    assert chosen["entropy"] == [1, 3]
+    assert select_pairs("uniform", pairs, 3, Told()) == pairs[:3]
+
+
+def brute_force(points: np.ndarray, known: np.ndarray, count: int) -> list[int]:
+    chosen: list[int] = []
+    for _ in range(count):
+        centres = np.concatenate([known, points[chosen]])
+        if not len(centres):
+            centres = points.mean(0)[None]
+        distance = cdist(points, centres).min(1)
+        distance[chosen] = -1
+        chosen.append(int(distance.argmax()))
+    return chosen
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 7])
+def test_k_center_is_the_greedy_algorithm(num_known: int) -> None:
+    rng = np.random.default_rng(num_known)
+    points, known = rng.normal(size=(40, 6)), rng.normal(size=(num_known, 6))
+    assert k_center(points, known, 12).tolist() == brute_force(points, known, 12)
+
+
+def test_k_center_covers_clusters_and_takes_equal_points_once() -> None:
+    rng = np.random.default_rng(0)
+    centres = np.array([[0, 0], [10, 0], [0, 10], [10, 10]])
+    points = np.repeat(centres, 10, axis=0) + rng.normal(scale=0.1, size=(40, 2))
+    assert {place // 10 for place in k_center(points, points[:1], 3)} == {1, 2, 3}
+    assert sorted(k_center(np.zeros((4, 2)), np.empty((0, 2)), 4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rule", get_args(Rule))
+@pytest.mark.parametrize("kind", ["image", "state_action"])
+def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) -> None:
+    options = (
+        RewardModelSection(channels=(4, 4, 4, 4))
+        if kind == "image"
+        else RewardModelSection(architecture="mlp", hidden=8)
+    )
+    model = RewardEnsemble((48, 48, 3) if kind == "image" else (5,), options)
+    candidates = random_pairs(4 if rule == "uniform" else 20, size=48)
+    for known in ([], random_pairs(3, seed=5, size=48)):
+        chosen = select_pairs(rule, candidates, 4, model, pair_features(known, model.input_kind))
+        assert len({id(one) for one in chosen}) == 4 and all(any(one is c for c in candidates) for one in chosen)
+    assert len(select_pairs(rule, candidates[:2], 4, model)) == 2
+    if rule != "uniform" and kind == "state_action":
+        preferences = model.preferences(candidates)
+        if rule == "disagreement":
+            best = np.argsort(-preferences.std(0))[:4]
+            assert {id(one) for one in select_pairs(rule, candidates, 4, model)} == {id(candidates[k]) for k in best}
+
+
+def test_mixed_rules_choose_among_the_uncertain_half() -> None:
+    model = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=8))
+    candidates = random_pairs(20, size=32)
+    for rule, measure in (("kcenter_disagreement", disagreement), ("kcenter_entropy", entropy)):
+        half = {id(candidates[k]) for k in np.argsort(-measure(model.preferences(candidates)), kind="stable")[:10]}
+        chosen = select_pairs(rule, candidates, 5, model)  # type: ignore[arg-type]
+        assert {id(one) for one in chosen} <= half
+
+
+@pytest.mark.parametrize("rule", ["kcenter", "kcenter_disagreement", "kcenter_entropy"])
+def test_k_center_keeps_away_from_what_was_labelled_before(rule: Any) -> None:
+    pairs = [pair(angle, 0, size=32) for angle in (0, 1, 20, 40)]
+    model = RewardEnsemble((5,), RewardModelSection(architecture="mlp", hidden=8))
+    candidates = pairs if rule == "kcenter" else [one for one in pairs for _ in range(2)]  # half of them are dropped
+
+    def known(some: list[SegmentPair]) -> np.ndarray:
+        return pair_features(some, model.input_kind)
+
+    alone = select_pairs(rule, candidates, 1, model)
+    (other,) = select_pairs(rule, candidates, 1, model, known(alone))
+    assert other.first.observations.tolist() != alone[0].first.observations.tolist()
+    if rule == "kcenter":
+        (farthest,) = select_pairs(rule, pairs, 1, model, known(pairs[:1]))
+        assert farthest is pairs[3]
+        (farthest,) = select_pairs(rule, pairs, 1, model, known(pairs[2:]))
+        assert farthest is pairs[0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from core_support import adapted_policy
@@ -20,8 +22,8 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving import registry as module
-from rl_vlm.serving.follower import Follower, Lifecycle, ReplicaState, ReplicaTally
-from rl_vlm.serving.registry import Changes, Published, PublishError, PublishReport, Registry
+from rl_vlm.serving.follower import Admission, Follower, Lifecycle, ReplicaState, ReplicaTally
+from rl_vlm.serving.registry import Changes, Published, PublishError, Registry
 from rl_vlm.types import POLICY, UserInputError
 
 
@@ -151,7 +153,7 @@ async def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
     def gone() -> Direct:
         raise ValueError("Failed to look up the actor")
 
-    setting.follower._find_registry = gone
+    setting.follower.find_registry = gone
     task = asyncio.create_task(setting.follower.run())
     await until(lambda: setting.abandoned >= 1)
     assert not task.done()  # Serve ends the replica
@@ -161,56 +163,47 @@ async def test_a_replica_whose_registry_is_gone_for_good_is_abandoned(
 # --- The registry's memory of acknowledgements: replicas that are slower than the learner
 
 
-def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time() -> None:
-    async def story() -> tuple[list[float], list[PublishReport | None]]:
-        registry, seconds, reports = await own_registry(), [], []
-        for version in (1, 2, 3):
-            reports.append(await registry.acknowledged())
-            await publish(registry, version)
-            await registry.watch("slow", None)
-            if version > 1:
-                await asyncio.sleep(0.05)
-                seconds.append(await registry.ack("slow", POLICY, version - 1, f"hash {version - 1}"))
+@in_loop
+async def test_a_replica_slower_than_an_iteration_is_reported_with_its_real_time() -> None:
+    registry, seconds, reports = await own_registry(), [], []
+    for version in (1, 2, 3):
         reports.append(await registry.acknowledged())
-        return seconds, reports
-
-    seconds, reports = asyncio.run(story())
+        await publish(registry, version)
+        await registry.watch("slow", None)
+        if version > 1:
+            await asyncio.sleep(0.05)
+            seconds.append(await registry.ack("slow", POLICY, version - 1, f"hash {version - 1}"))
+    reports.append(await registry.acknowledged())
     assert min(seconds) >= 0.05
     assert reports[:2] == [None, None]
     for version, found in zip((1, 2), reports[2:], strict=True):
         assert found is not None and found.version == version
         assert found.acked == {"slow": found.seconds} and found.seconds >= 0.05
-        assert found.missing == ()
 
 
-def test_replicas_that_have_not_acknowledged_it_are_missing() -> None:
-    async def story() -> tuple[float, PublishReport | None, PublishReport]:
-        registry = await own_registry()
-        await publish(registry, 1)
-        for replica in ("fast", "slow"):
-            await registry.watch(replica, None)
-            await registry.ack(replica, POLICY, 1, "hash 1")
-        await publish(registry, 2)
-        wrong = await registry.ack("slow", POLICY, 2, "another hash")
-        await registry.ack("fast", POLICY, 2, "hash 2")
-        return wrong, await registry.acknowledged(), await registry.report(2, 2, 0.05)
-
-    wrong, found, report = asyncio.run(story())
-    assert wrong == 0.0
-    assert found is not None and (found.version, list(found.acked), found.missing) == (2, ["fast"], ("slow",))
-    assert report == found
+@in_loop
+async def test_an_acknowledgement_counts_for_the_bytes_that_were_published() -> None:
+    registry = await own_registry()
+    await publish(registry, 1)
+    for replica in ("fast", "slow"):
+        await registry.watch(replica, None)
+        await registry.ack(replica, POLICY, 1, "hash 1")
+    await publish(registry, 2)
+    assert await registry.ack("slow", POLICY, 2, "another hash") == 0.0
+    await registry.ack("fast", POLICY, 2, "hash 2")
+    found = await registry.acknowledged()
+    assert found is not None and (found.version, list(found.acked)) == (2, ["fast"])
+    assert await registry.report(2, 2, 0.05) == found
 
 
-def test_memory_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_memory_of_versions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REMEMBERED", 3)
-
-    async def story() -> list[float]:
-        registry = await own_registry()
-        for version in range(1, 6):
-            await publish(registry, version)
-        return [await registry.ack("late", POLICY, version, f"hash {version}") for version in range(1, 6)]
-
-    assert [seconds > 0 for seconds in asyncio.run(story())] == [False, False, True, True, True]
+    registry = await own_registry()
+    for version in range(1, 6):
+        await publish(registry, version)
+    seconds = [await registry.ack("late", POLICY, version, f"hash {version}") for version in range(1, 6)]
+    assert [known > 0 for known in seconds] == [False, False, True, True, True]
 
 
 @in_loop
@@ -241,3 +234,113 @@ async def test_a_restarted_registry_knows_nobody_until_its_tenant_joins_with_the
     assert await after.renew(POLICY)
     found = await after.watch("replica", found.revision)
     assert found is not None and found.newest == {POLICY: published}
+
+
+# --- A replica's life: states, what requests meet, and when an engine has to prove itself
+
+
+def serving() -> Lifecycle:
+    life = Lifecycle(probe_after_s=10.0)
+    life.started = True
+    life.load()
+    life.observe(0, now=0.0)
+    return life
+
+
+def test_an_engine_proves_itself_only_when_it_has_been_silent() -> None:
+    life = serving()
+    assert not life.probe_due(9.9)
+    assert life.probe_due(10.0)
+    life.observe(7, now=9.0)
+    assert not life.probe_due(18.9)
+    life.observe(7, now=18.9)  # the same count is no progress
+    assert life.probe_due(19.0)
+    life.pass_probe(now=19.0)
+    assert not life.probe_due(28.9)
+
+
+def test_a_silent_engine_is_suspect_then_dead() -> None:
+    life = serving()
+    life.fail_probe("no token within 5 s")
+    assert life.state is ReplicaState.SUSPECT
+    assert life.admission is Admission.ELSEWHERE
+    assert life.probe_due(0.0)  # at once, whatever it produced before
+    life.fail_probe("no token within 5 s")
+    assert life.state is ReplicaState.DEAD
+    assert life.death == "no token within 5 s (2 times in a row)"
+    assert not life.probe_due(1e9)
+
+
+@pytest.mark.parametrize("recovery", ["probe", "progress"])
+def test_a_suspect_that_produces_again_is_trusted_again(recovery: str) -> None:
+    life = serving()
+    life.fail_probe("slow")
+    if recovery == "probe":
+        life.pass_probe(now=5.0)
+    else:
+        life.observe(1, now=5.0)
+    assert life.state is ReplicaState.SERVING
+    life.fail_probe("slow")
+    assert life.state is ReplicaState.SUSPECT  # failures in a row count, not in a lifetime
+
+
+def test_a_first_load_that_fails_does_not_leave_it_starting_for_ever() -> None:
+    life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
+    assert (life.state, life.admission) == (ReplicaState.STARTING, Admission.WAIT)
+    life.fail_load("out of memory", now=5.0)
+    assert (life.state, life.admission) == (ReplicaState.STARTING, Admission.ELSEWHERE)
+    life.fail_load("out of memory", now=34.9)
+    assert life.state is ReplicaState.STARTING
+    life.fail_load("out of memory", now=35.0)
+    assert (life.state, life.death) == (ReplicaState.DEAD, "out of memory")
+
+
+def test_patience_begins_anew_after_a_success_and_has_no_end_for_an_adapter_that_is_wrong() -> None:
+    life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
+    life.started = True
+    life.fail_load("no space left", now=0.0)
+    life.load()
+    life.fail_load("no space left", now=100.0)
+    assert life.state is not ReplicaState.DEAD
+    life.fail_load("does not fit the model", now=1000.0, curable=False)
+    assert life.state is not ReplicaState.DEAD
+    life.load()
+    for now in (1100.0, 1200.0):  # an adapter that is wrong does not begin the time in which others may fail
+        life.fail_load("does not fit the model", now=now, curable=False)
+    life.fail_load("no space left", now=1201.0)
+    assert life.state is not ReplicaState.DEAD
+
+
+def test_death_is_final_and_keeps_its_first_reason() -> None:
+    life = serving()
+    life.die("the engine core has died")
+    life.die("something else")
+    for event in (life.load, lambda: life.pass_probe(1.0), lambda: life.observe(99, 1.0)):
+        event()
+        assert life.state is ReplicaState.DEAD
+    assert life.death == "the engine core has died"
+    assert life.admission is Admission.ELSEWHERE
+
+
+def test_whatever_happens_no_request_is_admitted_before_the_start_or_to_a_silent_engine() -> None:
+    """Random walks over all events."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        life = Lifecycle(probe_after_s=5.0, max_failed_probes=3)
+        now = 0.0
+        for _ in range(60):
+            now += float(rng.uniform(0, 3))
+            events: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+                (setattr, (life, "started", True)),
+                (life.load, ()),
+                (life.observe, (int(now), now)),
+                (life.pass_probe, (now,)),
+                (life.fail_probe, ("slow",)),
+            ]
+            # Failures are rarer than the rest, or every walk would end at once.
+            event, arguments = events[rng.integers(0, len(events) - (rng.random() < 0.7))]
+            event(*arguments)
+            if life.admission is Admission.NOW:
+                assert life.started and not life.death and not life.failed_probes
+            if life.admission is Admission.WAIT:
+                assert not life.death

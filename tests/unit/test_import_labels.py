@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -138,9 +137,3 @@ def test_what_is_no_cache_is_refused_and_runs_nothing(
 def test_what_is_wrong_in_a_cache_is_said(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         read_cache(written(tmp_path, content), observation_size=3)
-
-
-def test_an_unrestricted_reader_would_have_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    pickle.load(io.BytesIO(by_hand("cos", "system", "(S'touch PROOF'", "tR")))
-    assert (tmp_path / "PROOF").exists()  # the check above can fail

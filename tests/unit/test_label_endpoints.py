@@ -17,8 +17,7 @@ import pytest
 from label_support import pair, random_pairs
 from PIL import Image
 
-from rl_vlm.asking.endpoints import choice_probabilities
-from rl_vlm.asking.http_endpoints import GenerateEndpoint, OpenAIEndpoint, server_url
+from rl_vlm.asking import HTTPEndpoint, choice_probabilities, server_url
 from rl_vlm.config import LabelsSection
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
@@ -56,8 +55,9 @@ def completion(text: str, top: dict[str, float] | None = None, finish: str = "st
     }
 
 
-def endpoint(server: Server, **more: Any) -> OpenAIEndpoint:
-    return OpenAIEndpoint(EndpointSection(url="http://vlm/v1/", model="qwen", **more), httpx.MockTransport(server))
+def endpoint(server: Server, **more: Any) -> HTTPEndpoint:
+    section = EndpointSection(url="http://vlm/v1/", model="qwen", **more)
+    return HTTPEndpoint(section, transport=httpx.MockTransport(server))
 
 
 def asked(endpoint: Any, options: LabelsSection = ONE) -> tuple[Label, VLMLabeller]:
@@ -102,16 +102,9 @@ def test_an_endpoint_that_refuses_to_enforce_choices_is_asked_without(first: Any
     assert ["structured_outputs" in request for request in server.requests] == [True, False, False]
 
 
-def test_where_nothing_enforces_choices_a_plain_question_follows() -> None:
-    server = Server(REFUSED, completion("I prefer Image 2."), completion("1"))
-    label, _ = asked(endpoint(server))
-    assert label.value == 1 and len(server.requests) == 3
-    assert "structured_outputs" not in server.requests[-1]
-
-
 def test_the_plain_generate_of_the_fork() -> None:
     server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
-    endpoint = GenerateEndpoint(EndpointSection(url="http://vlm:8001/generate"), httpx.MockTransport(server))
+    endpoint = HTTPEndpoint(EndpointSection(url="http://vlm:8001/generate"), True, httpx.MockTransport(server))
     label, _ = asked(endpoint, LabelsSection(both_orders=False))
     describe, summarise = server.requests
     assert [request.url.path for request in server.received] == ["/generate"] * 2
@@ -161,7 +154,7 @@ def test_failures_that_may_pass_are_errors_after_all_attempts(reply: Any) -> Non
 def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_vlm.asking.endpoints._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("rl_vlm.asking._FIRST_PAUSE_S", 0.001)
     there = [True, False, False, False, True]
 
     def reply(request: httpx.Request) -> httpx.Response:
@@ -169,8 +162,8 @@ def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_n
             raise httpx.ConnectError("connection refused")
         return httpx.Response(200, json=completion("1"))
 
-    def served() -> OpenAIEndpoint:
-        return OpenAIEndpoint(EndpointSection(url="http://vlm/v1"), httpx.MockTransport(reply))
+    def served() -> HTTPEndpoint:
+        return HTTPEndpoint(EndpointSection(url="http://vlm/v1"), transport=httpx.MockTransport(reply))
 
     label, labeller = asked(served(), LabelsSection(both_orders=False, attempts=1))  # described; gone; summarised
     assert label.value == 1 and labeller.stats.retries == 3 and not there
@@ -181,9 +174,9 @@ def test_a_server_that_goes_away_is_waited_for_and_one_that_never_was_there_is_n
     assert len(there) == 7
 
 
-@pytest.mark.parametrize("kind", [OpenAIEndpoint, GenerateEndpoint])
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(("limit", "expected"), [(None, 40), (7, 7)])
-def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int | None, expected: int) -> None:
+def test_all_pairs_go_out_at_once_unless_that_is_limited(plain: bool, limit: int | None, expected: int) -> None:
     inside = 0
     most = 0
 
@@ -196,7 +189,7 @@ def test_all_pairs_go_out_at_once_unless_that_is_limited(kind: Any, limit: int |
         return httpx.Response(200, json={**completion("0"), "text": "0"})
 
     section = EndpointSection(url="http://vlm/v1", max_in_flight=limit)
-    endpoint = kind(section, httpx.MockTransport(slow))
+    endpoint = HTTPEndpoint(section, plain, httpx.MockTransport(slow))
     labels = asyncio.run(
         VLMLabeller(endpoint, PROMPTS, LabelsSection(steps=1, endpoint=section)).label(random_pairs(20))
     )
@@ -241,5 +234,5 @@ def test_probabilities_of_choices_from_first_tokens() -> None:
 )
 def test_an_address_that_cannot_be_read_is_refused_at_once_and_not_shown(url: str) -> None:
     with pytest.raises(UserInputError, match="address") as found:
-        OpenAIEndpoint(EndpointSection(url=url))
+        HTTPEndpoint(EndpointSection(url=url))
     assert "secret" not in str(found.value)

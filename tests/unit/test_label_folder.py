@@ -83,16 +83,16 @@ def test_the_command_checks_before_it_works(tmp_path: Path, capsys) -> None:
     save(tmp_path / "first_1.png", 3)
     save(tmp_path / "second_1.png", 20)
     for arguments, message in [
-        (["--model", "m"], "--goal"),
+        (["--endpoint", "http://a"], "--goal"),
         (["--goal", "x"], "Say who labels"),
         (["--goal", "x", "--endpoint", "http://a", "--generate", "http://b"], "Say who labels"),
-        (["--task", "drawr-open", "--model", "m"], "Did you mean drawer-open"),
+        (["--task", "drawr-open", "--endpoint", "http://a"], "Did you mean drawer-open"),
         (["--goal", "x", "--endpoint", "ftp://a"], "must be an http"),
     ]:
         assert run("label", tmp_path, *arguments) == 2
         assert message in failure(capsys)
     (tmp_path / "vlm_query_log.csv").write_text("x")
-    assert run("label", tmp_path, "--goal", "x", "--model", "m") == 2 and "exists already" in failure(capsys)
+    assert run("label", tmp_path, "--goal", "x", "--endpoint", "http://a") == 2 and "exists already" in failure(capsys)
 
 
 def test_a_labeller_that_is_down_is_told_after_the_first_pair(tmp_path: Path, capsys) -> None:
@@ -119,16 +119,6 @@ def test_an_endpoint_that_refuses_log_probabilities_is_asked_without(tmp_path: P
         assert run(*command, "--no-logprobs") == 0 and '"errors": 0' in output(capsys)
     (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
     assert row["vlm_predicted_label"] == "-1"  # the same answer in both orders
-
-
-def test_the_tiny_model_labels_a_folder(tmp_path: Path, tiny_folder: Path, capsys) -> None:
-    for number, (a, b) in enumerate([(3, 20), (30, 5)]):
-        save(tmp_path / f"first_{number}.png", a)
-        save(tmp_path / f"second_{number}.png", b)
-    assert run("label", tmp_path, "--task", "CartPole-v1", "--model", tiny_folder, "--steps", 1) == 0
-    text = output(capsys)
-    summary = json.loads(text[text.index("{") : text.rindex("}") + 1])
-    assert summary["errors"] == 0 and summary["questions"] == 4 and -1 <= summary["position_bias"] <= 1
 
 
 def test_caches_are_imported_on_request(tmp_path: Path, capsys) -> None:

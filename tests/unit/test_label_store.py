@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from label_support import pair, random_pairs, segment
-from PIL import Image
 
 from rl_vlm.config import PreferenceSection, parse_config
 from rl_vlm.labelling.store import (
@@ -26,7 +25,6 @@ from rl_vlm.labelling.store import (
     LabelStore,
     Segment,
     SegmentPair,
-    StepCsv,
     label_cache,
     log_row,
     query_log,
@@ -196,21 +194,6 @@ def test_the_log_has_the_originals_columns_first(tmp_path: Path) -> None:
     assert rows[1]["error"] == "HTTP 503" and float(rows[0]["probability_first"]) == 0.7
 
 
-def test_a_resumed_run_repeats_its_lines(tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    log = query_log(path)
-    for iteration in (1, 2, 3):
-        log.add(log_row(pair(1, 2), Label(0), iteration, 0))
-    log.rewind(1)
-    log.add(log_row(pair(1, 2), Label(1), 2, 0))
-    assert [(row["train_iter"], row["vlm_predicted_label"]) for row in csv.DictReader(path.open())] == [
-        ("1", "0"),
-        ("2", "1"),
-    ]
-    StepCsv(tmp_path / "none.csv", ("step",)).rewind(5)
-    assert not (tmp_path / "none.csv").exists()
-
-
 def test_a_session_cannot_name_a_picture_outside_of_the_store(tmp_path: Path) -> None:
     store = LabelStore(tmp_path / "labels")
     store.append(random_pairs(2), [Label(0)] * 2, step=0, time=0)
@@ -238,12 +221,3 @@ def test_damage_is_named(tmp_path: Path) -> None:
     os.replace(tmp_path / "session-000001.parquet", tmp_path / "session-000003.parquet")
     with pytest.raises(UserInputError, match="lacks sessions"):
         len(store)
-
-
-def test_a_picture_that_is_postscript_is_not_read(tmp_path: Path) -> None:
-    store = LabelStore(tmp_path)
-    store.append(random_pairs(2), [Label(0)] * 2, step=0, time=0)
-    for path in (tmp_path / "images").iterdir():
-        Image.new("RGB", (4, 4)).save(path, format="EPS")
-    with pytest.raises(UserInputError, match=r"Cannot read the labels in .* not a readable image"):
-        store.read(1)

@@ -6,25 +6,29 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from preference_loop import run_config
 from safetensors.torch import save_file
+from tables import table
 
 from rl_vlm.algorithms.checkpoint import write_state
+from rl_vlm.algorithms.preference_sac import first_session_step, next_boundary, phase, session_size
 from rl_vlm.cli import run as rl_vlm
-from rl_vlm.config import SACSection, save_config
+from rl_vlm.config import PreferenceSection, SACSection, parse_config, save_config
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
-from rl_vlm.preference.collector import Evaluator, NumpyActor, evaluation_seeds
+from rl_vlm.preference.collector import NumpyActor, evaluate, evaluation_seeds
 from rl_vlm.preference.sac import SACNetworks
+from rl_vlm.types import UserInputError
 
 
 def save_agent(checkpoint: Path, seed: int = 0, observations: int = 4) -> NumpyActor:
     """A checkpoint as far as evaluation reads it; returns its policy."""
     networks = SACNetworks(observations, 1, SACSection(hidden=16, depth=2), seed)
     checkpoint.mkdir(parents=True)
-    save_file(networks.state(), checkpoint / "agent.safetensors")
+    save_file(networks.state_dict(), checkpoint / "agent.safetensors")
     write_state(checkpoint, {"step": int(checkpoint.name.removeprefix("step-"))})
     layers = [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in networks.actor]
     return NumpyActor(layers, (-5.0, 2.0))
@@ -52,7 +56,7 @@ def test_the_latest_complete_checkpoints_agent_is_played(
     assert found["step"] == 200 and found["env"] == "ContinuousCartPole-v0"
     actor = save_agent(tmp_path / "step-1", seed=2)
     seeds = evaluation_seeds(run_config())
-    expected = Evaluator(lambda: ContinuousCartPole(horizon=30, image_size=32)).run(actor, seeds)
+    expected = evaluate(ContinuousCartPole(horizon=30, image_size=32), actor, seeds)
     returns = [episode["true_return"] for episode in found["episodes"]]
     assert returns == [result.true_return for result in expected] and len(set(returns)) == 3
     assert found["reward/success"] == pytest.approx(np.mean(returns)) and found["items/success"] == 3
@@ -108,3 +112,46 @@ class Breaking(ContinuousCartPole):
         if self._steps == 2:
             raise ZeroDivisionError("the pole broke")
         return super().step(action)
+
+
+# --- When what happens in the preference loop
+
+
+def settings(**changes: Any) -> PreferenceSection:
+    base = {"total_steps": 1000, "random_steps": 100, "exploration_steps": 50, "session_pairs": 40, "max_feedback": 100}
+    return PreferenceSection(**{**base, **changes})
+
+
+def test_random_steps_come_first_then_exploration_then_learning() -> None:
+    assert [phase(settings(), step) for step in (0, 99, 100, 149, 150, 999)] == [
+        "random", "random", "explore", "explore", "learn", "learn",
+    ]  # fmt: skip
+    assert first_session_step(settings()) == 150
+    assert phase(settings(exploration_steps=0), 100) == "learn"
+
+
+def test_collecting_stops_where_something_changes() -> None:
+    assert next_boundary(settings(), 0, 150) == 100
+    assert next_boundary(settings(), 100, 150) == 150
+    assert next_boundary(settings(), 150, 400) == 400
+    assert next_boundary(settings(), 400, None) == 1000
+
+
+def test_constant_sessions_end_at_max_feedback() -> None:
+    assert [session_size(settings(), 500, asked) for asked in (0, 40, 80, 100, 130)] == [40, 40, 20, 0, 0]
+
+
+def test_schedule_1_shrinks_with_the_remaining_steps() -> None:
+    one = settings(feedback_schedule=1)
+    assert [session_size(one, step, 0) for step in (0, 500, 750, 1000)] == [40, 20, 10, 1]
+
+
+def test_schedule_2_grows() -> None:
+    two = settings(feedback_schedule=2, max_feedback=10_000)
+    assert [session_size(two, step, 0) for step in (1, 501, 901)] == [40, 80, 400]
+
+
+@pytest.mark.parametrize(("data", "words"), table("refused_settings")["preference_schedule"])
+def test_settings_that_cannot_work_are_refused(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserInputError, match=words):
+        parse_config({"algorithm": {"name": "preference_sac"}} | data)

@@ -274,7 +274,8 @@ def test_sac_on_a_gpu_learns_what_it_learns_on_a_cpu() -> None:
                 updater.update(Batch(*(torch.from_numpy(row).to(where) for row in rows)))
             updater.reset_critics()
             updater.update(Batch(*(torch.from_numpy(row).to(where) for row in rows)))
-            found[where] = [updater.take_statistics(), networks.state()]
+            tensors = {name: tensor.cpu() for name, tensor in networks.state_dict().items()}
+            found[where] = [updater.take_statistics(), tensors]
     for name, value in found["cpu"][0].items():
         assert found["cuda"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     for name, tensor in found["cpu"][1].items():

@@ -19,7 +19,7 @@ from rl_vlm.envs.address import base_url
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
 from rl_vlm.envs.remote import RemoteEnv
-from rl_vlm.http.env_server import EnvServer, build_env_app
+from rl_vlm.http.env_server import EnvServer
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Observation, UserInputError
 
@@ -52,8 +52,8 @@ def served(build, token=None, port=0, max_sessions=8, **limits):
     server = EnvServer(build, max_sessions=max_sessions)
     section = HTTPSection(**{"drain_s": 0.1, **limits})
     sock, ready = bind("127.0.0.1", port), threading.Event()
-    http = HTTPServer(build_env_app(server, section, token), sock, section, ready.set)
-    thread = threading.Thread(target=http.serve_until_signal, daemon=True)
+    http = HTTPServer(server.app(section, token), sock, section, ready.set)
+    thread = threading.Thread(target=http.run, args=([sock],), daemon=True)
     thread.start()
     assert ready.wait(300)
     try:
@@ -165,16 +165,6 @@ def test_a_server_that_is_gone_is_an_error_after_the_time_for_retries():
     assert time.monotonic() - started < 30
 
 
-def test_a_step_that_takes_too_long_is_a_timeout():
-    with served(Counting) as (url, _):
-        env = RemoteEnv(url, timeout_s=1.5)
-        env.reset()
-        with pytest.raises(EnvTimeoutError):
-            env.step("sleep")
-        env.reset()
-        assert env.step("x")[4]["steps"] == 1
-
-
 def test_a_full_server_ends_the_session_that_is_longest_unused():
     """A client that was killed never closes its own."""
     with served(Counting, max_sessions=2) as (url, server):
@@ -191,12 +181,10 @@ def test_a_full_server_ends_the_session_that_is_longest_unused():
         assert killed.reset()[0].messages[0].text == "Go."  # it was alive after all
 
 
-def test_sessions_and_bodies_are_limited():
-    with served(Counting, max_sessions=1, max_body_mib=0.01) as (url, _):
+def test_bodies_are_limited():
+    with served(Counting, max_body_mib=0.01) as (url, _):
         env = RemoteEnv(url)
         env.reset()
-        with pytest.raises(EnvCrashError):
-            RemoteEnv(url, retry_s=0.1)
         with pytest.raises(EnvCrashError):
             env.step("x" * 20_000)
 
@@ -268,3 +256,5 @@ def test_a_session_whose_call_timed_out_is_ended_on_the_server():
         assert server.num_sessions == 1  # while its environment is at work
         RemoteEnv(url, retry_s=60.0).close()
         assert server.num_sessions == 0
+        env.reset()
+        assert env.step("x")[4]["steps"] == 1

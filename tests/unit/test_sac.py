@@ -33,6 +33,10 @@ def networks(seed: int = 0, scale: float = 0.2) -> SACNetworks:
     return nets
 
 
+def state_of(nets: SACNetworks) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in nets.state_dict().items()}
+
+
 def batch(seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
 
@@ -49,7 +53,7 @@ def sb3_policy(nets: SACNetworks) -> SACPolicy:
     policy = SACPolicy(
         box(-np.inf, np.inf, (O,), np.float32), box(-1, 1, (A,), np.float32), lambda _: 3e-4, net_arch=[16, 16]
     )
-    state = nets.state()
+    state = state_of(nets)
     with torch.no_grad():
         for kind, target in (("critics", policy.critic), ("targets", policy.critic_target)):
             for k, q in enumerate(target.q_networks):
@@ -147,9 +151,9 @@ def test_updates_follow_sacs_order_and_schedules() -> None:
     updater = SACUpdater(nets, settings, seed=0)
     moved = []
     for number in range(6):
-        before = nets.state()
+        before = state_of(nets)
         updater.update(batch(number))
-        after = nets.state()
+        after = state_of(nets)
         moved.append({name.split(".")[0] for name in after if not torch.equal(before[name], after[name])})
         if number % 2 == 0:
             expected = before["targets.0.0.weight"].lerp(after["critics.0.0.weight"], settings.tau)
@@ -162,9 +166,9 @@ def test_reset_critics_are_new_and_their_optimiser_forgets() -> None:
     nets = networks(4)
     updater = SACUpdater(nets, SETTINGS, seed=0)
     updater.update(batch())
-    before = nets.state()
+    before = state_of(nets)
     updater.reset_critics()
-    after = nets.state()
+    after = state_of(nets)
     assert all(torch.equal(after[name], before[name]) for name in after if name.startswith("actor"))
     for k in range(2):
         assert not torch.allclose(after[f"critics.{k}.1.weight"], before[f"critics.{k}.1.weight"])
@@ -184,7 +188,6 @@ def test_the_actor_without_torch_acts_the_same() -> None:
         expected, mode = nets.act(observations, noise)[0], nets.actor(observations)[:, :A].tanh()
     assert actor.act(observations.numpy(), noise.numpy()) == pytest.approx(expected.numpy(), abs=1e-5)
     assert actor.act(observations.numpy()) == pytest.approx(mode.numpy(), abs=1e-5)
-    assert actor.action_size == A
 
 
 def test_without_a_compiler_updates_run_all_the_same(
@@ -201,7 +204,7 @@ def test_without_a_compiler_updates_run_all_the_same(
     monkeypatch.setattr(torch, "compile", broken)
     with caplog.at_level(logging.WARNING):
         SACUpdater(compiled, SETTINGS, seed=0, compiled=True).update(batch())
-    assert all(torch.equal(tensor, compiled.state()[name]) for name, tensor in plain.state().items())
+    assert all(torch.equal(tensor, state_of(compiled)[name]) for name, tensor in state_of(plain).items())
     assert "SAC runs without torch.compile, somewhat slower: No C++ compiler was found" in caplog.text
 
 
@@ -222,8 +225,8 @@ def test_compiled_updates_equal_plain_ones(
         other.update(batch(number))
     assert "without torch.compile" not in caplog.text
     assert one.take_statistics() == pytest.approx(other.take_statistics(), rel=1e-4)
-    for name, tensor in plain.state().items():
-        assert torch.allclose(tensor, compiled.state()[name], atol=1e-5), name
+    for name, tensor in state_of(plain).items():
+        assert torch.allclose(tensor, state_of(compiled)[name], atol=1e-5), name
 
 
 # --- Exploration by state entropy: distances equal scipy's, running figures equal numpy's

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine_support import until
+from loops import in_loop
 from memory_support import gpus, sizes
 from registry_support import Direct, own_registry, publish
 from tables import table
@@ -75,7 +76,8 @@ class Replica:
         self.task = asyncio.create_task(self.follower.run())
 
 
-def test_replicas_rest_until_the_next_version() -> None:
+@in_loop
+async def test_replicas_rest_until_the_next_version() -> None:
     async def turn(registry: Registry, replicas: list[Replica], version: int) -> None:
         assert await registry.let_sleep(True, 10.0) == []
         for one in replicas:
@@ -84,33 +86,28 @@ def test_replicas_rest_until_the_next_version() -> None:
         await until(lambda: all(one.follower.serves(POLICY, version) for one in replicas))
         assert all(one.life.admission is Admission.NOW for one in replicas)
 
-    async def story() -> None:
-        registry = await own_registry()
-        replicas = [Replica(registry, name) for name in ("one", "two")]
-        await until(lambda: len(registry._seen) == 2)
-        for version in (1, 2):
-            await turn(registry, replicas, version)
-        for one in replicas:
-            assert one.engine.did == ["sleep", "wake", "load 1", "sleep", "wake", "load 2"]
-            one.task.cancel()
-
-    asyncio.run(story())
+    registry = await own_registry()
+    replicas = [Replica(registry, name) for name in ("one", "two")]
+    await until(lambda: len(registry._seen) == 2)
+    for version in (1, 2):
+        await turn(registry, replicas, version)
+    for one in replicas:
+        assert one.engine.did == ["sleep", "wake", "load 1", "sleep", "wake", "load 2"]
+        one.task.cancel()
 
 
-def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_for(
+@in_loop
+async def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def story() -> None:
-        registry = await own_registry()
-        await publish(registry, 1)
-        for name in ("slow", "dead"):
-            await registry.watch(name, None)
-        assert await registry.let_sleep(True, 0.05) == ["dead", "slow"]
-        monkeypatch.setattr(module, "LIVE_WINDOW_S", 0.2)
-        assert await registry.let_sleep(True, 10.0) == []
-
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
-    asyncio.run(story())
+    registry = await own_registry()
+    await publish(registry, 1)
+    for name in ("slow", "dead"):
+        await registry.watch(name, None)
+    assert await registry.let_sleep(True, 0.05) == ["dead", "slow"]
+    monkeypatch.setattr(module, "LIVE_WINDOW_S", 0.2)
+    assert await registry.let_sleep(True, 10.0) == []
 
 
 @pytest.mark.parametrize(("config", "reason"), TABLES["runs_that_do_not_take_turns_are_refused"])
@@ -154,18 +151,16 @@ def test_weights_that_leave_no_room_for_a_sample_are_told() -> None:
     assert not plan.fits and "one sample of serving.max_context" in plan.starved
 
 
-def test_replicas_wake_without_a_version_when_they_are_told() -> None:
-    async def story() -> None:
-        registry = await own_registry()
-        one = Replica(registry, "one")
-        await until(lambda: one.life.started)
-        await until(lambda: "one" in registry._seen)
-        assert await registry.let_sleep(True, 10.0) == []
-        assert await registry.let_sleep(False, 10.0) == []
-        assert not one.life.asleep and one.engine.did == ["sleep", "wake"]
-        one.task.cancel()
-
-    asyncio.run(story())
+@in_loop
+async def test_replicas_wake_without_a_version_when_they_are_told() -> None:
+    registry = await own_registry()
+    one = Replica(registry, "one")
+    await until(lambda: one.life.started)
+    await until(lambda: "one" in registry._seen)
+    assert await registry.let_sleep(True, 10.0) == []
+    assert await registry.let_sleep(False, 10.0) == []
+    assert not one.life.asleep and one.engine.did == ["sleep", "wake"]
+    one.task.cancel()
 
 
 def test_a_resting_replica_is_not_probed() -> None:

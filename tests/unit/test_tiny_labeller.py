@@ -10,7 +10,7 @@ import pytest
 from label_support import pair
 from PIL import Image
 
-from rl_vlm.asking.endpoints import Answer, Question
+from rl_vlm.asking import Answer, Question
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.labeller import VLMLabeller, task_prompts

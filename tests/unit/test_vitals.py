@@ -79,9 +79,6 @@ QUERIES = {
 }
 
 
-OTHERS = ("errors_total", "adapter_version", "policy_version")  # of replicas, in no table
-
-
 @pytest.fixture
 def known(shown: dict[str, float], tmp_path: Path) -> set[str]:
     """The names of all series as Prometheus sees them."""
@@ -89,8 +86,8 @@ def known(shown: dict[str, float], tmp_path: Path) -> set[str]:
     for iteration in range(6):
         figures.add(iteration, {"reward/mean": 0.5, "mismatch/kl": 1e-3})
     figures.close()
-    histograms = {f"{name}_{part}" for name in serving._HISTOGRAMS for part in ("bucket", "sum", "count")}
-    replicas = {f"rl_vlm_{name}" for name in {*serving._GAUGES, *serving._COUNTERS, *OTHERS} | histograms}
+    histograms = {f"{name}_{part}" for name in serving.HISTOGRAMS for part in ("bucket", "sum", "count")}
+    replicas = {f"rl_vlm_{name}" for name in {*serving.GAUGES, *serving.COUNTERS} | histograms}
     return {f"ray_{name}" for name in OWN_METRICS | FAMILY_METRICS | replicas | {PREFIX + name for name in shown}}
 
 

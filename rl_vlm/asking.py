@@ -1,0 +1,373 @@
+"""Questions to a model: the served one, an engine in this process, or a server by HTTP. No Ray.
+
+An endpoint answers many questions at once. A failure is an `EndpointError`, never an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import math
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+
+import numpy as np
+from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError
+
+from rl_vlm.config.labels import EndpointSection
+from rl_vlm.engines.base import BASE_MODEL, Engine
+from rl_vlm.envs.address import is_loopback, token_header, url_host
+from rl_vlm.safe_text import excerpt, keep_secret
+from rl_vlm.types import (
+    Completion,
+    GenerationRequest,
+    Message,
+    Part,
+    RLVLMError,
+    SamplingParams,
+    StopReason,
+    UserInputError,
+    as_encoded,
+)
+from rl_vlm.waiting import JITTER
+
+if TYPE_CHECKING:  # slow to import, and an env runner without a judge needs neither
+    import httpx
+
+    from rl_vlm.models.loading import TextSide
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class EndpointError(RLVLMError):
+    """A question got no answer.
+
+    retryable: asking again may help, after `retry_after_s` at the earliest. status: of the HTTP reply, 0 without one.
+    busy: the endpoint has no room, or has just gone away; the question is asked until its deadline.
+    """
+
+    def __init__(
+        self, message: str, retryable: bool = True, retry_after_s: float = 0.0, status: int = 0, busy: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.retryable, self.retry_after_s, self.status, self.busy = retryable, retry_after_s, status, busy
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation to be answered. `choices` are the only answers where the endpoint can enforce that."""
+
+    messages: tuple[Message, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    choices: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`probabilities` are those of the choices, summing to 1, where the endpoint reports them."""
+
+    text: str
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cut_off: bool = False
+    probabilities: dict[str, float] | None = None
+
+
+Ask = Callable[[Question], Awaitable[Answer]]
+
+
+class Client(Protocol):
+    """The served policy's client, or an engine in this process."""
+
+    async def generate(self, request: GenerationRequest) -> Completion: ...
+
+
+class EngineClient:
+    """An engine in this process as a client: requests of one moment run in one batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return (await self._engine.generate([request]))[0]
+
+
+class Endpoint(Protocol):
+    def open(self) -> contextlib.AbstractAsyncContextManager[Ask]:
+        """A function that answers questions, or raises EndpointError, until the context ends."""
+        ...
+
+
+class ServedEndpoint:
+    """Asks the base model of a service, without an adapter."""
+
+    def __init__(self, client: Client, text: TextSide) -> None:
+        self._client, self._codec = client, text.codec
+        self._numbers = itertools.count()
+
+    def open(self) -> contextlib.nullcontext[Ask]:
+        return contextlib.nullcontext(self._ask)
+
+    async def _ask(self, question: Question) -> Answer:
+        codec = self._codec
+        prompt = codec.encode_prompt(question.messages)
+        sampling = SamplingParams(
+            max_new_tokens=question.max_new_tokens,
+            temperature=question.temperature,
+            seeds=(question.seed,),
+            choices=question.choices,
+            top_logprobs=len(question.choices),
+        )
+        request = GenerationRequest(f"ask-{next(self._numbers)}", prompt.token_ids, sampling, prompt.images, BASE_MODEL)
+        completion = await self._client.generate(request)
+        (sample,) = completion.samples
+        alternatives = sample.top_logprobs[0] if sample.top_logprobs else ()
+        first = [(codec.decode(np.array([token])), logprob) for token, logprob in alternatives]
+        return Answer(
+            codec.decode(sample.token_ids),
+            len(completion.prompt_ids),
+            len(sample.token_ids),
+            sample.stop_reason == StopReason.LENGTH,
+            choice_probabilities(first, question.choices),
+        )
+
+
+def choice_probabilities(first: Iterable[tuple[str, float]], choices: Sequence[str]) -> dict[str, float] | None:
+    """The probability of each choice from (text, log-probability) of the first token's alternatives, each of which
+    counts for the one choice that begins with it. None where one may begin two choices, or none begins any."""
+    mass = dict.fromkeys(choices, 0.0)
+    for text, logprob in first:
+        begun = text.strip()
+        owners = [choice for choice in choices if begun and choice.startswith(begun)]
+        if len(owners) > 1:
+            return None
+        if owners:
+            mass[owners[0]] += math.exp(logprob)
+    total = sum(mass.values())
+    return {choice: value / total for choice, value in mass.items()} if total > 0 else None
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+
+
+async def ask_again(
+    ask: Ask,
+    question: Callable[[int], Question],
+    *,
+    attempts: int,
+    deadline_s: float,
+    who: str,
+    on_retry: Callable[[EndpointError], None] = lambda error: None,
+) -> Answer:
+    """One answer within `deadline_s` and after at most `attempts`; `question(n)` makes the question of attempt n.
+
+    Attempts at which the endpoint is busy do not count: only the deadline ends them. `on_retry` gets each error that
+    another attempt follows. Raises EndpointError, which names `who` was asked; at once if it is not retryable.
+    """
+    reason, failed = "no answer", 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            for asked in itertools.count():
+                try:
+                    return await ask(question(asked))
+                except UserInputError:
+                    raise
+                except RLVLMError as error:
+                    known = error if isinstance(error, EndpointError) else EndpointError(str(error))
+                    if not known.retryable:
+                        raise
+                reason = str(known)
+                failed += not known.busy
+                if failed == attempts:
+                    break
+                on_retry(known)
+                # Jitter keeps questions that failed together from coming back together.
+                backoff = JITTER.uniform(0.5, 1) * min(_FIRST_PAUSE_S * 2 ** min(asked, 30), _LONGEST_PAUSE_S)
+                await asyncio.sleep(max(known.retry_after_s, backoff))
+    limit = f"in {attempts} attempts" if failed == attempts else f"within {deadline_s:g} s"
+    raise EndpointError(f"The {who} gave no answer {limit}: {reason}")
+
+
+# Over HTTP: OpenAI's chat completions, and the plain `/generate` of RL-VLM-F with a local model.
+
+_RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
+_BUSY_STATUS = (429, 503)
+_MAX_REPLY_BYTES = 2**20  # thoughts and log-probabilities included
+
+
+def _at(default: Any, *path: str | int) -> Any:
+    return Field(default, validation_alias=AliasPath(*path))  # type: ignore[arg-type]  # the first part is a key
+
+
+class _Alternative(BaseModel):
+    token: str
+    logprob: float = Field(le=0.1)  # 0, and what rounding may add
+
+
+# A number of tokens as an endpoint reports it; 0 for what is none.
+_Count = Annotated[int, BeforeValidator(lambda value: value if type(value) is int and 0 <= value <= 10**9 else 0)]
+
+
+class ChatCompletion(BaseModel):
+    """What is read of a chat completion."""
+
+    message: dict[str, Any] = _at(..., "choices", 0, "message")
+    content: str | None = _at(None, "choices", 0, "message", "content")
+    finish_reason: Any = _at(None, "choices", 0, "finish_reason")
+    first_token: list[_Alternative] = _at([], "choices", 0, "logprobs", "content", 0, "top_logprobs")
+    prompt_tokens: _Count = _at(0, "usage", "prompt_tokens")
+    sampled_tokens: _Count = _at(0, "usage", "completion_tokens")
+
+
+class GenerateReply(BaseModel):
+    text: str
+
+
+class HTTPEndpoint:
+    """A server that speaks OpenAI's chat completions, or `plain`ly RL-VLM-F's `/generate`, whose reply is text alone.
+
+    `settings.url` is OpenAI's base, such as http://127.0.0.1:8000/v1, or the address of `/generate`. OpenAI's choices
+    are enforced as vLLM does it, unless the server refuses such a request.
+    """
+
+    def __init__(
+        self, settings: EndpointSection, plain: bool = False, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        url = settings.url or (server_url() if plain else "")
+        _check_url(url)
+        self._url = url if plain else f"{url.rstrip('/').removesuffix('/chat/completions')}/chat/completions"
+        self._settings, self._plain, self._transport = settings, plain, transport
+        self._enforces_choices, self._has_answered = not plain, False
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Ask]:
+        import httpx
+
+        token = token_header(self._settings.token_env) if self._settings.token_env else {}
+        client = httpx.AsyncClient(
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **token},
+            timeout=self._settings.timeout_s,
+            # Every pair is in flight at once: no request may wait for a free connection.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            transport=self._transport,
+            trust_env=not is_loopback(self._url),
+        )
+        async with client:
+            yield lambda question: self._ask(client, question)
+
+    async def _ask(self, client: httpx.AsyncClient, question: Question) -> Answer:
+        body = {
+            "messages": [self._message(message) for message in question.messages],
+            "max_tokens": question.max_new_tokens,
+            "temperature": question.temperature,
+        }
+        if self._plain:
+            return Answer((await self._post(client, body, GenerateReply, "text")).text)
+        body |= {"model": self._settings.model, "seed": question.seed % 2**31}
+        if question.choices and self._settings.logprobs:
+            body |= {"logprobs": True, "top_logprobs": 20}
+        if guided := bool(question.choices) and self._enforces_choices:
+            body["structured_outputs"] = {"choice": list(question.choices)}
+        try:
+            reply = await self._post(client, body, ChatCompletion, "chat completion")
+        except EndpointError as error:
+            if not guided or error.status not in (400, 422):
+                raise
+            del body["structured_outputs"]
+            reply = await self._post(client, body, ChatCompletion, "chat completion")
+            # Only an answer tells why it refused: a question that is too long is refused in every form.
+            self._enforces_choices = False
+        first = [(token.token, token.logprob) for token in reply.first_token]
+        known = choice_probabilities(first, question.choices)
+        cut_off = reply.finish_reason == "length"
+        return Answer(reply.content or "", reply.prompt_tokens, reply.sampled_tokens, cut_off, known)
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        def part_of(part: Part) -> dict[str, Any]:
+            if isinstance(part, str):
+                return {"type": "text", "text": part}
+            uri = f"data:image/png;base64,{base64.b64encode(as_encoded([part])[0].png).decode()}"
+            return {"type": "image", "image": uri} if self._plain else {"type": "image_url", "image_url": {"url": uri}}
+
+        message = without_tool_role(message)
+        return {"role": message.role, "content": [*map(part_of, message.parts)]}
+
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], kind: type[M], what: str) -> M:
+        """The reply, which `what` names in an error. Raises EndpointError."""
+        import httpx
+
+        url = self._url
+        try:
+            async with client.stream("POST", url, content=json.dumps(body)) as response:
+                content = await self._read(response)
+        except httpx.HTTPError as error:
+            # A server that has never answered may have another address, so it is not waited for. A session waits for it
+            # as a whole.
+            gone = self._has_answered and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(f"{url} gave no answer: {type(error).__name__} {error}".rstrip(), busy=gone) from error
+        status, said = response.status_code, excerpt(content.decode("utf-8", "replace"), 300)
+        if not response.is_success:
+            pause = response.headers.get("retry-after", "")[:9]
+            raise EndpointError(
+                f"{url} answered with HTTP {status}: {said}",
+                retryable=status in _RETRYABLE_STATUS,
+                status=status,
+                retry_after_s=float(pause) if pause.isdecimal() else 0.0,  # it may be a date
+                busy=status in _BUSY_STATUS,
+            )
+        try:
+            reply = kind.model_validate_json(bytes(content))
+        except ValidationError as error:
+            # What is no JSON may come from a proxy whose server is starting; JSON of another form stays as it is.
+            retryable = error.errors()[0]["type"] == "json_invalid"
+            raise EndpointError(f"{url} answered with no {what}: {said!r}", retryable) from error
+        self._has_answered = True
+        return reply
+
+    async def _read(self, response: httpx.Response) -> bytearray:
+        """At most `_MAX_REPLY_BYTES` of a reply, and no compressed one: a megabyte may unpack to a gigabyte."""
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding not in ("", "identity"):
+            raise EndpointError(f"{self._url} sent a reply that cannot be unpacked ({encoding[:40]!r}).")
+        content = bytearray()
+        async for chunk in response.stream:  # type: ignore[union-attr]  # not yet unpacked
+            content += chunk
+            if len(content) > _MAX_REPLY_BYTES:
+                raise EndpointError(f"{self._url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False)
+        return content
+
+
+def server_url() -> str:
+    """The address of a `/generate` server: SERVER_URL, else http://SERVER_HOST:SERVER_PORT/generate."""
+    host, port = os.environ.get("SERVER_HOST") or "localhost", os.environ.get("SERVER_PORT") or "8000"
+    return os.environ.get("SERVER_URL") or f"http://{url_host(host)}:{port}/generate"
+
+
+def _check_url(url: str) -> None:
+    import httpx
+
+    with contextlib.suppress(httpx.InvalidURL):
+        address = httpx.URL(url)
+        keep_secret(address.password)
+        if address.scheme in ("http", "https") and address.host and (address.port or 0) <= 65_535:
+            return
+    # It is not shown: the part that is wrong may be a password.
+    raise UserInputError(
+        "The endpoint must be an http or https address, such as http://HOST:PORT/PATH, with special characters of a "
+        "password as %XX."
+    )
+
+
+def without_tool_role(message: Message) -> Message:
+    """A tool's reply as the user's message that Qwen's chat template makes of it: OpenAI's `tool` messages need the id
+    of a call and take no images, and the calls are in the policy's text."""
+    if message.role != "tool":
+        return message
+    return Message("user", ("<tool_response>\n", *message.parts, "\n</tool_response>"))

@@ -1,1 +1,0 @@
-"""Questions to a model: the served one, an engine in this process, or an endpoint by HTTP."""
