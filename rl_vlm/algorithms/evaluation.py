@@ -50,7 +50,7 @@ class HeldOut:
 
         def give_back() -> None:
             """Publish the trained weights again."""
-            trained = algorithm.learners.call(lambda learner: learner.adapter(version))
+            trained = algorithm.learners.call(lambda learner: learner.policy.payload(version))
             algorithm.recovery.publish_restored(trained)
 
         algorithm.recovery.publish_restored(self.averaged_adapter())
