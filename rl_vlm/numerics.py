@@ -1,10 +1,14 @@
-"""Random numbers and seeds as hashes of integers such as (run, iteration, group, sample, turn); small statistics."""
+"""Random numbers and seeds as hashes of integers, such as (run, iteration, group, sample, turn), and small helpers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -97,3 +101,15 @@ def student_half_width(values: np.ndarray) -> np.ndarray:
 
     runs = len(values)
     return np.asarray(student_t.ppf(0.975, runs - 1) * values.std(0, ddof=1) / math.sqrt(runs))
+
+
+def in_batches(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """The items, in order, in batches that each take the next item while it `fits`; one item always does."""
+    batch: list[T] = []
+    for item in items:
+        if batch and not fits(batch, item):
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch

@@ -171,8 +171,7 @@ class Sample(NamedTuple):
 
 def builder_of(text: TextSide, max_tokens: int = 4096, **more: Any) -> BatchBuilder:
     """Packs micro-batches for the model of `text`."""
-    ids = {"image_token_id": text.codec.image_token_id, "pad_token_id": text.codec.pad_token_id}
-    return BatchBuilder(**ids, images=text.images, max_tokens=max_tokens, **more)
+    return BatchBuilder(text, max_tokens, **more)
 
 
 def gap(folder: Path, model: Any, request: GenerationRequest, answer: Completion) -> float:

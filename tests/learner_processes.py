@@ -166,7 +166,7 @@ def _learned(
     moments = {name: tensor.numpy() for name, tensor in strategy.state().items()}
     trajectory = groups(folder, 99)[0].trajectories[0]
     return Learned(
-        {name: tensor.numpy() for name, tensor in strategy.gather_adapter(1).state().items()},
+        {name: tensor.numpy() for name, tensor in policy.payload(1).state().items()},
         moments,
         norms,
         stats["tokens"],

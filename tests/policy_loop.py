@@ -138,5 +138,5 @@ def check_agreement(loop: Loop, updates: int) -> None:
     for micro_batches in loop.updater.pack(loop.batch(groups)):
         for micro in micro_batches:
             with torch.no_grad():
-                learner, _ = loop.updater.logprobs(micro)
+                learner = loop.updater.logprobs(micro)[0]
             assert np.abs(learner.numpy() - micro.behaviour).max() < 1e-4

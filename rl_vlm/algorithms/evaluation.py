@@ -48,7 +48,7 @@ class HeldOut:
             return
 
         def give_back() -> None:
-            trained = algorithm.learners.call(lambda learner: learner.adapter(version))
+            trained = algorithm.learners.call(lambda learner: learner.policy.payload(version))
             algorithm.recovery.publish_restored(trained)
 
         algorithm.recovery.publish_restored(self.averaged_adapter())

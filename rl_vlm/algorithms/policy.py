@@ -134,7 +134,7 @@ class PolicyAlgorithm(RunAlgorithm):
         self.service.wait_until_ready()
         if run_config.model.adapter is not None:
             # All tasks ask for at least this version, so no replica answers as the base model.
-            self.publish(self.learners.call(lambda learner: learner.adapter(1)))
+            self.publish(self.learners.call(lambda learner: learner.policy.payload(1)))
         self.first_version = self.version
         self.sight = SightProbe(self)
         self.sight_faults: list[Fault] = []  # of the last iteration

@@ -59,7 +59,7 @@ class Recovery:
             algorithm.set_state(self._beginning)
             algorithm.rollouts.restore(self._beginning["rollouts"], counts=False)
             version = algorithm.version
-            self.publish_restored(algorithm.learners.call(lambda learner: learner.adapter(version)))
+            self.publish_restored(algorithm.learners.call(lambda learner: learner.policy.payload(version)))
         algorithm.rollouts.dropped["iterations_repeated"] += lost - algorithm.updates
         algorithm.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
 

@@ -57,11 +57,8 @@ def naming(request: GenerationRequest) -> Iterator[None]:
 def expand_prompt(
     request: GenerationRequest, count_tokens: Callable[[int, int], int], image_token_id: int, max_context: int
 ) -> np.ndarray:
-    """The request's prompt int32 [P] with as many placeholders per image as `count_tokens` says of its width and
-    height.
-
-    Raises EngineError where it does not fit its images or, with all new tokens, the context.
-    """
+    """The request's prompt int32 [P] with the placeholders of each image, whose number `count_tokens(width, height)`
+    says. Raises EngineError where it does not fit its images or, with all new tokens, the context."""
     name, new_tokens = request.request_id, request.sampling.max_new_tokens
     with naming(request):
         counts = [count_tokens(image.width, image.height) for image in request.images]
@@ -83,11 +80,11 @@ class EngineStats:
     waiting: int = 0  # samples that have not begun
     prompt_tokens: int = 0  # image placeholders included; once per request, whatever its number of samples
     generated_tokens: int = 0  # of samples that are still running, too
-    progress: int = 0  # grows with every forward pass, and within those that may take long: busy is not hung
+    progress: int = 0  # grows with every forward pass, and within long ones: busy is not hung
     image_cache_hits: int = 0
     image_cache_misses: int = 0
-    prefix_cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, and found there;
-    prefix_cache_hits: int = 0  # both 0 in an engine without one
+    prefix_cache_queries: int = 0  # prompt tokens that were looked up in a prefix cache, and found there
+    prefix_cache_hits: int = 0
     mean_batch: float = 0.0  # samples per decode step
     adapter_swaps: int = 0
     last_swap_s: float = 0.0  # from the call of `load_adapter` to its end, waiting included
@@ -98,61 +95,44 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The newest adapter version that is loaded, of any policy; 0 is the model as it came."""
-        ...
+        """The newest version that is loaded, of any policy; 0 is the model as it came."""
 
     @property
     def dead(self) -> bool:
         """Whether the engine can never answer again and must be replaced."""
-        ...
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Answer all requests; each says which version it was sampled with. Raises EngineError."""
-        ...
+        """Answer all requests, in order. Cancelling the call stops work on them. Raises EngineError."""
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
-        """Answer one request piece by piece: chunks of all its samples, in the order in which they grow.
-
-        Closing the iterator early frees the request's place in the engine. Raises EngineError.
-        """
-        ...
+        """Answer one request piece by piece: chunks of all its samples, in the order in which they grow, longer ones
+        for a slow reader. Closing the iterator stops work on it. Raises EngineError."""
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """A hint that later requests will contain these images. Returns at once; an engine may encode them or do
-        nothing."""
-        ...
+        """A hint that later requests will contain these images. Returns at once."""
 
     async def load_adapter(self, payload: WeightPayload) -> None:
-        """Make a version of its policy available. Samples that are running finish with the version that they started
-        with or, in an engine with in-flight updates, go on with this one.
-        """
-        ...
+        """Serve a version to every request of its policy that starts from now on. Running samples finish with the
+        version that they started with or, with in-flight updates, go on with this one."""
 
     async def drop_policy(self, policy: str) -> None:
-        """Forget a policy that no request will name again. Its memory is free once its running samples are finished."""
-        ...
+        """Forget a policy that no request will name again; its running samples finish."""
 
     async def sleep(self) -> None:
-        """Finish what is running and give back the memory that sampling alone needs, until `wake`; requests that come
-        wait. A second call does nothing. Raises EngineError.
-        """
-        ...
+        """Finish what is running and give back the memory that sampling alone needs, until `wake`; new requests wait.
+        A second call does nothing. Raises EngineError."""
 
     async def wake(self) -> None:
-        """Take that memory again and go on. Does nothing to an engine that is awake. Raises EngineError."""
-        ...
+        """Take that memory again and go on; nothing where the engine is awake. Raises EngineError."""
 
     def stats(self) -> EngineStats:
         """Counts for metrics; cheap, and callable from any thread."""
-        ...
 
     async def close(self) -> None:
-        """Stop all work and free the model."""
-        ...
+        """Stop all work and free the model; calls that wait get an EngineError."""
 
 
-# The texts of a guided choice as tokens, and which of them no sample could ever be. Without torch: HTTP asks before
-# the engine does.
+# The texts of a guided choice as tokens. Without torch: HTTP asks before the engine does.
 
 TokenSequence = tuple[int, ...]
 Encode = Callable[[str], np.ndarray]
@@ -160,11 +140,8 @@ Decode = Callable[[np.ndarray], str]
 
 
 def choice_tokens(sampling: SamplingParams, encode: Encode, decode: Decode) -> tuple[TokenSequence, ...]:
-    """The choices as token ids, each in the tokenizer's own tokenisation. Raises UserInputError.
-
-    Only that tokenisation may be sampled: it is the one that the model has learned, and every text has one
-    log-probability.
-    """
+    """The choices as token ids, each in the tokenizer's own tokenisation: the only one that may be sampled, so that
+    every text has one log-probability. Raises UserInputError for a choice that no sample could be."""
     sequences = []
     for choice in sampling.choices:
         ids = encode(choice)
@@ -197,10 +174,7 @@ class NewTokens:
 
 
 class TokenStream:
-    """The tokens of one request. An engine's thread adds them, one event loop reads them in chunks.
-
-    A reader that is slower than the engine gets longer chunks.
-    """
+    """The tokens of one request. An engine's thread adds them, one event loop reads them in chunks."""
 
     def __init__(self, num_samples: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -210,11 +184,6 @@ class TokenStream:
         self._error: Exception | None = None
         self._unfinished = num_samples
         self.policy_version = 0  # of the tokens that are put next; set before the first
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether there are tokens that have not been read."""
-        return bool(self._unread)
 
     def put(self, number: int, new: NewTokens) -> None:
         """Add tokens of sample `number`, from any thread; `notify` wakes the reader."""
@@ -226,7 +195,7 @@ class TokenStream:
             unread.stop_reason = new.stop_reason
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, which is raised after the tokens added before; from any thread."""
+        """End the stream with an error, raised after the tokens added before; from any thread."""
         self._error = error
         notify([self])
 
@@ -252,10 +221,11 @@ class TokenStream:
 
 
 def notify(streams: Iterable[TokenStream]) -> None:
-    """Wake the readers of these streams: one call per event loop, because waking a loop costs more than a token."""
+    """Wake the readers of those streams that have something to read, with one call per event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[TokenStream]] = {}
     for stream in streams:
-        by_loop.setdefault(stream._loop, []).append(stream)
+        if stream._unread or stream._error is not None:
+            by_loop.setdefault(stream._loop, []).append(stream)
     for loop, members in by_loop.items():
         with contextlib.suppress(RuntimeError):  # the reader's loop is closed
             loop.call_soon_threadsafe(_wake, members)

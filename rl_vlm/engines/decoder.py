@@ -1,6 +1,6 @@
 """Batched decoding with transformers: prefill once per prompt, then one step at a time for all running samples.
 
-No threads and no asyncio here: `transformers_engine.py` drives it. New prompts may join between any two steps.
+No threads and no asyncio: `transformers_engine.py` drives it. New prompts may join between any two steps.
 """
 
 from __future__ import annotations
@@ -31,26 +31,22 @@ from rl_vlm.engines.rows import (
 )
 from rl_vlm.models.memory.shape import PREFILL_TOKENS
 from rl_vlm.models.qwen_vl import Backbone, ImageFeatures, causal_attention, last_token_attention, rolled_sin, rotate
-from rl_vlm.numerics import uniforms
+from rl_vlm.numerics import in_batches, uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
 
-# Qwen's language model is written out here for generation: prefill of prompts, and one decode step for all rows.
-#
-# transformers' modules spend much time outside arithmetic: masks, positions in three axes, keys and values repeated
-# for every query head, cache objects, and a last layer computed for prompt tokens whose output is not used. Weights
-# are read through the model's own modules, so adapters and quantised layers are included.
+# Qwen's language model is written out here for generation. transformers' modules spend much time outside arithmetic:
+# masks, positions in three axes, keys and values repeated for every query head, cache objects, and a last layer of
+# prompt tokens whose output is not used. Weights are read through the model's modules, so adapters and quantised layers
+# are included.
 
 _STATIC_ROPE = ("default", "linear", "yarn")  # frequencies that do not depend on the length of the sequence
 KeysValues = list[tuple[Tensor, Tensor]]
 
 
 class TextModel:
-    """The language model of a Qwen2.5-VL or Qwen3-VL. Its results carry no gradients.
+    """The language model of a Qwen2.5-VL or Qwen3-VL, without gradients.
 
-    Args:
-        model: the model for conditional generation; a sampled token's rotary position has one value here, because
-            sampled text advances all three axes together.
-        max_positions: rotary positions of sampled tokens are below this.
+    A sampled token's rotary position has one value, below `max_positions`: text advances all three axes together.
     """
 
     def __init__(self, model: Any, max_positions: int) -> None:
@@ -93,7 +89,7 @@ class TextModel:
         """Last hidden states [B, D] of each prompt's last token, and per layer keys and values [B, heads, L, head_dim].
 
         input_ids int64 [B, L], padded on the right; positions int64 [3, B, L]; lengths int64 [B] without padding;
-        features of the images in the row-major order of their placeholders.
+        features in the row-major order of the images' placeholders.
         """
         text, (rows, longest) = self._text, input_ids.shape
         cos, sin = text.rotary_emb(text.norm.weight.new_zeros(1), positions)
@@ -131,8 +127,7 @@ class TextModel:
 
 
 def _split(attention: Any, projected: Tensor) -> Tensor:
-    """[N, heads, head_dim] of [N, heads * head_dim]."""
-    return projected.view(len(projected), -1, attention.head_dim)
+    return projected.view(len(projected), -1, attention.head_dim)  # [N, heads, head_dim]
 
 
 def _queries(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -171,13 +166,7 @@ class DecoderCounts:
 
 
 class Decoder:
-    """Runs requests on one backbone.
-
-    Args:
-        backbone: the model.
-        codec: of the model.
-        max_context: prompt plus new tokens of a sample; a request that cannot fit is refused.
-    """
+    """Runs requests on one backbone; `max_context` is of prompt and new tokens of a sample."""
 
     def __init__(self, backbone: Backbone, codec: ChatCodec, *, max_context: int) -> None:
         self._backbone = backbone
@@ -195,14 +184,13 @@ class Decoder:
         self._rows = RowTable()
 
     def sibling(self) -> Decoder:
-        """A decoder of the same model with rows of its own, whose work counts with this one's."""
+        """A decoder of the same model with rows of its own and the same counts."""
         other = copy.copy(self)
         other.clear()
         return other
 
     @property
     def num_rows(self) -> int:
-        """Samples that are running."""
         return len(self._rows)
 
     @property
@@ -211,7 +199,7 @@ class Decoder:
         return self._cache.length
 
     def longest(self, request: GenerationRequest) -> int:
-        """Tokens that a sample of the request may have at its end, prompt and images included."""
+        """Tokens that a sample of the request may have at its end, with prompt and images."""
         count = self._backbone.images.count_tokens
         try:
             images = sum(count(image.width, image.height) - 1 for image in request.images)
@@ -225,10 +213,7 @@ class Decoder:
         return self._text.parts_done
 
     def prepare(self, requests: Sequence[GenerationRequest]) -> list[PreparedRequest | EngineError]:
-        """Expand prompts and encode their images (all images of all requests in one vision batch).
-
-        A request that cannot be answered becomes an error in its place.
-        """
+        """Expand prompts and encode all images together. An error stands for a request that cannot be answered."""
         prepared: list[PreparedRequest | EngineError] = []
         for request in requests:
             try:
@@ -269,12 +254,9 @@ class Decoder:
 
     @torch.inference_mode()
     def admit(self, prepared: Sequence[PreparedRequest]) -> list[PreparedRequest]:
-        """Prefill requests, sorted by length, and sample their first tokens; returns the requests that are finished
-        already."""
-        finished: list[PreparedRequest] = []
-        for batch in _batches(prepared, lambda item: len(item.prompt_ids)):
-            finished.extend(self._prefill(batch))
-        return finished
+        """Prefill requests, sorted by length, and sample their first tokens; returns those that this finishes."""
+        batches = _batches(prepared, lambda item: len(item.prompt_ids))
+        return [item for batch in batches for item in self._prefill(batch)]
 
     def _prefill(self, prepared: list[PreparedRequest]) -> list[PreparedRequest]:
         hidden, layers = self._forward([(item.prompt_ids, item.positions, item.features) for item in prepared])
@@ -299,8 +281,7 @@ class Decoder:
     def _forward(
         self, sequences: Sequence[tuple[np.ndarray, np.ndarray, list[ImageFeatures]]]
     ) -> tuple[Tensor, KeysValues]:
-        """Last hidden states [B, D] and keys and values of sequences: ids [L], positions int64 [3, L], features of
-        the images."""
+        """`TextModel.prefill` of sequences: ids [L], positions int64 [3, L], features of the images."""
         lengths = np.array([len(own) for own, _, _ in sequences])
         longest = int(lengths.max())
         ids = np.full((len(sequences), longest), self._codec.pad_token_id, dtype=np.int64)
@@ -317,18 +298,13 @@ class Decoder:
         )
 
     def change_version(self, version: int, *, recompute: bool) -> None:
-        """The weights in place have become those of `version`, and all running samples go on with them.
-
-        Keys and values stay those of the versions that computed them; with `recompute` they are computed anew.
-        """
+        """Go on with the weights of `version`, which are in place, and with `recompute` with their keys and values."""
         for state, produced in zip(self._rows.states, self._rows.produced.tolist(), strict=True):
             state.changes.append((produced, version))
             if (stream := state.prepared.stream) is not None:
                 stream.policy_version = version
-        if recompute:
-            self._recompute()
-
-    def _recompute(self) -> None:
+        if not recompute:
+            return
         rows = self._rows
         prepared = list({id(state.prepared): state.prepared for state in rows.states}.values())
         self._encode_images(prepared)
@@ -341,7 +317,7 @@ class Decoder:
 
     @torch.inference_mode()
     def drop_cancelled(self) -> list[PreparedRequest]:
-        """Retire the rows of cancelled requests without a step; returns the requests that are finished with that."""
+        """Retire the rows of cancelled requests without a step; returns the requests that this finishes."""
         gone = [row for row, state in enumerate(self._rows.states) if state.prepared.cancelled]
         return self._retire(dict.fromkeys(gone, StopReason.LENGTH)) if gone else []
 
@@ -378,17 +354,18 @@ class Decoder:
         choices = {row - first: left for row in special if (left := rows.states[row].choices) is not None}
         restrict_to_choices(logits, choices, self._codec.end_of_turn_id)
         self._restrict_by_past(logits, special, first)
-        temperature, top_p, top_k, min_p = (
-            getattr(rows, name)[new] for name in ("temperature", "top_p", "top_k", "min_p")
-        )
-        uniform = uniforms(rows.seeds[new], rows.produced[new].astype(np.uint64))
+
+        def moved(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(self._device)
+
+        top_p, top_k, min_p = rows.top_p[new], rows.top_k[new], rows.min_p[new]
         chosen = choose_tokens(
             logits,
-            torch.from_numpy(temperature).to(self._device),
-            torch.from_numpy(top_p).to(self._device) if (top_p < 1).any() else None,
-            torch.from_numpy(top_k).to(self._device) if (top_k > 0).any() else None,
-            torch.from_numpy(uniform).to(self._device),
-            torch.from_numpy(min_p).to(self._device) if (min_p > 0).any() else None,
+            moved(rows.temperature[new]),
+            moved(top_p) if (top_p < 1).any() else None,
+            moved(top_k) if (top_k > 0).any() else None,
+            moved(uniforms(rows.seeds[new], rows.produced[new].astype(np.uint64))),
+            moved(min_p) if (min_p > 0).any() else None,
         )
         tokens = chosen.tokens.cpu().numpy()
         index = np.arange(first, len(rows))
@@ -407,7 +384,7 @@ class Decoder:
         return self._retire(stops) if stops else []
 
     def _restrict_by_past(self, logits: Tensor, special: list[int], first: int) -> None:
-        """Penalties, and no end of turn before `min_tokens`, in the rows of logits [R, V] that ask for them."""
+        """Apply penalties, and forbid the end of turn before `min_tokens`, in the rows of logits [R, V] that ask."""
         rows = self._rows
         for row in special:
             item, produced = rows.states[row].prepared, int(rows.produced[row])
@@ -418,7 +395,6 @@ class Decoder:
                 penalise(logits, row - first, sampling, item.prompt_ids, rows.tokens[row, :produced])
 
     def _record_top_logprobs(self, special: list[int], chosen: Chosen, first: int) -> None:
-        """Store the most likely tokens for the rows whose requests ask for them."""
         states = self._rows.states
         asked = [row for row in special if states[row].prepared.request.sampling.top_logprobs]
         if asked:
@@ -435,12 +411,12 @@ class Decoder:
             sampling = state.prepared.request.sampling
             stop = sampling.stop
             if stop and last >= sampling.min_tokens and stops.get(row) is not StopReason.END_OF_TURN:
-                # Every token has at least one byte, so a stop string that ends here lies within this window. Three more
+                # A token has at least one byte, so a stop string that ends here lies within this window. Three more
                 # tokens keep a character whole whose bytes are separate tokens.
                 window = max(len(string.encode()) for string in stop) + 3
                 ids = rows.tokens[row, max(last + 1 - window, 0) : last + 1]
                 text = self._codec.decode(ids)
-                # One that was complete before `min_tokens` does not count: it must end within the last token.
+                # It must end within the last token: one that was complete before `min_tokens` does not count.
                 before = self._codec.decode(ids[:-1]).rstrip("\ufffd") if sampling.min_tokens else ""
                 if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
@@ -478,11 +454,4 @@ class Decoder:
 
 def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
     """The items, sorted by length, in batches of at most `PREFILL_TOKENS` padded tokens; a longer item comes alone."""
-    waiting = sorted(items, key=length)
-    while waiting:
-        most = max(PREFILL_TOKENS, length(waiting[0]))
-        size = 0
-        while size < len(waiting) and (size + 1) * length(waiting[size]) <= most:
-            size += 1
-        yield waiting[: max(size, 1)]
-        waiting = waiting[max(size, 1) :]
+    return in_batches(sorted(items, key=length), lambda batch, item: (len(batch) + 1) * length(item) <= PREFILL_TOKENS)

@@ -39,9 +39,8 @@ def penalise(
 ) -> None:
     """Change one row of logits [R, V] in place, in vLLM's order.
 
-    Repetition (CTRL, arXiv 1909.05858): logits of tokens in the prompt or the sample are divided by it where positive
-    and multiplied where negative. Frequency and presence (OpenAI): `frequency * count + presence` is subtracted from
-    those of the sample's tokens.
+    Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens in the prompt or the sample and multiplies
+    negative ones. Of those of the sample `frequency * count + presence` is subtracted (OpenAI).
     """
     ids, counts = np.unique(np.asarray(sampled, dtype=np.int64), return_counts=True)
     if sampling.repetition_penalty != 1:
@@ -58,8 +57,7 @@ def penalise(
 
 
 class Chosen(NamedTuple):
-    """One token per row: ids int64 [R], their log-probabilities float32 [R], and the log-distribution [R, V] that they
-    were drawn from."""
+    """One token per row [R], its log-probability float32 [R], and the log-distribution [R, V] that it is from."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -76,10 +74,9 @@ def choose_tokens(
 ) -> Chosen:
     """Choose one token per row.
 
-    logits float32 [R, V] with forbidden tokens at -inf; temperature float32 [R], 0 = greedy; top_p float32 [R] and
-    top_k int64 [R] (0 = off), min_p float32 [R] (0 = off) or None when no row uses them; uniform float64 [R] in [0, 1).
-    Log-probabilities are those of the distribution that the token was drawn from, min-p, top-k and top-p included; a
-    greedy token's is taken at temperature 1.
+    logits float32 [R, V] with forbidden tokens at -inf; temperature float32 [R], 0 = greedy; top_p float32 [R], top_k
+    int64 [R] (0 = off), min_p float32 [R] (0 = off), None when no row uses them; uniform float64 [R] in [0, 1). A
+    greedy token's log-probability is that at temperature 1.
     """
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
@@ -91,8 +88,7 @@ def choose_tokens(
         scaled = _restrict(scaled, top_p, top_k, greedy)
     logprobs = torch.log_softmax(scaled, dim=-1)
     num_greedy = int(greedy.sum())
-    # Of a row's running sum in float64, over a large vocabulary, greedy rows need nothing.
-    tokens = scaled.argmax(dim=-1) if num_greedy else _drawn(logprobs, uniform)
+    tokens = scaled.argmax(dim=-1) if num_greedy else _drawn(logprobs, uniform)  # greedy rows need no running sums
     if 0 < num_greedy < len(greedy):
         tokens = torch.where(greedy, tokens, _drawn(logprobs, uniform))
     return Chosen(tokens, logprobs.gather(1, tokens[:, None])[:, 0], logprobs)
@@ -100,8 +96,7 @@ def choose_tokens(
 
 def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Token ids int64 [R] at which the running sum of the probabilities [R, V] passes uniform [R]."""
-    # float64, so that a tail of many small probabilities is not lost in the running sum.
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)  # so that a tail of small ones is not lost
     total = cumulative[:, -1:].contiguous()
     drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
     # Rounding can put u·total on the total itself: stay on the last token that has any probability.
@@ -110,10 +105,7 @@ def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def most_likely(distribution: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
-    """Per row of a log-distribution [R, V], the `counts[r]` most likely tokens as (id, log-probability), best first.
-
-    Tokens without any probability are left out.
-    """
+    """Per row of a log-distribution [R, V] the `counts[r]` most likely tokens: (id, log-probability), best first."""
     values, ids = distribution.topk(min(max(counts), distribution.shape[1]), dim=-1)
     rows = zip(ids.tolist(), values.tolist(), counts, strict=True)
     return [
@@ -139,13 +131,13 @@ def _restrict(scaled: Tensor, top_p: Tensor | None, top_k: Tensor | None, greedy
     return scaled.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf"))
 
 
-# Key-value memory of the running rows of the transformers engine.
+# Keys and values of the running rows.
 
 _ALIGN = 8  # the attended window is a multiple of this, as CUDA's attention kernels require
 
 
 def reserved_tokens(rows: int, length: int) -> int:
-    """The most tokens that a cache has memory for once `rows` samples of up to `length` tokens run in it."""
+    """The most tokens that a cache has memory for while `rows` samples of up to `length` tokens run in it."""
     return KV_ROWS_PER_USED * rows * whole_blocks(length)
 
 
@@ -157,10 +149,8 @@ def whole_blocks(length: int) -> int:
 class RowCache:
     """One row of keys and values per running sample, each with its own length.
 
-    Tensors are [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use and stay packed: a finished row's place
-    is taken by the last one. What is taken at a time is at most KV_ROWS_PER_USED rows for each that is in use, of the
-    longest length since there was no row; an empty cache takes what its first rows need, and holds nothing once it is
-    empty again.
+    Tensors are [rows, heads, capacity, head_dim]; rows [0, num_rows) are in use. There is memory for at most
+    KV_ROWS_PER_USED rows for each of these, of the longest length since the cache was empty.
     """
 
     def __init__(self) -> None:
@@ -173,32 +163,28 @@ class RowCache:
 
     @property
     def length(self) -> int:
-        """Tokens that each row has memory for; 0 while the cache is empty."""
+        """Tokens that each row has memory for."""
         return self._keys[0].shape[2] if self._keys else 0
 
     def admit(self, layers: list[tuple[Tensor, Tensor]], source: Tensor, max_length: int) -> None:
-        """Copy prefilled keys and values into new rows.
-
-        layers: per layer keys and values [P, heads, L, head_dim]; source int64 [R]: the prefilled row of each new row;
-        max_length: the longest that any of the new rows can become.
-        """
-        first, length = self.num_rows, layers[0][0].shape[2]
-        self._reserve(layers, first + len(source), max(max_length, length))
+        """Copy prefilled keys and values, per layer [P, heads, L, head_dim], into new rows, which can become
+        `max_length` long; source int64 [R] is the prefilled row of each."""
+        new, length = slice(self.num_rows, self.num_rows + len(source)), layers[0][0].shape[2]
+        self._reserve(layers, new.stop, max(max_length, length))
         for k, (keys, values) in enumerate(layers):
-            self._keys[k][first : first + len(source), :, :length] = keys[source]
-            self._values[k][first : first + len(source), :, :length] = values[source]
-        self.num_rows = first + len(source)
+            self._keys[k][new, :, :length] = keys[source]
+            self._values[k][new, :, :length] = values[source]
+        self.num_rows = new.stop
 
     def replace(self, layers: list[tuple[Tensor, Tensor]], rows: Tensor) -> None:
-        """Overwrite the keys and values of rows int64 [B]: per layer [B, heads, L, head_dim], padded where a row
-        holds fewer."""
+        """Overwrite rows int64 [B] with per layer [B, heads, L, head_dim], padded where a row holds fewer."""
         length = layers[0][0].shape[2]
         for k, (keys, values) in enumerate(layers):
             self._keys[k][rows, :, :length] = keys
             self._values[k][rows, :, :length] = values
 
     def begin_step(self, lengths: Tensor, shortest: int, longest: int) -> None:
-        """Announce a decode step: row r writes its new key and value at position lengths[r]; int64 [rows]."""
+        """Prepare a decode step, in which row r writes its new key and value at position lengths[r]; int64 [rows]."""
         heads, capacity = self._keys[0].shape[1:3]
         rows = torch.arange(self.num_rows * heads, device=lengths.device)
         self._write_at = rows * capacity + lengths.repeat_interleave(heads)  # in keys seen as [rows * heads * capacity]
@@ -211,8 +197,8 @@ class RowCache:
         self._bias = bias.masked_fill_(~seen, float("-inf"))[:, None, None]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Store one new key and value per row [rows, heads, head_dim] and attend with queries [rows, query heads,
-        head_dim]; returns [rows, query heads * head_dim]."""
+        """Store a key and value per row [rows, heads, head_dim] and attend with queries [rows, query heads, head_dim];
+        returns [rows, query heads * head_dim]."""
         rows, _, size = keys.shape
         for tensor, new in ((self._keys[layer], keys), (self._values[layer], values)):
             tensor.view(-1, size).index_copy_(0, self._write_at, new.reshape(-1, size))
@@ -244,11 +230,9 @@ class RowCache:
         have_rows, have_length = self._keys[0].shape[0], self._keys[0].shape[2]
         if rows <= have_rows and length <= have_length:
             return
-        # Doubling the rows keeps the copying linear in the number of admissions. Where only the length grows, rows that
-        # a larger batch left behind are given up: they would become longer, too.
-        if rows > have_rows:
+        if rows > have_rows:  # doubled, so that the copying is linear in the number of admissions
             new_rows = max(rows, KV_ROWS_PER_USED * have_rows)
-        else:
+        else:  # spare rows of a larger batch would become longer, too: they are given up
             new_rows = min(have_rows, KV_ROWS_PER_USED * rows)
         new_length = max(length, have_length)
         for tensors in (self._keys, self._values):
@@ -258,19 +242,16 @@ class RowCache:
                 tensors[k] = grown
 
 
-# Calls of the transformers engine, which pass from the callers' event loops to the engine's thread and back.
+# Calls and requests, which pass from the callers' event loops to the engine's thread and back.
 
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
-    """One call of `generate` or `stream`: its requests, and the future of all answers.
-
-    Compared by identity: two calls may ask the same.
-    """
+    """One call of `generate`, with the future of its answers, or of `stream`."""
 
     requests: list[GenerationRequest]
     future: Future[list[Completion]] = field(default_factory=Future)
-    stream: TokenStream | None = None  # set by `stream`, which does not use the future
+    stream: TokenStream | None = None
     admitted: int = 0  # requests that have begun
     prepared: list[PreparedRequest] = field(default_factory=list)  # these, in order
     unanswered: int = field(init=False)
@@ -295,11 +276,6 @@ class EngineCall:
             self.future.set_exception(error)
 
 
-# The state of the running samples: arrays with one entry per row, in the order of the key-value cache.
-
-_VECTORS = ("length", "position", "produced", "limit", "seeds", "temperature", "top_p", "top_k", "min_p")
-
-
 @dataclass(slots=True, eq=False)
 class PreparedRequest:
     """A request in the decoder: its expanded prompt, the samples that are finished, and its answer."""
@@ -318,18 +294,15 @@ class PreparedRequest:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for it any more."""
         return self.call is not None and self.call.over
 
     @property
     def stream(self) -> TokenStream | None:
-        """Where its tokens go as they come."""
         return None if self.call is None else self.call.stream
 
     @property
     def plain(self) -> bool:
-        """Whether a step has nothing to do for its rows beyond the next token: no rule that depends on earlier
-        tokens, and no stream."""
+        """Whether a step only chooses the next token of its rows."""
         sampling = self.request.sampling
         looks_back = (
             sampling.stop or sampling.choices or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
@@ -339,29 +312,22 @@ class PreparedRequest:
 
 @dataclass(slots=True, eq=False)
 class RowState:
-    """The part of a row that is not in arrays: its request and sample number, how its choices go on, its top
-    log-probabilities, and (tokens before, version) of each change of the weights under it.
-    """
+    """The part of a row that is not in arrays."""
 
     prepared: PreparedRequest
-    number: int
+    number: int  # of the sample
     choices: Choices | None
     plain: bool  # see PreparedRequest
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    changes: list[tuple[int, int]] = field(default_factory=list)
+    changes: list[tuple[int, int]] = field(default_factory=list)  # of the weights: tokens before, and version
 
-    def pieces(self, produced: int) -> tuple[tuple[int, int], ...]:
-        """(tokens, version) of each version that sampled some of the `produced` tokens; empty if it was one all the
-        time."""
-        if not self.changes:
-            return ()
-        ends = [before for before, _ in self.changes] + [produced]
-        starts = [(0, self.prepared.version), *self.changes]
-        return tuple((end - start, version) for (start, version), end in zip(starts, ends, strict=True))
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_ARRAYS = (*_SAMPLING, "length", "position", "produced", "limit", "seeds", "tokens", "logprobs")
 
 
 class RowTable:
-    """The rows. All arrays have one entry per row."""
+    """The state of the running samples: arrays with one entry per row, in the order of the cache."""
 
     def __init__(self) -> None:
         self.states: list[RowState] = []
@@ -389,50 +355,42 @@ class RowTable:
             for item, n in zip(prepared, copies, strict=True)
             for number in range(n)
         ]
-        new = {
-            "length": [len(item.prompt_ids) for item in prepared],
-            "position": [int(item.positions.max()) + 1 for item in prepared],
-            "produced": [0] * len(prepared),
-            "limit": [params.max_new_tokens for params in sampling],
-        }
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            new[name] = [getattr(params, name) for params in sampling]
+        new = {name: [getattr(params, name) for params in sampling] for name in _SAMPLING}
+        new["length"] = [len(item.prompt_ids) for item in prepared]
+        new["position"] = [int(item.positions.max()) + 1 for item in prepared]
+        new["produced"] = [0] * len(prepared)
+        new["limit"] = [params.max_new_tokens for params in sampling]
         for name, values in new.items():
             have = getattr(self, name)
             setattr(self, name, np.concatenate([have, np.repeat(np.array(values, dtype=have.dtype), copies)]))
         self.seeds = np.concatenate([self.seeds, *seeds])
-        width = max(int(self.limit.max()), self.tokens.shape[1])
-        self.tokens, self.logprobs = (self._grown(have, width) for have in (self.tokens, self.logprobs))
-
-    def _grown(self, have: np.ndarray, width: int) -> np.ndarray:
-        grown = np.zeros((len(self), width), dtype=have.dtype)
-        grown[: have.shape[0], : have.shape[1]] = have
-        return grown
+        rows, width = self.tokens.shape
+        more = (0, len(self) - rows), (0, max(int(self.limit.max()) - width, 0))
+        self.tokens, self.logprobs = np.pad(self.tokens, more), np.pad(self.logprobs, more)
 
     def sample(self, row: int, reason: StopReason) -> Sample:
-        """What a row has sampled."""
+        """What a row has sampled, in pieces (tokens, version) where its weights have changed."""
         produced, state = int(self.produced[row]), self.states[row]
         tokens, logprobs = self.tokens[row, :produced].copy(), self.logprobs[row, :produced].copy()
-        return Sample(tokens, logprobs, reason, tuple(state.top_logprobs), state.pieces(produced))
+        ends = [*(before for before, _ in state.changes), produced]
+        starts = [(0, state.prepared.version), *state.changes]
+        pieces = tuple((end - start, version) for (start, version), end in zip(starts, ends, strict=True))
+        return Sample(tokens, logprobs, reason, tuple(state.top_logprobs), pieces if state.changes else ())
 
     def cached(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [L] and positions int64 [3, L] of what a row's keys and values are of: all but the token sampled
-        last."""
+        """Ids int32 [L] and positions int64 [3, L] of the tokens whose keys and values a row has: all but the last."""
         prepared, said = self.states[row].prepared, self.tokens[row, : self.produced[row] - 1]
         first = int(prepared.positions.max()) + 1
         later = np.broadcast_to(np.arange(first, first + len(said)), (3, len(said)))
         return np.concatenate([prepared.prompt_ids, said]), np.concatenate([prepared.positions, later], axis=1)
 
     def remove(self, rows: set[int]) -> np.ndarray:
-        """Drop these rows; returns int64 [rows left]: the former row of each remaining one.
-
-        The last remaining rows take the places of removed ones, so that few rows are copied.
-        """
+        """Drop these rows, whose places the last ones take; returns int64 [rows left], the former row of each."""
         total = len(self)
         left = total - len(rows)
         keep = np.arange(left)
         keep[sorted(row for row in rows if row < left)] = [row for row in range(left, total) if row not in rows]
         self.states = [self.states[row] for row in keep]
-        for name in (*_VECTORS, "tokens", "logprobs"):
+        for name in _ARRAYS:
             setattr(self, name, getattr(self, name)[keep])
         return keep

@@ -1,10 +1,8 @@
-"""The transformers engine: continuous batching on a thread of its own, adapters merged into the weights, or whole ones
-exchanged.
+"""The transformers engine: continuous batching on a thread of its own.
 
-The running samples of one version of one policy form a batch, which is decoded together with the weights of that
-version in place. Batches take turns of a few decode steps, so a new version starts while samples of the older one
-finish, and a policy with long answers delays the others by its share. With in-flight updates running samples take the
-newer version, too.
+The running samples of one version of one policy form a batch, which is decoded with the weights of that version in
+place. Batches take turns of a few decode steps, so a new version starts while samples of the older one finish, and a
+policy with long answers delays the others by its share. With in-flight updates running samples take the newer version.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +42,8 @@ from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUp
 logger = logging.getLogger(__name__)
 
 _IDLE_BATCH = 8  # images encoded at once while idle; a call that arrives meanwhile waits for them
-_SMALLEST_LAYER = 2**15  # weights; for smaller layers no batch is large enough that the choice of the product would pay
-_MAX_UPCOMING_IMAGES = 1024  # images that wait to be encoded ahead of their requests
+_SMALLEST_LAYER = 2**15  # weights; in smaller layers no product is large enough for oneDNN
+_MAX_UPCOMING_IMAGES = 1024  # that wait to be encoded ahead of their requests
 _STEPS_PER_TURN = 8  # of a batch, before the next one's weights are put in place
 
 
@@ -62,23 +60,18 @@ class TransformersEngine:
     """Serves a model folder with transformers, to one policy or many.
 
     Args:
-        model: the model folder.
         dtype: of the weights. Adapters are merged into float32 weights and computed beside others, which would round
             small ones away.
-        device: "cpu" or "cuda".
         max_context: prompt plus new tokens of a sample.
         max_rows: samples of each policy that run at once.
-        max_kv_tokens: keys and values of so many tokens have memory, of all policies together; requests beyond it wait.
-            None: no limit.
-        lockstep: run each call as one batch that nobody joins, so that the batch, and with it every bit of the result,
+        max_kv_tokens: tokens, of all policies, whose keys and values have memory; requests beyond it wait.
+        lockstep: run each call as one batch that nobody joins, and each image alone, so that every bit of the result
             depends on the call alone.
         num_threads: torch threads of this process; None leaves torch's setting.
-        quantization: nf4 stores the language model's linear weights in four bits.
-        pixels: limits of an image's size in place of the processor's own.
         in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
         full: versions are all weights of the model, not adapters.
         merged_bytes: memory for weights with an adapter added; adapters beyond it are computed beside the weights.
-        image_cache_bytes, head_dtype, image_by_image: see `Backbone`.
+        image_cache_bytes, head_dtype: see `Backbone`.
     """
 
     def __init__(
@@ -98,7 +91,6 @@ class TransformersEngine:
         full: bool = False,
         image_cache_bytes: int = CACHE_BYTES,
         head_dtype: HeadDType = "model",
-        image_by_image: bool = False,
         merged_bytes: float = math.inf,
     ) -> None:
         quiet_libraries()
@@ -108,9 +100,9 @@ class TransformersEngine:
         text = load_text_side(model, pixels)
         loaded = load_model(model, dtype, device, quantization)
         suppressed = text.codec.suppressed_token_ids(text.vocab_size)
-        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype, image_by_image)
+        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype, lockstep)
         self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
-        self._tower_parts_done = 0  # attentions and MLPs of its blocks, of which a large photo has minutes on a CPU
+        self._tower_parts_done = 0  # attentions and MLPs of its blocks; a large photo takes minutes on a CPU
         for block in self.backbone.model.model.visual.blocks:
             for part in (block.attn, block.mlp):
                 part.register_forward_hook(self._count_tower_part)
@@ -140,16 +132,13 @@ class TransformersEngine:
 
     @property
     def version(self) -> int:
-        """The newest version that is loaded, of any policy."""
         return max((version.number for version in list(self._newest.values())), default=0)
 
     @property
     def dead(self) -> bool:
-        """Whether the engine's thread has ended without being told to."""
         return not (self._closed or self._thread.is_alive())
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Answer all requests, in order. Cancelling the call frees its rows at the next step."""
         if not requests:
             return []
         if len({(request.policy, request.min_version == BASE_MODEL) for request in requests}) > 1:
@@ -165,10 +154,6 @@ class TransformersEngine:
             raise
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
-        """Answer one request token by token, or a few at a time where the reader is slower than the engine.
-
-        Closing the iterator frees the request's rows at the next step.
-        """
         stream = TokenStream(request.sampling.n)
         call = self._enqueue([request], stream)
         try:
@@ -178,11 +163,9 @@ class TransformersEngine:
             self._drop(call)
 
     def encode_images(self, images: Sequence[EncodedImage]) -> None:
-        """Encode these images while the engine is idle; beyond a limit the oldest are dropped.
-
-        Not with lockstep, where the features would come from another batch than the call's own.
-        """
-        # With an adapted tower the next version would make them useless.
+        """Encode these images while the engine is idle; beyond a limit the oldest are dropped."""
+        # Not with lockstep, where the features would come from another batch than the call's own, nor with an adapted
+        # tower, whose next version would make them useless.
         if not (self._lockstep or any(map(self._has_own_tower, list(self._newest.values())))):
             with self._wake:
                 self._upcoming.extend(images)
@@ -190,7 +173,13 @@ class TransformersEngine:
 
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> EngineCall:
         for request in requests:
-            self._check_size(request)
+            samples, length, limit = request.sampling.n, self._decoder.longest(request), self._max_kv_tokens
+            if limit is not None and samples * whole_blocks(length) > limit:
+                raise RequestTooLargeError(
+                    f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the "
+                    f"{limit} tokens that this replica has memory for: ask for fewer samples or fewer tokens, or raise "
+                    "serving.max_kv_gib."
+                )
         call = EngineCall(list(requests), stream=stream)
         call.future.set_running_or_notify_cancel()  # a caller that is cancelled calls `_drop`
         with self._wake:
@@ -202,17 +191,7 @@ class TransformersEngine:
             self._wake.notify()
         return call
 
-    def _check_size(self, request: GenerationRequest) -> None:
-        samples, length, limit = request.sampling.n, self._decoder.longest(request), self._max_kv_tokens
-        if limit is not None and samples * whole_blocks(length) > limit:
-            raise RequestTooLargeError(
-                f"Request {request.request_id}: {samples} samples of up to {length} tokens are more than the {limit} "
-                "tokens that this replica has memory for: ask for fewer samples or fewer tokens, or raise "
-                "serving.max_kv_gib."
-            )
-
     def stats(self) -> EngineStats:
-        """Counts for metrics."""
         with self._wake:
             waiting = sum(r.sampling.n for call in self._waiting for r in call.requests[call.admitted :])
         counts, backbone = self._decoder.counts, self.backbone
@@ -222,7 +201,7 @@ class TransformersEngine:
             waiting=waiting,
             prompt_tokens=counts.prompt_tokens,
             generated_tokens=counts.generated_tokens,
-            progress=self._decoder.progress + backbone.vision_passes + self._tower_parts_done,
+            progress=self._decoder.progress + self._tower_parts_done,
             image_cache_hits=backbone.cache_hits,
             image_cache_misses=backbone.cache_misses,
             mean_batch=counts.step_rows / max(counts.steps, 1),
@@ -231,11 +210,7 @@ class TransformersEngine:
         )
 
     async def load_adapter(self, payload: WeightPayload) -> None:
-        """Prepare a version and serve it to every request that starts from now on.
-
-        An adapter is merged, and all weights are checked, while samples run, which finish with the version that they
-        started with unless there are in-flight updates. Switching to them only changes pointers.
-        """
+        """See Engine. A version is checked and merged while samples run; switching to it only changes pointers."""
         started = time.monotonic()
         if self._closed:
             raise EngineError("The engine is closed.")
@@ -256,12 +231,10 @@ class TransformersEngine:
         """Does nothing."""
 
     async def drop_policy(self, policy: str) -> None:
-        """Forget a policy; requests for its versions that come later are refused."""
         with self._wake:
             self._newest.pop(policy, None)
 
     async def close(self) -> None:
-        """Stop the thread; calls that wait get an EngineError."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -293,7 +266,7 @@ class TransformersEngine:
                 self._advance()
                 with self._wake:
                     streams = [call.stream for call in self._open if call.stream is not None]
-                notify(stream for stream in streams if stream.has_tokens)
+                notify(streams)
             except Exception as error:
                 self._fail(error)
         self._fail(EngineError("The engine is closed."))
@@ -338,7 +311,7 @@ class TransformersEngine:
             logger.debug("an image cannot be encoded: %s", error)  # the request with this image reports the error
 
     def _update_running(self) -> None:
-        """Running samples go on with the newest version of their policy; those of the base model stay with it."""
+        """Let running samples go on with the newest version of their policy; those of the base model stay with it."""
         for batch in self._batches:
             newest = self._newest.get(batch.policy)
             if batch.version is self._base or newest is None or newest is batch.version:
@@ -350,13 +323,13 @@ class TransformersEngine:
     def _admit(self) -> None:
         """Start waiting requests, the oldest first, while there is room for them.
 
-        A policy whose rows are all in use waits for itself alone. Where a request finds no memory none passes it, so
-        that large requests get in.
+        Requests of other policies pass one whose policy has all its rows in use. None passes a request that finds no
+        memory, so that large requests get in.
         """
         admitted: dict[RunningBatch, list[tuple[EngineCall, GenerationRequest]]] = defaultdict(list)
         refused: list[tuple[EngineCall, EngineError]] = []
         with self._wake:
-            sizes = {batch: (batch.decoder.num_rows, batch.decoder.row_length) for batch in self._batches}
+            sizes = {batch: (batch.decoder.num_rows, batch.decoder.row_length) for batch in self._batches}  # and length
             rows: Counter[str] = Counter()
             for batch in self._batches:
                 rows[batch.policy] += batch.decoder.num_rows
@@ -381,7 +354,8 @@ class TransformersEngine:
                         if rows[call.policy] and rows[call.policy] + request.sampling.n > self._max_rows:
                             full.add(call.policy)
                             break
-                        if rows.total() and not self._has_memory({**sizes, batch: size}):
+                        needed = sum(reserved_tokens(*each) for each in {**sizes, batch: size}.values())
+                        if rows.total() and self._max_kv_tokens is not None and needed > self._max_kv_tokens:
                             break
                     sizes[batch] = size
                     admitted[batch].append((call, request))
@@ -403,11 +377,6 @@ class TransformersEngine:
                 return batch
         self._batches.append(RunningBatch(policy, version, self._decoder.sibling()))
         return self._batches[-1]
-
-    def _has_memory(self, sizes: Mapping[RunningBatch, tuple[int, int]]) -> bool:
-        """Whether there is memory for the keys and values of batches of these numbers of rows and lengths."""
-        limit = self._max_kv_tokens
-        return limit is None or sum(reserved_tokens(*size) for size in sizes.values()) <= limit
 
     def _start(self, entries: Sequence[tuple[EngineCall, GenerationRequest]], batch: RunningBatch) -> None:
         """Prefill requests, each with its call, whose version is in place."""

@@ -1,26 +1,48 @@
 """The vLLM engine: vLLM's AsyncLLM on an event loop of its own, one LoRA adapter per policy version, or all weights.
 
 vLLM computes in a child process, the engine core. What this process does for it (prompts, images, stop strings) runs
-on a thread with its own event loop, so the caller's loop stays free and may be any loop.
+on a thread of its own, so the caller's loop stays free and may be any loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from rl_vlm.config import CommonConfig
-from rl_vlm.engines.base import EngineError, EngineStats, TokenStream
-from rl_vlm.engines.vllm_request import VLLMSampler
-from rl_vlm.engines.vllm_setup import Counts, engine_args, prepare_environment, start_llm
-from rl_vlm.engines.vllm_weights import AdapterVersions, FullVersions
+from rl_vlm.config.serving import VLLM_TEMPERATURES
+from rl_vlm.engines.base import (
+    EngineError,
+    EngineStats,
+    NewTokens,
+    TokenSequence,
+    TokenStream,
+    choice_tokens,
+    expand_prompt,
+    naming,
+    notify,
+)
+from rl_vlm.engines.vllm_request import read_tokens, vllm_params, vllm_prompt
+from rl_vlm.engines.vllm_setup import DEAD, Counts, engine_args, prepare_environment, start_llm
+from rl_vlm.engines.vllm_weights import AdapterVersions, FullVersions, Lease
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk
+from rl_vlm.types import (
+    Completion,
+    EncodedImage,
+    GenerationRequest,
+    InFlightUpdates,
+    Sample,
+    SampleChunk,
+    StopReason,
+)
 from rl_vlm.waiting import all_or_none
 
 T = TypeVar("T")
@@ -29,14 +51,22 @@ _SHUTDOWN_S = 2.0  # how long the engine core may take to end by itself
 _CLOSED = "The engine is closed."
 
 
+class Plan(NamedTuple):
+    """What all samples of a request have in common."""
+
+    request: GenerationRequest
+    expanded: np.ndarray  # the prompt int32 [P] with all placeholders
+    choices: tuple[TokenSequence, ...]
+    prompt: Mapping[str, Any]  # what vLLM is given
+    lease: Lease
+    stream: TokenStream | None
+
+
 class VLLMEngine:
     """Serves a model folder with vLLM. The weights are loaded when the constructor returns.
 
-    Args:
-        model: the model folder.
-        config: of the run; `model`, `serving` and what follows from them.
-        in_flight: running samples take a new version between two tokens, and keep or recompute their keys and values.
-            Those that began before the first adapter finish without one.
+    `in_flight`: running samples take a new version between two tokens, and keep or recompute their keys and values.
+    Those that began before the first adapter finish without one.
     """
 
     def __init__(self, model: Path, config: CommonConfig, in_flight: InFlightUpdates | None = None) -> None:
@@ -44,7 +74,7 @@ class VLLMEngine:
         prepare_environment(serving)
         quiet_libraries()
         self._text = load_text_side(model, config.model.pixels)
-        self._max_num_seqs = serving.vllm.max_num_seqs
+        self._max_num_seqs, self._max_context = serving.vllm.max_num_seqs, serving.max_context
         self._closed = False
         self._asleep = False
         self._swaps, self._last_swap_s = 0, 0.0
@@ -70,33 +100,25 @@ class VLLMEngine:
             reason = " ".join((str(error) or repr(error)).split())
             raise EngineError(f"vLLM did not start: {reason[:500]}") from error
         self._versions = (FullVersions if full else AdapterVersions)(self._llm, in_flight)
-        names = ("all" if full else "adapters") if in_flight else ""
-        self._sampler = VLLMSampler(self._llm, self._text, serving.max_context, self._counts, names)
 
     @property
     def version(self) -> int:
-        """The newest version that is loaded."""
         return self._versions.version
 
     @property
     def dead(self) -> bool:
-        """Whether vLLM's engine core has died, or holds weights of no version; only a new engine helps."""
+        """Whether vLLM's engine core has died, or holds weights of no version."""
         return bool(not self._closed and (self._llm.errored or self._versions.broken))
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Answer all requests, in order. Cancelling the call aborts them in vLLM.
+        """See Engine. vLLM does not report when it starts a request: `generate_s` includes the time in its queue."""
 
-        vLLM does not report when it starts a request: `generate_s` includes the time in its queue, `queue_s` is 0.
-        """
-        if not requests:
-            return []
-        return await self._call(self._generate(list(requests)))
+        async def answers() -> list[Completion]:
+            return await all_or_none([self._complete(request) for request in requests])
+
+        return await self._call(answers()) if requests else []
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
-        """Answer one request token by token, or a few at a time where the reader is slower than vLLM.
-
-        Closing the iterator aborts the request in vLLM.
-        """
         if self._closed:
             raise EngineError(_CLOSED)
         stream = TokenStream(request.sampling.n)
@@ -108,13 +130,11 @@ class VLLMEngine:
             work.cancel()
 
     async def load_adapter(self, payload: WeightPayload) -> None:
-        """Serve a version to every request that starts from now on and, with in-flight updates, to those that are
-        running."""
         started = time.monotonic()
 
         async def load() -> None:
-            # Not to be cut off by the caller's deadline: requests would stay paused, tokens be given the wrong version,
-            # or the weights be half of one.
+            # Must not end with the caller's deadline: requests would stay paused, tokens get the wrong version, or the
+            # weights be half of one.
             await asyncio.shield(self._alone(self._versions.load(payload)))
 
         await self._call(load())
@@ -122,20 +142,16 @@ class VLLMEngine:
         self._last_swap_s = time.monotonic() - started
 
     async def sleep(self) -> None:
-        """See Engine. Weights and adapters stay where they are; without a GPU the memory of keys and values does,
-        too."""
+        """See Engine. Weights stay where they are; without a GPU the memory of keys and values does, too."""
         await self._call(self._alone(self._sleep()))
 
     async def wake(self) -> None:
-        """See Engine."""
         await self._call(self._alone(self._wake()))
 
     async def drop_policy(self, policy: str) -> None:
-        """Forget a policy; its running requests finish."""
         await self._call(self._alone(self._versions.drop(policy)))
 
     def stats(self) -> EngineStats:
-        """Counts for metrics."""
         counts, unfinished = self._counts, self._llm.get_num_unfinished_requests()
         images = self._llm.renderer.mm_processor_cache
         hits, total = images.make_stats() if images is not None else (0, 0)
@@ -159,7 +175,6 @@ class VLLMEngine:
         """Does nothing: vLLM keeps no features between requests."""
 
     async def close(self) -> None:
-        """End vLLM and delete the adapters' files; calls that wait get an EngineError."""
         if self._closed:
             return
         self._closed = True
@@ -234,21 +249,33 @@ class VLLMEngine:
     async def _resume(self, took_memory: bool) -> None:
         await (self._llm.wake_up(["kv_cache"]) if took_memory else self._llm.resume_generation())
 
-    async def _generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        return await all_or_none([self._complete(request) for request in requests])
-
-    async def _complete(self, request: GenerationRequest) -> Completion:
+    async def _complete(self, request: GenerationRequest, stream: TokenStream | None = None) -> Completion:
+        """The answer; of a request with a stream, which gets all tokens, the last ones alone. Raises EngineError."""
         started = time.monotonic()
-        plan = await self._sampler.plan(request)
-        async with self._versions.lease(request) as (adapter, version):
+        name, sampling, codec = request.request_id, request.sampling, self._text.codec
+        ids = expand_prompt(request, self._text.images.count_tokens, codec.image_token_id, self._max_context)
+        lowest, highest = VLLM_TEMPERATURES
+        if sampling.temperature and not lowest <= sampling.temperature <= highest:
+            raise EngineError(
+                f"Request {name}: vLLM samples at temperature 0 or from {lowest} to {highest}, not at "
+                f"{sampling.temperature}."
+            )
+        with naming(request):  # text that cannot be written, or a damaged image
+            choices = choice_tokens(sampling, codec.encode_text, codec.decode)
+            prompt = await vllm_prompt(request)
+        self._counts.requests += 1
+        self._counts.prompt_tokens += len(ids)
+        async with self._versions.lease(request) as lease:
+            if stream is not None:
+                stream.policy_version = lease.version
+            plan = Plan(request, ids, choices, prompt, lease, stream)
             # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
-            numbers = range(request.sampling.n)
-            samples = await all_or_none([self._sampler.sample(plan, number, adapter) for number in numbers])
+            samples = await all_or_none([self._sample(plan, number) for number in range(sampling.n)])
         return Completion(
-            request_id=request.request_id,
-            prompt_ids=plan.expanded,
+            request_id=name,
+            prompt_ids=ids,
             samples=tuple(samples),
-            policy_version=min(first for sample in samples for _, first in sample.pieces or ((0, version),)),
+            policy_version=min(first for sample in samples for _, first in sample.pieces or ((0, lease.version),)),
             generate_s=time.monotonic() - started,
             policy=request.policy,
         )
@@ -256,12 +283,73 @@ class VLLMEngine:
     async def _feed(self, request: GenerationRequest, stream: TokenStream) -> None:
         """Put the request's tokens into the stream as they come, and its error if it has one."""
         try:
-            plan = await self._sampler.plan(request)
-            async with self._versions.lease(request) as (adapter, stream.policy_version):
-                numbers = range(request.sampling.n)
-                await all_or_none([self._sampler.sample(plan, number, adapter, stream) for number in numbers])
+            await self._complete(request, stream)
         except asyncio.CancelledError:
             stream.fail(EngineError(_CLOSED))  # other cancellations come from the reader, which has stopped reading
             raise
         except Exception as error:
             stream.fail(error if isinstance(error, EngineError) else EngineError(f"Generation failed: {error!r}."))
+
+    async def _sample(self, plan: Plan, number: int) -> Sample:
+        from vllm.exceptions import VLLMError
+
+        sampling, end = plan.request.sampling, self._text.codec.end_of_turn_id
+        params = vllm_params(sampling, number, end, plan.choices, pieces=plan.stream is not None)
+        try:
+            output = await self._run_request(plan, number, params)
+            if output.finish_reason == "error":
+                # The engine core had evicted an image that this process took for cached: now it is sent again.
+                output = await self._run_request(plan, number, params)
+        except (VLLMError, ValueError) as error:
+            reason = DEAD if self._llm.errored else f"vLLM could not answer ({error.__cause__ or error})."
+            raise EngineError(f"Request {plan.request.request_id}: {reason}") from error
+        new = read_tokens(output, sampling.top_logprobs)
+        return Sample(
+            np.array(new.token_ids, dtype=np.int32),
+            np.array(new.logprobs, dtype=np.float32),
+            self._stop_reason(plan, output, new),
+            tuple(new.top_logprobs),
+            tuple((s.end - s.start, int(s.version)) for s in output.weight_versions) if plan.lease.named else (),
+        )
+
+    async def _run_request(self, plan: Plan, number: int, params: Any) -> Any:
+        """One pass through vLLM; returns its last CompletionOutput."""
+        (engine_input,) = await self._llm.renderer.render_cmpl_async([dict(plan.prompt)])
+        name, last = f"{plan.request.request_id}/{number}", None
+        lora = plan.lease.adapter.request if plan.lease.adapter is not None else None
+        async with contextlib.aclosing(self._llm.generate(engine_input, params, name, lora_request=lora)) as results:
+            async for result in results:
+                if last is None:
+                    self._check_prompt(plan, result)
+                last = result.outputs[0]
+                if plan.stream is not None and last.finish_reason != "error":
+                    new = read_tokens(last, plan.request.sampling.top_logprobs)
+                    new.stop_reason = self._stop_reason(plan, last, new) if last.finish_reason else None
+                    if plan.lease.named:
+                        # Versions change while vLLM is paused, when the last token of the older one has been read.
+                        plan.stream.policy_version = self._counts.policy_version
+                    plan.stream.put(number, new)
+                    notify([plan.stream])
+        assert last is not None
+        return last
+
+    def _check_prompt(self, plan: Plan, result: Any) -> None:
+        if not np.array_equal(np.asarray(result.prompt_token_ids), plan.expanded):
+            raise EngineError(
+                f"Request {plan.request.request_id}: vLLM expanded the prompt to {len(result.prompt_token_ids)} "
+                f"tokens, the image processor's grids to {len(plan.expanded)}: is the model folder's processor config "
+                "its own?"
+            )
+        self._counts.prefix_queries += len(plan.expanded)
+        self._counts.prefix_hits += result.num_cached_tokens or 0
+
+    def _stop_reason(self, plan: Plan, output: Any, new: NewTokens) -> StopReason:
+        tokens = new.token_ids
+        if output.finish_reason not in ("stop", "length") or not tokens or len(tokens) != len(new.logprobs):
+            raise EngineError(
+                f"Request {plan.request.request_id}: vLLM ended a sample with {output.finish_reason!r}, {len(tokens)} "
+                f"tokens and {len(new.logprobs)} log-probabilities."
+            )
+        if tokens[-1] == self._text.codec.end_of_turn_id and not plan.request.sampling.ignore_eos:
+            return StopReason.END_OF_TURN
+        return StopReason.STOP if output.finish_reason == "stop" else StopReason.LENGTH

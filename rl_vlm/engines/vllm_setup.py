@@ -30,7 +30,7 @@ class Counts:
     steps: int = 0  # of the engine core that brought a token
     prefix_queries: int = 0
     prefix_hits: int = 0
-    policy_version: int = 0  # that sampled the tokens which came last; where vLLM names them
+    policy_version: int = 0  # of the last tokens, where vLLM names it
 
 
 def prepare_environment(serving: ServingSection) -> None:
@@ -56,13 +56,12 @@ def prepare_environment(serving: ServingSection) -> None:
 
 
 def _child_environment(num_threads: int) -> dict[str, str]:
-    """Environment variables for the engine core alone.
-
-    torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
-    """
-    ours = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
-    # vLLM repeats few batch sizes, so that oneDNN's own capacities pay, unlike those that a run sets for its learners.
-    ours |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
+    """Environment variables for the engine core alone."""
+    # vLLM repeats few batch sizes: oneDNN's own capacities pay here, unlike in a learner.
+    ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
+    if not torch.cuda.is_available():
+        # torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
+        ours |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
     return ours
 
 
@@ -98,8 +97,8 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         # Inside a Ray actor vLLM would otherwise choose Ray for several GPUs.
         distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
         enforce_eager=settings.enforce_eager or not on_gpu,
-        # A seeded request whose prefill is cut in two ends vLLM's engine core on a CPU: torch's CPU generator cannot be
-        # wound back. So prompts are never cut there, and the budget holds many of them with their images.
+        # On a CPU a seeded request whose prefill is cut in two ends vLLM's engine core. So prompts are never cut there,
+        # and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
         max_num_batched_tokens=settings.max_num_batched_tokens if on_gpu else max(16384, serving.max_context),
         enable_prefix_caching=True,
@@ -123,17 +122,14 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
 
 
 def _card_bytes() -> int:
-    """Memory of this process' GPU, as the driver says: torch would create a CUDA context, which stays in memory."""
+    """Memory of this process' GPU, as the driver says: torch would create a CUDA context, which stays."""
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory())
 
 
 def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
-    """An AsyncLLM; returns once its weights are loaded. Its steps and tokens are added to `counts`.
-
-    Call it on the thread that outlives the engine: the engine core ends with the thread that started it.
-    """
+    """An AsyncLLM that adds to `counts`. The engine core ends with the thread that calls this."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -143,15 +139,10 @@ def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
     executor = executor_class(args.tensor_parallel_size)
     with mock.patch.dict(os.environ, _child_environment(num_threads)):
         llm = AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
-    _count_steps(llm.engine_core, counts)
-    return llm
-
-
-def _count_steps(core: Any, counts: Counts) -> None:
-    """Count the engine core's steps: the AsyncLLM reports a sample only when it ends, which may take minutes."""
-    receive = core.get_output_async
+    receive = llm.engine_core.get_output_async
 
     async def receive_and_count() -> Any:
+        # The AsyncLLM reports a sample only when it ends, which may take minutes.
         step = await receive()
         counts.steps += 1
         counts.generated_tokens += sum(len(output.new_token_ids) for output in step.outputs)
@@ -159,4 +150,5 @@ def _count_steps(core: Any, counts: Counts) -> None:
             counts.policy_version = int(step.weight_version)
         return step
 
-    core.get_output_async = receive_and_count
+    llm.engine_core.get_output_async = receive_and_count  # type: ignore[method-assign]
+    return llm

@@ -13,12 +13,12 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
 from rl_vlm.engines.vllm_setup import DEAD
-from rl_vlm.models.weights import FullPayload, WeightPayload
-from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates, UserInputError
+from rl_vlm.models.weights import WeightPayload, require_full
+from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates
 
 _PREFIX = "rl-vlm-adapters-"
 _LEAST_MEMORY = 256 << 20  # bytes of /dev/shm: a Docker container has 64 MiB by default
@@ -27,46 +27,43 @@ _KEPT = 2  # the newest adapters of a policy stay although no request uses them
 
 @dataclass(eq=False)
 class Adapter:
-    """One loaded version of a policy; `request` is vLLM's LoRARequest. `delete` deletes its folder, as does the end of
-    the last reference."""
+    """One loaded version of a policy, whose folder is deleted by `delete` or with the last reference."""
 
     version: int
-    request: Any
+    request: Any  # vLLM's LoRARequest
 
     def __post_init__(self) -> None:
         self.delete = weakref.finalize(self, shutil.rmtree, self.request.lora_path, ignore_errors=True)
 
 
+class Lease(NamedTuple):
+    """What a request is sampled, or begins, with; held until it is finished."""
+
+    version: int
+    adapter: Adapter | None = None
+    named: bool = False  # vLLM names the version of each token, because it may change
+
+
 class Versions:
     """What both kinds of versions have in common: a folder, in /dev/shm where there is room, through which vLLM reads
-    them. To be used on the event loop that the AsyncLLM was made on.
-
-    Args:
-        llm: the AsyncLLM.
-        in_flight: see `rollout.in_flight_updates`.
-    """
+    them. To be used on the event loop of the AsyncLLM `llm`; `in_flight`: see `rollout.in_flight_updates`."""
 
     broken = ""  # why the weights may be those of no version; only a new engine helps
 
     def __init__(self, llm: Any, in_flight: InFlightUpdates | None) -> None:
         self._llm, self._in_flight = llm, in_flight
         self.root, lock = _claim_root()
-        self._release = weakref.finalize(self, _release_root, self.root, lock)  # also run when Python exits
-
-    def close(self) -> None:
-        """Delete the folder."""
-        self._release()
+        self.close = weakref.finalize(self, _release_root, self.root, lock)  # also run when Python exits
 
 
 class AdapterVersions(Versions):
     """LoRA adapters, several versions of several policies at a time.
 
-    Every version gets a new id, name and folder: vLLM keeps the old weights of an id that it knows, and its prefix
-    cache tells versions apart by their names and folders. vLLM reads a folder again when it has dropped an adapter that
-    a running request still needs, so a request holds the adapter that it is sampled with.
+    Every version gets a new id, name and folder: vLLM keeps the weights of an id that it knows, and its prefix cache
+    tells versions apart by names and folders. vLLM may read a folder again while a request with its adapter is running.
 
     With in-flight updates all versions have one id and one name: a version takes its predecessor's place under the
-    requests that are running, between two of vLLM's steps.
+    running requests, between two of vLLM's steps.
     """
 
     def __init__(self, llm: Any, in_flight: InFlightUpdates | None) -> None:
@@ -76,23 +73,20 @@ class AdapterVersions(Versions):
 
     @property
     def version(self) -> int:
-        """The highest version of any policy."""
         return max((adapters[-1].version for adapters in list(self._adapters.values())), default=0)
 
     @contextlib.asynccontextmanager
-    async def lease(self, request: GenerationRequest) -> AsyncIterator[tuple[Adapter | None, int]]:
-        """The adapter that a request is sampled with, or begins with, and its version: its policy's newest. Raises
-        EngineError."""
+    async def lease(self, request: GenerationRequest) -> AsyncIterator[Lease]:
+        """The newest version of the request's policy. Raises EngineError."""
         if request.min_version == BASE_MODEL:
-            yield None, BASE_MODEL
+            yield Lease(BASE_MODEL)
             return
         adapters = self._adapters.get(request.policy)
-        version = adapters[-1].version if adapters else 0
-        check_version(request, version)
-        yield adapters[-1] if adapters else None, version
+        check_version(request, adapters[-1].version if adapters else 0)
+        yield Lease(adapters[-1].version, adapters[-1], self._in_flight is not None) if adapters else Lease(0)
 
     async def load(self, payload: WeightPayload) -> None:
-        """Serve a version to every request that starts from now on. Raises EngineError."""
+        """See Engine.load_adapter. Raises EngineError."""
         adapter = await asyncio.to_thread(self._write, payload)
         try:
             if self._in_flight is None:
@@ -129,7 +123,7 @@ class AdapterVersions(Versions):
                 "may be."
             )
         number, self._next_id = self._next_id, self._next_id + 1
-        # The number too: a policy may be dropped, and its name and versions come again with other weights.
+        # With the number: a policy may be dropped, and its name and versions come again with other weights.
         name = f"{payload.policy}-v{payload.version}-{number}"
         with enough_room(self.root):
             folder = payload.write(self.root / str(number))
@@ -137,15 +131,14 @@ class AdapterVersions(Versions):
         return Adapter(payload.version, LoRARequest(name, slot, str(folder)))
 
     async def drop(self, policy: str) -> None:
-        """Forget a policy."""
         self._adapters.pop(policy, None)
 
 
 class FullVersions(Versions):
-    """All weights: one version for all requests.
+    """All weights: one version for all requests, whose bytes go through a file that the engine core maps.
 
-    A version waits until the requests that run are finished, and holds new ones back meanwhile. With in-flight updates
-    running samples take it between two tokens. Its bytes go through a file, which the engine core maps.
+    A version waits until running requests are finished, and holds new ones back meanwhile. With in-flight updates
+    running samples take it between two tokens.
     """
 
     def __init__(self, llm: Any, in_flight: InFlightUpdates | None) -> None:
@@ -157,16 +150,23 @@ class FullVersions(Versions):
         self._bound = 0  # requests that must end with the weights that they began with
 
     @contextlib.asynccontextmanager
-    async def lease(self, request: GenerationRequest) -> AsyncIterator[tuple[None, int]]:
-        """The version with which the request is sampled or, with in-flight updates, begins. Raises EngineError."""
+    async def lease(self, request: GenerationRequest) -> AsyncIterator[Lease]:
+        """The version that is loaded. Raises EngineError."""
         while not self._open.is_set():
             await self._open.wait()
-        self._check(request)
         asks_base = request.min_version == BASE_MODEL
+        if self.broken:
+            raise EngineError(self.broken)
+        if asks_base and self.version:
+            raise EngineError(
+                f"Request {request.request_id}: these replicas of vLLM hold version {self.version} of all weights and "
+                "no longer the base model: set serving.engine to transformers, which keeps both."
+            )
+        check_version(request, self.version)
         bound = asks_base or self._in_flight is None
         self._bind(int(bound))
         try:
-            yield None, BASE_MODEL if asks_base else self.version
+            yield Lease(BASE_MODEL if asks_base else self.version, named=not bound)
         finally:
             self._bind(-int(bound))
 
@@ -174,18 +174,8 @@ class FullVersions(Versions):
         self._bound += difference
         (self._idle.clear if self._bound else self._idle.set)()
 
-    def _check(self, request: GenerationRequest) -> None:
-        if self.broken:
-            raise EngineError(self.broken)
-        if request.min_version == BASE_MODEL and self.version:
-            raise EngineError(
-                f"Request {request.request_id}: these replicas of vLLM hold version {self.version} of all weights and "
-                "no longer the base model: set serving.engine to transformers, which keeps both."
-            )
-        check_version(request, self.version)
-
     async def load(self, payload: WeightPayload) -> None:
-        """Serve a version to every request that starts from now on. Raises EngineError."""
+        """See Engine.load_adapter. Raises EngineError."""
         file, llm = await asyncio.to_thread(self._write, payload), self._llm
         self._open.clear()
         try:
@@ -209,15 +199,10 @@ class FullVersions(Versions):
             self._open.set()
 
     def _write(self, payload: WeightPayload) -> Path:
-        if not isinstance(payload, FullPayload):
-            raise UserInputError(
-                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to "
-                "lora."
-            )
         file = self.root / f"v{payload.version}.safetensors"
         try:
             with enough_room(self.root):
-                file.write_bytes(payload.verify().tensors)
+                file.write_bytes(require_full(payload).verify().tensors)
         except BaseException:
             file.unlink(missing_ok=True)  # a part of it would keep the memory that the next attempt needs
             raise

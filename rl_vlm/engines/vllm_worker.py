@@ -1,8 +1,5 @@
-"""Code that runs inside vLLM's own processes: the token mask, new weights, and their end together with the process that
-owns the engine.
-
-vLLM imports this module by name in its engine core and worker processes.
-"""
+"""Code that runs inside vLLM's own processes, which import this module by name: the token mask, new weights, and their
+end together with the process that owns the engine."""
 
 from __future__ import annotations
 
@@ -28,9 +25,8 @@ _PR_SET_PDEATHSIG = 1
 class TokenMask(LogitsProcessor, RunnerV2LogitsProcessor):
     """Sets the logits of the suppressed tokens to -inf for every request, before temperature, top-k and top-p.
 
-    It is one indexed write for the whole batch, whatever the number of requests; vLLM's own `bad_words`, `logit_bias`
-    and `allowed_token_ids` keep lists per request and stop at 128 to 1024 entries. vLLM has two model runners (V2 where
-    Triton runs, else V1) with two interfaces for processors; this class is both.
+    vLLM's own `bad_words`, `logit_bias` and `allowed_token_ids` keep lists per request, of at most 128 to 1024 entries.
+    This class has the interfaces of both of vLLM's model runners (V2 where Triton runs, else V1).
     """
 
     def __init__(self, vllm_config: Any, *_: Any) -> None:
@@ -44,11 +40,10 @@ class TokenMask(LogitsProcessor, RunnerV2LogitsProcessor):
         return logits.index_fill_(1, self._ids, float("-inf"))
 
     def is_argmax_invariant(self) -> bool:
-        """Runner V1 skips invariant processors for greedy requests; this one changes what is greedy."""
-        return False
+        return False  # else runner V1 would skip it for greedy requests
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Does nothing: the mask is the same for every batch."""
+        """The mask is the same for every batch."""
 
 
 class FullWeightsWorker:
@@ -61,12 +56,8 @@ class FullWeightsWorker:
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_full_weights(self, path: str) -> None:
-        """Replace all weights by those of a safetensors file, which is mapped, not read.
-
-        The steps are those of vLLM's own weight transfer (`start_weight_update`, `receive_weights`,
-        `finish_weight_update` in vllm/distributed/weight_transfer/ipc_engine.py). Raises ValueError where the file
-        lacks a parameter.
-        """
+        """Replace all weights by those of a safetensors file, which is mapped, in the steps of vLLM's own weight
+        transfer (vllm/distributed/weight_transfer/ipc_engine.py). Raises ValueError where it lacks a parameter."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -83,19 +74,15 @@ class FullWeightsWorker:
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:
-    """On a CPU vLLM 0.32 packs a layer's weights when it is loaded. A head that is tied to the embedding is not loaded
-    by itself, and would go on with what it had packed of the older weights.
-    """
+    """On a CPU vLLM 0.32 packs a layer's weights when it loads the layer. A head that is tied to the embedding is not
+    loaded by itself, and would keep what was packed of the older weights."""
     for module in model.modules():
         if "cpu_linear" in vars(module) and getattr(module, "weight", torch.empty(0)).numel():
             module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends, and so also when its process is killed.
-
-    vLLM's engine core would outlive a killed replica, and hold its memory.
-    """
+    """Let Linux kill this process with the thread that started it: it would outlive a killed replica."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,19 +92,18 @@ def die_with_parent() -> None:
 
 
 class BoundUniProcExecutor(UniProcExecutor):
-    """The executor of one device. Unpickling it imports this module, and so runs its last lines, in the engine core."""
+    """Unpickling it imports this module, and so runs its last lines, in the engine core."""
 
 
 class BoundMultiprocExecutor(MultiprocExecutor):
-    """The executor of several devices; its workers end with the engine core by themselves."""
+    """The same for several devices; its workers end with the engine core by themselves."""
 
 
 def executor_class(tensor_parallel_size: int) -> type[Executor]:
-    """The executor class for this many devices."""
     return BoundUniProcExecutor if tensor_parallel_size == 1 else BoundMultiprocExecutor
 
 
-# The executor's class is among what the engine core unpickles before it does anything. Were this done when the executor
-# is made, an engine core whose owner is killed while it starts would wait five minutes for it.
+# At import, not when the executor is made: else an engine core whose owner is killed while it starts would wait five
+# minutes for it.
 if multiprocessing.current_process().name.startswith("EngineCore"):
     die_with_parent()

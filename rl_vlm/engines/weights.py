@@ -1,7 +1,4 @@
-"""The weights of the transformers engine: the base model's, those with an adapter, or a version of all weights.
-
-Each switches at once between versions that are prepared.
-"""
+"""The weights of the transformers engine, which switches at once between versions that are prepared."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,8 +20,7 @@ from rl_vlm.models.lora import (
     lora_factors,
     merged_weights,
 )
-from rl_vlm.models.weights import DOWN, PREFIX, FullPayload, WeightPayload, check_fits
-from rl_vlm.types import UserInputError
+from rl_vlm.models.weights import DOWN, PREFIX, WeightPayload, check_fits, require_full
 
 Formed = Mapping[str, Any]  # prepared: merged weights or LoRA factors by module name, or all weights by their own names
 
@@ -48,13 +45,10 @@ class Merged(dict[str, Tensor]):
 
 
 class AdapterWeights:
-    """Adapters are added to the weights while the sums fit into `max_merged_bytes`, and computed beside the weights
-    beyond.
+    """Adds adapters to the weights while the sums fit into `max_merged_bytes`, and computes others beside the weights.
 
-    Decoding with a sum costs the same as without an adapter, and the weights are stored once more for each sum. A
-    policy that found no room is merged again with its next version, once an earlier sum is not referred to any more.
-    Weights of few bits take no sums: added to four-bit numbers most of an adapter would be rounded away, and of a young
-    one, whose sum is less than 1/256 of a weight, all of it in bfloat16.
+    Decoding with a sum costs the same as without an adapter, and stores the weights once more. Weights of few bits take
+    no sums: rounding would remove most of an adapter, and in bfloat16 all of a young one.
 
     One thread forms while another uses.
     """
@@ -70,8 +64,7 @@ class AdapterWeights:
         self._hooks: list[RemovableHandle] = []
 
     def form(self, payload: WeightPayload) -> Formed:
-        """Prepare a version while samples run: sums in float32, rounded to the model's precision; `Factors` where there
-        is no room. Raises UserInputError for one that does not fit the model."""
+        """Prepare a version: sums, or `Factors` where there is no room. Raises UserInputError where it does not fit."""
         names = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in payload.state() if name.endswith(DOWN)]
         sizes = [self._base[name].nbytes for sum_ in [names, *self._sums] for name in sum_ if name in self._base]
         if sum(sizes) > self._max_merged_bytes:
@@ -84,38 +77,31 @@ class AdapterWeights:
         return merged
 
     def use(self, formed: Formed | None) -> None:
-        """Compute with a prepared version, or with the base model: put the sums in place, or hook the layers that the
-        adapter changes. A hook costs time even where it adds nothing."""
+        """Compute with a prepared version, or with the base model."""
         merged = formed if isinstance(formed, Merged) else Merged()
         for name in self._in_place.keys() | merged.keys():
             self._linears[name].weight.data = merged.get(name, self._base[name])
         self._in_place = merged
         for hook in self._hooks:
             hook.remove()
-        factors = formed if isinstance(formed, Factors) else Factors()
-        self._hooks = [self._linears[name].register_forward_hook(self._hook(one)) for name, one in factors.items()]
+        factors = formed if isinstance(formed, Factors) else Factors()  # a hook costs time even where it adds nothing
+        self._hooks = [
+            self._linears[name].register_forward_hook(partial(_add_beside, one)) for name, one in factors.items()
+        ]
 
     def changes_tower(self, formed: Formed | None) -> bool:
         """Whether a version has a vision tower of its own: then features of images depend on it."""
         return formed is not None and changes_tower(formed)
 
-    @staticmethod
-    def _hook(factors: LoraFactors) -> Any:
-        down, up, scale = factors
 
-        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            # In float32 and rounded once, as the learner's LoRA layers (peft's) compute.
-            return (output + inputs[0].float() @ down.T @ up.T * scale).to(output.dtype)
-
-        return add
+def _add_beside(factors: LoraFactors, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    # In float32 and rounded once, as the learner's LoRA layers (peft's) compute.
+    return (output + inputs[0].float() @ factors.down.T @ factors.up.T * factors.scale).to(output.dtype)
 
 
 class FullWeights:
-    """Every version brings all weights (`model.train: full`).
-
-    On a CPU the model computes with the payload's bytes where they lie: those that Ray holds in shared memory are then
-    there once for all replicas of a node, and nothing is copied.
-    """
+    """Every version brings all weights (`model.train: full`). On a CPU the model computes with the payload's own bytes:
+    those in Ray's shared memory serve all replicas of a node."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = dict(model.named_parameters())  # tied ones once
@@ -123,23 +109,16 @@ class FullWeights:
 
     def form(self, payload: WeightPayload) -> Formed:
         """All weights, in the model's precision and on its device."""
-        if not isinstance(payload, FullPayload):
-            raise UserInputError(
-                f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to "
-                "lora."
-            )
-        state = payload.state()
+        state = require_full(payload).state()
         check_fits(state, self._base, f"Weight version {payload.version}")
         return {name: tensor.to(self._base[name]) for name, tensor in state.items()}
 
     def use(self, formed: Formed | None) -> None:
-        """Put the tensors in place."""
         weights = self._base if formed is None else formed
         for name, parameter in self._own.items():
             parameter.data = weights[name]
 
     def changes_tower(self, formed: Formed | None) -> bool:
-        """Every version has a vision tower of its own."""
         return formed is not None
 
 

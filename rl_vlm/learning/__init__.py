@@ -1,2 +1,1 @@
-"""What is learned from groups: advantage estimators, losses, plans, packed batches, the update, strategies of learner
-groups."""
+"""Updates: advantage estimators, losses, plans, packed batches, optimiser steps of learner groups."""

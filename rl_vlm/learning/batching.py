@@ -1,8 +1,8 @@
 """Packs trajectories into the micro-batches of one optimiser step.
 
-The samples of a group share their prompt. A packed row holds that prompt once, followed by the group's continuations;
-the attention mask lets each continuation see the prompt and itself only. The result equals one row per sample, at a
-fraction of the work when prompts (images!) are long and answers are short.
+A packed row holds the prompt of a group once, followed by the group's continuations, each of which attends to the
+prompt and itself only. The result equals one row per sample, at a fraction of the work when prompts (images!) are long
+and answers are short.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ import numpy as np
 from rl_vlm.chat import mrope_positions
 from rl_vlm.learning.estimators import turn_lengths
 from rl_vlm.models.images import ImageProcessorSpec
+from rl_vlm.numerics import in_batches
 from rl_vlm.types import EncodedImage, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor  # the driver packs nothing and need not import torch
 
-# Under a dense mask a packed row pays attention over its whole length: it is packed while that costs at most this much
-# more than separate rows. Segments pay for what is seen, so tokens that are computed once instead of G times may be
-# weighed against query-key pairs: per unit of the model's width one token costs as much as so many pairs. (A layer
-# computes about 24 D² for a token and 4 D for a pair; a pair takes about three times as long for its arithmetic, as
-# measured.)
-_MAX_ATTENTION_OVERHEAD = 1.0
+    from rl_vlm.models.loading import TextSide
+
+# A packed row under a dense mask computes attention over its whole length, squared: at most this many times that of
+# separate rows.
+_MAX_ATTENTION = 2.0
+# By segments only what is seen is computed. One token costs as much as so many query-key pairs per unit of the model's
+# width: a layer takes about 24 D² for a token and 4 D for a pair, which is three times as slow for its arithmetic.
 _PAIRS_PER_WIDTH = 2
 _PREFIX, _PADDING = 0, -1
 
 
 @dataclass(slots=True)
 class Minibatch:
-    """What one learner adds to one optimiser step: groups of trajectories, and by trajectory id the weight of each
-    token's loss."""
+    """One learner's part of one optimiser step: groups, and the weight of each token's loss by trajectory id."""
 
     groups: list[list[Trajectory]]
     weights: dict[str, float]
@@ -43,42 +44,29 @@ class Minibatch:
 @dataclass(slots=True)
 class MicroBatch:
     """Padded arrays of one forward pass (B rows of L tokens, N sampled tokens), and what is known of these tokens
-    before the step.
-
-    segments int16 [B, L]: 0 prompt, 1.. the continuations, -1 padding. `row`, `column` int64 [N] locate the hidden
-    state that predicts `target` int64 [N]. behaviour float32 [N]: the engine's log-probabilities. `sample`, `turn`
-    int64 [N]: the trajectory of the micro-batch that a token belongs to, and its turn there; a trajectory is never
-    split. trajectory_ids: those of the trajectories, by their place. next_images: those of the micro-batch that is
-    computed after this one, to be read ahead. counts: False for a pass that is made only because the other learners
-    make one.
-
-    weight, advantage, returns float32 [N] (returns: NaN where the critic learns nothing, empty without a critic),
-    value_weight: of each token that has a return. old, reference, values float32 [N]: log-probabilities of the policy
-    and of the base model and the critic's values before the first step, None where they are not needed or not known
-    yet; probe: log-probabilities of a separate pass, which the first ratios are compared with.
-    """
+    before the step: float32 [N], None where it is not needed or not known yet. A trajectory is never split."""
 
     input_ids: np.ndarray
     position_ids: np.ndarray
-    segments: np.ndarray
+    segments: np.ndarray  # int16 [B, L]: 0 prompt, 1.. the continuations, -1 padding
     images: list[EncodedImage]
-    row: np.ndarray
+    row: np.ndarray  # with `column` int64 [N]: where the hidden state is that predicts `target`
     column: np.ndarray
-    target: np.ndarray
-    behaviour: np.ndarray
-    sample: np.ndarray
-    turn: np.ndarray
+    target: np.ndarray  # int64 [N]
+    behaviour: np.ndarray  # float32 [N]: the engine's log-probabilities
+    sample: np.ndarray  # int64 [N]: the trajectory, by its place in `trajectory_ids`
+    turn: np.ndarray  # int64 [N]: the turn of the trajectory
     trajectory_ids: list[str] = field(default_factory=list)
-    next_images: list[EncodedImage] = field(default_factory=list)
-    counts: bool = True
+    next_images: list[EncodedImage] = field(default_factory=list)  # of the following micro-batch, to be read ahead
+    counts: bool = True  # False for a pass that is made only because the other learners make one
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     advantage: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    returns: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    value_weight: float = 0.0
-    old: Tensor | None = None
-    reference: Tensor | None = None
-    values: Tensor | None = None
-    probe: Tensor | None = None
+    returns: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))  # NaN: the critic learns nothing
+    value_weight: float = 0.0  # of each token that has a return
+    old: Tensor | None = None  # log-probabilities of the policy before the first step
+    reference: Tensor | None = None  # and of the base model
+    values: Tensor | None = None  # and the critic's values
+    probe: Tensor | None = None  # log-probabilities of a separate pass, which the first ratios are compared with
 
     def split(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """An array [N] as the arrays of the trajectories, by id."""
@@ -95,47 +83,28 @@ class MicroBatch:
 
 
 class BatchBuilder:
-    """Packs minibatches for one model.
+    """Packs minibatches for the model of `text`.
 
     Args:
-        image_token_id, pad_token_id: token ids.
-        images: the image geometry.
-        max_tokens: padded tokens per micro-batch; a single longer row still goes alone.
+        max_tokens: padded tokens per micro-batch; a longer row goes alone.
         share_prompts: pack the samples of a group into one row where that pays.
-        width: of the language model, where attention can be computed by segments; 0: under a dense mask.
+        width: of the language model, where attention is computed by segments; 0: under a dense mask.
     """
 
-    def __init__(
-        self,
-        *,
-        image_token_id: int,
-        pad_token_id: int,
-        images: ImageProcessorSpec,
-        max_tokens: int,
-        share_prompts: bool = True,
-        width: int = 0,
-    ) -> None:
-        self._image_token_id = image_token_id
-        self._pad_token_id = pad_token_id
-        self._images = images
-        self._max_tokens = max_tokens
-        self._share_prompts = share_prompts
-        self._width = width
+    def __init__(self, text: TextSide, max_tokens: int, share_prompts: bool = True, width: int = 0) -> None:
+        self._image_token_id, self._pad_token_id = text.codec.image_token_id, text.codec.pad_token_id
+        self._images, self._max_tokens = text.images, max_tokens
+        self._share_prompts, self._width = share_prompts, width
 
     def build(self, groups: Sequence[Sequence[Trajectory]]) -> list[MicroBatch]:
         """Micro-batches in order of row length, without weights and advantages."""
         rows = [self._row(part) for group in groups for part in self._split(group)]
         rows.sort(key=lambda row: row.input_ids.shape[1])
-        batches: list[MicroBatch] = []
-        start = 0
-        while start < len(rows):
-            stop = start + 1
-            # Rows are sorted, so the next row's length is the padded length.
-            while stop < len(rows) and (stop - start + 1) * rows[stop].input_ids.shape[1] <= self._max_tokens:
-                stop += 1
-            batches.append(self._stack(rows[start:stop]))
-            start = stop
-        return batches
+
+        def fits(batch: list[MicroBatch], longer: MicroBatch) -> bool:
+            return (len(batch) + 1) * longer.input_ids.shape[1] <= self._max_tokens
+
+        return [self._stack(batch) for batch in in_batches(rows, fits)]
 
     def _split(self, group: Sequence[Trajectory]) -> list[Sequence[Trajectory]]:
         """The group as one row, or as one row per trajectory when packing does not pay or would be too long."""
@@ -151,7 +120,7 @@ class BatchBuilder:
     def _pays(self, packed: int, prefix: int, lengths: Sequence[int]) -> bool:
         """Whether a row of `packed` tokens costs less than rows of these `lengths`, which share the `prefix`."""
         squares = sum(length**2 for length in lengths)
-        if packed**2 <= (1 + _MAX_ATTENTION_OVERHEAD) * squares:
+        if packed**2 <= _MAX_ATTENTION * squares:
             return True
         pairs = prefix**2 // 2 + sum((length - prefix) * length for length in lengths)
         saved = sum(lengths) - packed
@@ -166,9 +135,8 @@ class BatchBuilder:
         end = 0
         for number, trajectory in enumerate(group):
             start = prefix if number else 0  # of what this trajectory adds to the row
-            rows = mrope_positions(
-                trajectory.token_ids, self._image_token_id, self._grids(trajectory), self._images.merge_size
-            )
+            grids = [self._images.grid_thw(image.width, image.height) for image in trajectory.images]
+            rows = mrope_positions(trajectory.token_ids, self._image_token_id, grids, self._images.merge_size)
             ids.append(trajectory.token_ids[start:])
             positions.append(rows[:, start:])
             segments.append(np.full(len(trajectory) - prefix, number + 1, dtype=np.int16))
@@ -206,9 +174,6 @@ class BatchBuilder:
         prompt = trajectory.token_ids[: _prompt_length(trajectory)]
         return count_images(prompt, trajectory.images, self._images, self._image_token_id)
 
-    def _grids(self, trajectory: Trajectory) -> list[tuple[int, int, int]]:
-        return [self._images.grid_thw(image.width, image.height) for image in trajectory.images]
-
     def _stack(self, rows: Sequence[MicroBatch]) -> MicroBatch:
         """Rows as one micro-batch, padded to the longest."""
         longest = max(row.input_ids.shape[1] for row in rows)
@@ -217,11 +182,8 @@ class BatchBuilder:
         segments = np.full((len(rows), longest), _PADDING, dtype=np.int16)
         for k, row in enumerate(rows):
             length = row.input_ids.shape[1]
-            ids[k, :length], positions[:, k, :length], segments[k, :length] = (
-                row.input_ids[0],
-                row.position_ids[:, 0],
-                row.segments[0],
-            )
+            ids[k, :length], segments[k, :length] = row.input_ids[0], row.segments[0]
+            positions[:, k, :length] = row.position_ids[:, 0]
         before = np.cumsum([0, *(len(row.trajectory_ids) for row in rows)])  # trajectories in the rows above
         return MicroBatch(
             input_ids=ids,
@@ -241,7 +203,7 @@ class BatchBuilder:
 def count_images(
     token_ids: np.ndarray, images: Sequence[EncodedImage], spec: ImageProcessorSpec, image_token_id: int
 ) -> int:
-    """How many of the images have all of their tokens in these ids, where they stand in their order."""
+    """How many of the images have all of their tokens in these ids."""
     ends = np.cumsum([spec.count_tokens(image.width, image.height) for image in images])
     return int(np.searchsorted(ends, int((token_ids == image_token_id).sum()), side="right"))
 

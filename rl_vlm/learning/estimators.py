@@ -1,13 +1,12 @@
 """Advantage estimators: complete groups in, one advantage per sampled token out. Users register more.
 
-Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory. What is known of trajectories are
-arrays by trajectory id.
+Shapes: G trajectories in a group, K turns and T sampled tokens in a trajectory; arrays are by trajectory id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -28,10 +27,7 @@ class Rescaling:
 
 @dataclass(frozen=True, slots=True)
 class ReturnScale:
-    """Running mean and mean square of returns, exponentially weighted and without the bias of the start.
-
-    Part of the driver's checkpoint. With `weight` 0 nothing has been seen: mean 0, standard deviation 1.
-    """
+    """Running mean and mean square of returns, exponentially weighted and without the bias of the start."""
 
     mean_sum: float = 0.0
     square_sum: float = 0.0
@@ -42,7 +38,6 @@ class ReturnScale:
 
     @property
     def mean(self) -> float:
-        """The mean return."""
         return self.mean_sum / self.weight if self.weight else 0.0
 
     @property
@@ -53,23 +48,18 @@ class ReturnScale:
         return max(max(self.square_sum / self.weight - self.mean**2, 0.0) ** 0.5, self._LEAST_STD)
 
     def observe(self, returns: np.ndarray) -> ReturnScale:
-        """With the finite ones of another iteration's returns."""
+        """With the finite returns of another iteration."""
         seen = returns[np.isfinite(returns)].astype(np.float64)
         if not len(seen):
             return self
-        keep = self._DECAY
-        return replace(
-            self,
-            mean_sum=keep * self.mean_sum + (1 - keep) * float(seen.mean()),
-            square_sum=keep * self.square_sum + (1 - keep) * float((seen**2).mean()),
-            weight=keep * self.weight + (1 - keep),
-        )
+        keep, add = self._DECAY, 1 - self._DECAY
+        mean, square = float(seen.mean()), float((seen**2).mean())
+        before = (self.mean_sum, self.square_sum, self.weight)
+        return ReturnScale(*(keep * old + add * new for old, new in zip(before, (mean, square, 1.0), strict=True)))
 
     def rescaling_to(self, new: ReturnScale) -> Rescaling:
-        """How values that are normalised by this scale are normalised by a new one.
-
-        A critic that has seen no return says 0, which is to mean the mean return whatever that is.
-        """
+        """The change of normalisation to a new scale. Without returns so far a value of 0 meant the mean return,
+        whatever that is, and stays."""
         if not self.weight:
             return Rescaling()
         return Rescaling(self.std / new.std, (self.mean - new.mean) / new.std)
@@ -97,21 +87,15 @@ def turn_lengths(trajectory: Trajectory) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """The whole batch, as estimators see it.
-
-    turn_rewards: float64 [K] per trajectory; the environment's, unless a control has permuted them. token_rewards:
-    float32 [T], what is added to the reward of a token (a KL penalty). values: float32 [T], the critic's value of the
-    state before each sampled token. Both are empty where there is no penalty, or no critic.
-    """
+    """The whole batch, as estimators see it."""
 
     groups: Sequence[TrajectoryGroup]
-    turn_rewards: Arrays
-    token_rewards: Arrays = field(default_factory=dict)
-    values: Arrays = field(default_factory=dict)
+    turn_rewards: Arrays  # float64 [K]
+    token_rewards: Arrays = field(default_factory=dict)  # float32 [T], added to a token's reward; empty: no KL penalty
+    values: Arrays = field(default_factory=dict)  # float32 [T], the critic's, of the state before each sampled token
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Those of all groups."""
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def rewards_of_tokens(self, trajectory: Trajectory) -> np.ndarray:
@@ -122,21 +106,19 @@ class Experience:
     @property
     def rewards(self) -> list[np.ndarray]:
         """The sum of a trajectory's rewards, those per token included: float64 [G] per group."""
-        return [
-            np.array(
-                [self.turn_rewards[t.trajectory_id].sum() + self.rewards_of_tokens(t).sum() for t in group.trajectories]
-            )
-            for group in self.groups
-        ]
+
+        def total(one: Trajectory) -> float:
+            return self.turn_rewards[one.trajectory_id].sum() + self.rewards_of_tokens(one).sum()
+
+        return [np.array(list(map(total, group.trajectories))) for group in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """advantages: float32 [T]. returns: float32 [T], what the critic learns to predict before each token, NaN where
-    nothing; empty without a critic."""
+    """What the policy and the critic learn from."""
 
-    advantages: Arrays
-    returns: Arrays = field(default_factory=dict)
+    advantages: Arrays  # float32 [T]
+    returns: Arrays = field(default_factory=dict)  # float32 [T], NaN where nothing is learned; empty without a critic
 
 
 AdvantageEstimator = Callable[[Experience, AlgorithmSection], Estimate]
@@ -151,13 +133,10 @@ def group_advantages(
     """Advantages float64 [G] of one group: reward minus the group's mean.
 
     "std" divides by the unbiased standard deviation plus `eps` (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1);
-    "none" does not (Dr. GRPO: arXiv 2503.20783). Rewards that are equal but for rounding give exactly zero, and so does
-    a group of one.
+    "none" does not (Dr. GRPO: arXiv 2503.20783).
     """
     rewards = np.asarray(rewards, dtype=np.float64)
-    if are_equal(rewards):
-        # The floating-point mean of equal numbers need not be that number, and rounding divided by its deviation would
-        # be a signal.
+    if are_equal(rewards):  # but for rounding, which divided by its own deviation would be a signal
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if normalization == "std":
@@ -186,11 +165,8 @@ def leave_one_out(experience: Experience, settings: AlgorithmSection) -> Estimat
 
 @register_estimator("reinforce_pp")
 def whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """REINFORCE++ (arXiv 2501.03262): the return of each token, normalised over all tokens of the batch.
-
-    The undiscounted sum of the rewards from the token on. A turn is paid at its last token; a KL penalty is part of
-    `token_rewards`. No group's mean is subtracted.
-    """
+    """REINFORCE++ (arXiv 2501.03262): the undiscounted return from each token on, normalised over all tokens of the
+    batch. A turn is rewarded at its last token."""
     returns: Arrays = {}
     for trajectory in experience.trajectories:
         rewards = experience.rewards_of_tokens(trajectory)
@@ -201,19 +177,16 @@ def whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
 
 @register_estimator("reinforce_pp_baseline")
 def group_mean_over_whole_batch(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """REINFORCE++ with a baseline (arXiv 2501.03262): minus the group's mean, then normalised over all tokens of the
-    batch."""
+    """REINFORCE++ with a baseline (arXiv 2501.03262): minus the group's mean, then normalised over all tokens."""
     centred = same_for_all_tokens(experience, [group_advantages(rewards, "none") for rewards in experience.rewards])
     return Estimate(_normalized(centred.advantages, settings.advantage_scale))
 
 
 @register_estimator("gigpo")
 def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """GiGPO (arXiv 2505.10978): beside whole trajectories, turns that began in the same state are compared.
-
-    The advantage of the whole trajectory in its group plus, with the weight `gigpo_step_weight`, that of each turn's
-    discounted return among all turns of the group with its state. An empty state is unknown and like no other.
-    """
+    """GiGPO (arXiv 2505.10978): the advantage of the trajectory in its group plus, with the weight `gigpo_step_weight`,
+    that of a turn's discounted return among all turns of the group that began in its state. An empty state is like no
+    other."""
 
     def relative(compared: np.ndarray) -> np.ndarray:
         return group_advantages(compared, settings.advantage_normalization, settings.advantage_scale)
@@ -241,15 +214,12 @@ def _turns_with_tokens(experience: Experience, trajectory: Trajectory) -> np.nda
 
 
 def _last_tokens(trajectory: Trajectory) -> np.ndarray:
-    """The place of each turn's last token among the sampled ones, int64 [K]."""
+    """Each turn's last token among the sampled ones, int64 [K]."""
     return np.cumsum(turn_lengths(trajectory)) - 1
 
 
 def _normalized(values: Arrays, scale: float, *, ddof: int = 0, eps: float = 1e-6) -> Arrays:
-    """(value - mean) / (standard deviation + eps) · scale over all tokens, float32.
-
-    Values that are equal but for rounding give exactly zero.
-    """
+    """(value - mean) / (standard deviation + eps) · scale over all tokens, float32; zeros for equal values."""
     every = flat(values)
     if are_equal(every):
         return {name: np.zeros(len(tokens), dtype=np.float32) for name, tokens in values.items()}
@@ -273,9 +243,8 @@ def same_for_all_tokens(experience: Experience, values: Sequence[np.ndarray]) ->
     )
 
 
-# GAE: generalised advantage estimation (arXiv 1506.02438) over tokens, over turns, or over tokens inside turns.
-#
-# An episode ends with its last turn, also where a limit cut it off: no value is added for what might have come.
+# GAE: generalised advantage estimation (arXiv 1506.02438) over tokens, over turns, or over tokens inside turns. An
+# episode ends with its last turn, also where a limit cut it off: no value is added for what might have come.
 
 Advantages = tuple[np.ndarray, np.ndarray]  # advantages and returns, float64 [T]; returns NaN where nothing is learned
 
@@ -284,8 +253,7 @@ Advantages = tuple[np.ndarray, np.ndarray]  # advantages and returns, float64 [T
 def generalized_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:
     """Advantages and returns of every sampled token from the critic's values; see `gae_level` for what a step is.
 
-    `advantage_normalization: std` makes mean 0 and standard deviation 1 over all tokens of the batch, as PPO's
-    implementations do.
+    `advantage_normalization: std` is over all tokens of the batch, as in PPO's implementations.
     """
     if not experience.values:
         raise EstimatorError("algorithm.estimator gae needs a critic: set algorithm.name to ppo.")

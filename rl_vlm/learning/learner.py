@@ -17,7 +17,6 @@ from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import make_strategy
 from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average, scale_lr
 from rl_vlm.models.devices import give_back, learner_device, limit_memory
-from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import continued, span
 
@@ -28,21 +27,16 @@ Snapshot = tuple[WeightPayload, Tensors, Tensors, torch.Tensor]
 
 
 class VLMModule(TorchRLModule):
-    """RLlib's view of the policy: its state is what is trained, the adapter's tensors or all weights."""
+    """RLlib's view of the policy. `model_config` holds `model` (a ModelReference) and `run_config`."""
 
     def setup(self) -> None:
-        """Load the model; RLlib calls this once, in the learner's process.
-
-        `model_config` holds `model` and `run_config`.
-        """
+        """Load the model; RLlib calls this once, in the learner's process."""
         settings: dict[str, Any] = self.model_config  # type: ignore[assignment]
         run: PolicyConfig = settings["run_config"]
         torch.set_num_threads(run.learner.num_threads)
-        # Decided here, because the driver may sit on a machine without a GPU.
-        device = learner_device(run)
+        device = learner_device(run)  # decided here, because the driver may sit on a machine without a GPU
         limit_memory(run, device)
-        model: ModelReference = settings["model"]
-        self.policy = PolicyModel(model.on_this_node(), run, device)
+        self.policy = PolicyModel(settings["model"].on_this_node(), run, device)
         self.vlm = self.policy.model  # registered as a submodule, so that RLlib finds the parameters
         if self.policy.critic is not None:
             self.value_head = self.policy.critic.head
@@ -56,17 +50,15 @@ class VLMModule(TorchRLModule):
         self.policy.trained.load({name: torch.as_tensor(array) for name, array in state.items()})
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Not used: the learner computes log-probabilities of packed micro-batches (see update.py)."""
         raise TypeError("VLMModule samples through Ray Serve; it has no forward pass over RLlib batches.")
 
 
 class VLMLearner(TorchLearner):
-    """Trains one VLMModule, its LoRA weights or all, on packed minibatches of trajectory groups."""
+    """Trains one VLMModule on packed minibatches of trajectory groups."""
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
-        """One AdamW over the trained weights and the critic, registered with RLlib under the policy's learning rate."""
-        module = self.module[module_id]
-        optimizer = make_optimizer(module.policy, self._run)
+        """One optimiser of what is trained and the critic, registered with RLlib."""
+        optimizer = make_optimizer(self.module[module_id].policy, self._run)
         self.register_optimizer(
             module_id=module_id,
             optimizer=optimizer,
@@ -78,40 +70,28 @@ class VLMLearner(TorchLearner):
     def _run(self) -> PolicyConfig:
         return self.config.run_config  # type: ignore[no-any-return]
 
-    @property
-    def vlm(self) -> VLMModule:
-        """The module."""
-        return self.module[DEFAULT_MODULE_ID]  # type: ignore[no-any-return]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimiser."""
-        return self.get_optimizer(DEFAULT_MODULE_ID)  # type: ignore[no-any-return]
-
     def build(self) -> None:
         """Build the module and the updater."""
         load_plugins(self._run.plugins)
         super().build()
-        self.updater = PolicyUpdater(self.vlm.policy, self._run)
-        self._strategy = make_strategy(self._run.learner, self.vlm.policy, self.optimizer)
-        self._published_dtype = self._run.published_dtype
-        averaged = self.vlm.policy.trained.weights() if self._run.learner.ema_decay else {}
+        self.policy: PolicyModel = self.module[DEFAULT_MODULE_ID].policy
+        self.updater = PolicyUpdater(self.policy, self._run)
+        self.optimizer: torch.optim.Optimizer = self.get_optimizer(DEFAULT_MODULE_ID)
+        self._strategy = make_strategy(self._run.learner, self.policy, self.optimizer)
+        averaged = self.policy.trained.weights() if self._run.learner.ema_decay else {}
         self._average = {name: tensor.detach().clone() for name, tensor in averaged.items()}
 
     def _map_module_to_device(self, module: Any) -> None:
         """The policy is loaded where it belongs; layers that will be sharded are in host memory until then."""
 
     def _make_modules_ddp_if_necessary(self) -> None:
-        """No DDP: the strategy adds the gradients, once per step, whatever the number of micro-batches."""
+        """No DDP: the strategy adds the gradients, once per step."""
 
     def compute_loss_for_module(self, **_: Any) -> torch.Tensor:
-        """RLlib wants this method; `update` goes through packed micro-batches (update.py) instead of RLlib's
-        batches."""
         raise RuntimeError("PolicyUpdater computes the loss: RLlib's own update loop never runs.")
 
     def update(self, training_data: TrainingData | None = None, **_: Any) -> UpdateResult | Scores:  # type: ignore[override]
-        """One update from an `UpdateBatch`, or the scores that a `ScoreBatch` asks for (the only "episode" of
-        `training_data`)."""
+        """One update, or scores: the only "episode" of `training_data` is an `UpdateBatch` or a `ScoreBatch`."""
         assert training_data is not None
         training_data.validate()
         training_data.solve_refs()
@@ -131,36 +111,32 @@ class VLMLearner(TorchLearner):
                     with span("optimizer_step", micro_batches=len(micro_batches)):
                         taken = self.updater.step(self._strategy, micro_batches, norm, result.stats, batch.learn_policy)
                     if taken and decay is not None and batch.learn_policy:
-                        move_average(self._average, self.vlm.policy.trained.weights(), decay)
+                        move_average(self._average, self.policy.trained.weights(), decay)
             if self._learner_index in (None, 0):
-                result.adapter = self._strategy.gather_adapter(batch.version, self._published_dtype)
+                result.adapter = self.policy.payload(batch.version, dtype=self._run.published_dtype)
         give_back(self._run)
         return result
 
-    def adapter(self, version: int) -> WeightPayload:
-        """The adapter as it is."""
-        return self._strategy.gather_adapter(version)
-
     def averaged_adapter(self, version: int) -> WeightPayload:
         """The average of the weights under `learner.ema_decay`."""
-        return self.vlm.policy.payload(version, self._average)
+        return self.policy.payload(version, self._average)
 
     def snapshot(self, version: int) -> Snapshot:
         """What a checkpoint holds of a learner, for `restore`."""
-        critic = self.vlm.policy.critic
+        critic = self.policy.critic
         extras = {f"critic.{name}": tensor for name, tensor in (critic.state() if critic else {}).items()}
         extras |= {f"average.{name}": tensor.cpu().clone() for name, tensor in self._average.items()}
-        return self._strategy.gather_adapter(version), self._strategy.state(), extras, torch.get_rng_state()
+        return self.policy.payload(version), self._strategy.state(), extras, torch.get_rng_state()
 
     @torch.no_grad()
     def restore(self, weights: WeightPayload, moments: Tensors, extras: Tensors, random: torch.Tensor) -> None:
         """Load what `snapshot` returned."""
-        self.vlm.policy.load(weights)
+        self.policy.load(weights)
         self._strategy.restore(moments)
-        if self.vlm.policy.critic is not None:
-            self.vlm.policy.critic.restore(_under("critic.", extras))
+        if self.policy.critic is not None:
+            self.policy.critic.restore(_under("critic.", extras))
         # A run that goes on with an average it did not have begins it at the present weights.
-        averages = _under("average.", extras) or self.vlm.policy.trained.weights()
+        averages = _under("average.", extras) or self.policy.trained.weights()
         for name, average in self._average.items():
             average.copy_(averages[name])
         torch.set_rng_state(random)

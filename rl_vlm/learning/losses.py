@@ -5,7 +5,7 @@ Shapes: N sampled tokens of one micro-batch, flattened. A micro-batch holds whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -27,33 +27,22 @@ def mismatch_weights(
     """The weight float32 [N] of each token's loss, without a gradient, and which tokens are masked, bool [N].
 
     `sample` int64 [N] is the trajectory of each token. `settings.mismatch`: "truncate" caps the ratio at `tis_cap`;
-    "mask" keeps the ratio within the bounds and puts 0 outside (IcePop, arXiv 2510.18855); "sequence_mask" puts 0 on
-    all tokens of a trajectory whose geometric mean of ratios is outside and caps the others' at `tis_cap`; "none" gives
-    ones.
+    "mask" keeps the ratio within the bounds and puts 0 outside (IcePop, arXiv 2510.18855); "sequence_mask" caps it, and
+    puts 0 on trajectories whose geometric mean of ratios is outside; "none" gives ones.
     """
-    nothing = torch.zeros_like(old, dtype=torch.bool)
-    if settings.mismatch == "none":
-        return torch.ones_like(old), nothing
-    if settings.mismatch == "truncate":
-        return truncated_importance_weights(old, behaviour, settings.tis_cap), nothing
-    gap = (old - behaviour).detach()
-    low, high = settings.mismatch_bounds
+    gap, cap = (old - behaviour).detach(), settings.tis_cap
+    masked = torch.zeros_like(old, dtype=torch.bool)
+    if settings.mismatch in ("mask", "sequence_mask"):
+        low, high = settings.mismatch_bounds
+        compared = (gap if settings.mismatch == "mask" else sample_means(gap, sample)).exp()
+        masked = (compared < low) | (compared > high)
     if settings.mismatch == "mask":
-        weights = compared = gap.exp()
+        weights = gap.exp()
+    elif settings.mismatch == "none" or cap is None:
+        weights = torch.ones_like(old)
     else:
-        weights, compared = (
-            truncated_importance_weights(old, behaviour, settings.tis_cap),
-            sample_means(gap, sample).exp(),
-        )
-    masked = (compared < low) | (compared > high)
+        weights = gap.exp().clamp(max=cap)
     return weights.masked_fill(masked, 0.0), masked
-
-
-def truncated_importance_weights(old: Tensor, behaviour: Tensor, cap: float | None) -> Tensor:
-    """min(exp(old - behaviour), cap) per token, without a gradient; all ones when `cap` is None."""
-    if cap is None:
-        return torch.ones_like(old)
-    return (old - behaviour).exp().clamp(max=cap).detach()
 
 
 def sample_means(values: Tensor, sample: Tensor) -> Tensor:
@@ -65,19 +54,14 @@ def sample_means(values: Tensor, sample: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """What a loss sees of N sampled tokens.
+    """What a loss sees of N sampled tokens: float32 [N], `sample` and `turn` int64 [N]."""
 
-    new, old, behaviour: float32 [N], log-probabilities under the policy that learns, the policy before the first step
-    of this update, and the engine that sampled. advantage: float32 [N]. sample, turn: int64 [N], which trajectory of
-    the micro-batch (from 0) and which turn of it (from 0) a token belongs to.
-    """
-
-    new: Tensor
-    old: Tensor
-    behaviour: Tensor
+    new: Tensor  # log-probabilities under the policy that learns,
+    old: Tensor  # under the policy before the first step of this update,
+    behaviour: Tensor  # and under the engine that sampled
     advantage: Tensor
-    sample: Tensor
-    turn: Tensor
+    sample: Tensor  # the trajectory of the micro-batch
+    turn: Tensor  # and its turn, both counted from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +108,9 @@ def sequence_surrogate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTe
     """
     change = tokens.new - tokens.old
     mean = sample_means(change.detach(), tokens.sample)
-    # mean + change - change.detach() is written in this order so that the first ratio is exactly 1.
-    return clipped_surrogate(
-        TokenBatch(
-            mean + (change - change.detach()),
-            torch.zeros_like(change),
-            tokens.behaviour,
-            tokens.advantage,
-            tokens.sample,
-            tokens.turn,
-        ),
-        settings,
-    )
+    # In this order the first ratio is exactly 1.
+    new = mean + (change - change.detach())
+    return clipped_surrogate(replace(tokens, new=new, old=torch.zeros_like(change)), settings)
 
 
 @register_loss("cispo")
@@ -153,8 +128,7 @@ def clipped_importance_weight(tokens: TokenBatch, settings: AlgorithmSection) ->
 def soft_gate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTerms:
     """-(4/τ)·σ(τ(r - 1))·A, a gate whose slope is 1 at r = 1 and falls off smoothly on both sides.
 
-    Soft Adaptive Policy Optimization (arXiv 2511.20347); τ is `sapo_tau_pos` for A > 0, else
-    `sapo_tau_neg`. Nothing is clipped.
+    SAPO (arXiv 2511.20347); τ is `sapo_tau_pos` for A > 0, else `sapo_tau_neg`. Nothing is clipped.
     """
     ratio = (tokens.new - tokens.old).exp()
     tau = torch.where(tokens.advantage > 0, settings.sapo_tau_pos, settings.sapo_tau_neg)
@@ -165,7 +139,7 @@ def soft_gate(tokens: TokenBatch, settings: AlgorithmSection) -> LossTerms:
 def kl_estimate(new: Tensor, reference: Tensor, estimator: Literal["k2", "k3"]) -> Tensor:
     """Per-token estimate of KL(new || reference) from samples of `new` (Schulman, 2020, "Approximating KL divergence").
 
-    k1 is missing on purpose: on-policy, the expected gradient of `new - reference` as a loss term is zero.
+    There is no k1: on-policy, the expected gradient of `new - reference` as a loss term is zero.
     """
     difference = reference - new
     if estimator == "k2":
@@ -177,8 +151,6 @@ def kl_estimate(new: Tensor, reference: Tensor, estimator: Literal["k2", "k3"]) 
 
 # What is wanted of the entropies: nothing, their values, or values with a gradient.
 Entropy: TypeAlias = Literal["none", "value", "gradient"]
-# Up to this many logits at once torch differentiates by itself, which is as fast.
-_KEEP_LOGITS = 1 << 22
 
 
 class Tile(NamedTuple):
@@ -186,9 +158,6 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-
-
-_TILES = {device: Tile(*tile) for device, tile in HEAD_TILES.items()}
 
 
 def token_logprobs(
@@ -205,28 +174,9 @@ def token_logprobs(
 
     The token mask and the temperature are the engine's. `tile`: None takes what suits the device.
     """
-    if tile is None and hidden.shape[0] * backbone.token_bias.shape[0] <= _KEEP_LOGITS:
-        return _direct(backbone, hidden, targets, temperature, entropy)
-    head = _Head(
-        backbone.wide_head,
-        backbone.token_bias,
-        temperature,
-        tile or _TILES.get(hidden.device.type, _TILES["cuda"]),
-    )
+    tile = tile or Tile(*HEAD_TILES["cpu" if hidden.device.type == "cpu" else "cuda"])
+    head = _Head(backbone.wide_head, backbone.token_bias, temperature, tile)
     return _TokenLogprobs.apply(hidden, backbone.lm_head.weight, targets, head, entropy)  # type: ignore[no-any-return]
-
-
-def _direct(
-    backbone: Any, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy
-) -> tuple[Tensor, Tensor | None]:
-    logprobs = torch.log_softmax(backbone.logits(hidden) / temperature, dim=-1)
-    chosen = logprobs.gather(1, targets[:, None])[:, 0]
-    if entropy == "none":
-        return chosen, None
-    # Suppressed tokens have probability 0 and log-probability -inf; they add nothing to the entropy. The bound keeps
-    # 0 · -inf out of the value, and is small enough that the gradient's 0 · bound cannot overflow either.
-    source = logprobs if entropy == "gradient" else logprobs.detach()
-    return chosen, -(source.exp() * source.clamp(min=-1e4)).sum(dim=-1)
 
 
 class _Head(NamedTuple):
@@ -238,12 +188,10 @@ class _Head(NamedTuple):
     tile: Tile
 
     def rows(self, count: int) -> Iterator[slice]:
-        for start in range(0, count, self.tile.rows):
-            yield slice(start, min(start + self.tile.rows, count))
+        return (slice(start, start + self.tile.rows) for start in range(0, count, self.tile.rows))
 
     def columns(self) -> Iterator[slice]:
-        for start in range(0, len(self.bias), self.tile.columns):
-            yield slice(start, min(start + self.tile.columns, len(self.bias)))
+        return (slice(start, start + self.tile.columns) for start in range(0, len(self.bias), self.tile.columns))
 
     def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
         """[rows, columns], not shared with anything."""
@@ -262,65 +210,46 @@ class _Head(NamedTuple):
         return linear(masses.to(weight.dtype), weight[columns].t())
 
 
-class _Sums:
-    """Running sums over the vocabulary for some rows: z are the logits, t their maximum so far, w the head's weights.
+def _over_vocabulary(
+    hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head, with_slope: bool, entropy: Entropy
+) -> list[Tensor]:
+    """For some rows: the target's logit, log Σ e^z, the entropy where it is wanted, and `with_slope` the derivatives
+    [rows, D] of log-probability and entropy.
 
-    mass Σ e^(z-t); moment Σ e^(z-t) (z-t); mean Σ e^(z-t) w; tilt Σ e^(z-t) (z-t) w. A new maximum rescales them all.
+    Sums over the vocabulary with the largest logit t so far, as online softmax has them (arXiv 1805.02867): mass
+    Σ e^(z-t), moment Σ e^(z-t) (z-t), mean Σ e^(z-t) w, tilt Σ e^(z-t) (z-t) w. A larger t rescales them all.
     """
-
-    def __init__(self, hidden: Tensor, targets: Tensor, kind: torch.dtype, slope: bool, entropy: Entropy) -> None:
-        self._hidden, self._targets = hidden, targets
-        zeros = hidden.new_zeros(len(hidden), dtype=kind)
-        # Finite, so that a tile of suppressed tokens alone gives no inf - inf.
-        self._top = torch.full_like(zeros, -1e30)
-        self._mass = zeros
-        self.chosen = zeros.clone()  # the target's logit
-        self._moment = None if entropy == "none" else zeros.clone()
-        self._mean = hidden.new_zeros(hidden.shape, dtype=kind) if slope else None
-        self._tilt = torch.zeros_like(self._mean) if self._mean is not None and entropy == "gradient" else None
-
-    def add(self, head: _Head, weight: Tensor, columns: slice) -> None:
-        """Take one tile of the vocabulary in."""
-        logits = head.logits(self._hidden, weight, columns)
-        place, inside = _within(self._targets, columns)
-        self.chosen = torch.where(inside, logits.gather(1, place)[:, 0], self.chosen)
-        top = torch.maximum(self._top, logits.amax(1))
-        fall = self._top - top
+    measured, tilted = entropy != "none", with_slope and entropy == "gradient"
+    kind = torch.promote_types(hidden.dtype, torch.float32)
+    mass = hidden.new_zeros(len(hidden), dtype=kind)
+    top = torch.full_like(mass, -1e30)  # finite, so that a tile of suppressed tokens alone gives no inf - inf
+    chosen, moment = mass.clone(), mass.clone()
+    mean, tilt = (hidden.new_zeros(hidden.shape if wanted else 0, dtype=kind) for wanted in (with_slope, tilted))
+    for columns in head.columns():
+        logits = head.logits(hidden, weight, columns)
+        place, inside = _within(targets, columns)
+        chosen = torch.where(inside, logits.gather(1, place)[:, 0], chosen)
+        before, top = top, torch.maximum(top, logits.amax(1))
+        fall = before - top
         factor = fall.exp()
         logits.sub_(top[:, None])
-        weighted = None
-        if self._moment is None:
-            masses = logits.exp_()
-        else:
-            masses = logits.exp()
+        masses = logits.exp() if measured else logits.exp_()
+        if measured:
             weighted = logits.clamp_(min=-1e4).mul_(masses)  # 0 · -inf of a suppressed token is 0 here
-            self._moment = factor * (self._moment + fall * self._mass) + weighted.sum(1)
-        if self._tilt is not None and self._mean is not None and weighted is not None:
-            self._tilt.add_(fall[:, None] * self._mean).mul_(factor[:, None]).add_(head.back(weighted, weight, columns))
-        if self._mean is not None:
-            self._mean.mul_(factor[:, None]).add_(head.back(masses, weight, columns))
-        self._mass = factor * self._mass + masses.sum(1)
-        self._top = top
-
-    def log_sum(self) -> Tensor:
-        """log Σ e^z [rows]."""
-        return self._top + self._mass.log()
-
-    def entropy(self) -> Tensor:
-        """[rows]."""
-        assert self._moment is not None
-        return self._mass.log() - self._moment / self._mass
-
-    def slope(self, weight: Tensor, temperature: float) -> Tensor:
-        """d logp / dh [rows, D]."""
-        assert self._mean is not None
-        return (weight[self._targets] - self._mean / self._mass[:, None]) / temperature
-
-    def entropy_slope(self, temperature: float) -> Tensor:
-        """dH / dh [rows, D]."""
-        assert self._tilt is not None and self._mean is not None
-        level = self.entropy() - self._mass.log()
-        return (self._tilt + level[:, None] * self._mean) / (-temperature * self._mass[:, None])
+            moment = factor * (moment + fall * mass) + weighted.sum(1)
+            if tilted:
+                tilt.add_(fall[:, None] * mean).mul_(factor[:, None]).add_(head.back(weighted, weight, columns))
+        if with_slope:
+            mean.mul_(factor[:, None]).add_(head.back(masses, weight, columns))
+        mass = factor * mass + masses.sum(1)
+    found = [chosen, top + mass.log()]
+    if measured:
+        found.append(mass.log() - moment / mass)
+    if with_slope:
+        found.append((weight[targets] - mean / mass[:, None]) / head.temperature)
+    if tilted:
+        found.append((tilt - (moment / mass)[:, None] * mean) / (-head.temperature * mass[:, None]))
+    return found
 
 
 def _within(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -335,34 +264,20 @@ class _TokenLogprobs(torch.autograd.Function):
 
         d logp / dh = (w_target - Σ p_v w_v) / T        dH / dh = -Σ p_v (log p_v + H) w_v / T
 
-    So the forward pass adds it up while it has the logits, with a running maximum as online softmax does (arXiv
-    1805.02867), and the backward pass only scales: two products instead of three. Weights that are trained take a
-    third: the backward pass recomputes a tile's logits and makes of them, in place, softmax minus one-hot, scaled.
+    So the forward pass adds it up while it has the logits, and the backward pass only scales: two products instead of
+    three. Weights that are trained take a third: the backward pass recomputes a tile's logits and makes of them, in
+    place, softmax minus one-hot, scaled.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
-        kind = torch.promote_types(hidden.dtype, torch.float32)
-        with_slope = ctx.needs_input_grad[0]
-        parts: list[tuple[Tensor, ...]] = []
-        for rows in head.rows(len(hidden)):
-            sums = _Sums(hidden[rows], targets[rows], kind, with_slope, entropy)
-            for columns in head.columns():
-                sums.add(head, weight, columns)
-            found = [sums.chosen, sums.log_sum()]
-            if entropy != "none":
-                found.append(sums.entropy())
-            if with_slope:
-                found.append(sums.slope(weight, head.temperature))
-                if entropy == "gradient":
-                    found.append(sums.entropy_slope(head.temperature))
-            parts.append(tuple(found))
-        whole = [torch.cat(part) for part in zip(*parts, strict=True)]
-        chosen, log_sum = whole[:2]
-        entropies = None if entropy == "none" else whole[2]
-        slopes = whole[2 if entropies is None else 3 :]
+        slope = ctx.needs_input_grad[0]
+        rows = head.rows(len(hidden))
+        parts = [_over_vocabulary(hidden[part], weight, targets[part], head, slope, entropy) for part in rows]
+        chosen, log_sum, *slopes = (torch.cat(part) for part in zip(*parts, strict=True))
+        entropies = None if entropy == "none" else slopes.pop(0)
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropies, *slopes)
         ctx.head = head
         ctx.set_materialize_grads(False)
@@ -376,11 +291,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, log_sum, entropies, *slopes = ctx.saved_tensors
         for_hidden, for_weight = None, None
         if ctx.needs_input_grad[0]:
-            terms = [
-                gradient[:, None] * slope
-                for gradient, slope in zip(gradients, slopes, strict=False)
-                if gradient is not None
-            ]
+            given = [(one, slope) for one, slope in zip(gradients, slopes, strict=False) if one is not None]
+            terms = [gradient[:, None] * slope for gradient, slope in given]
             for_hidden = sum(terms[1:], start=terms[0]).to(hidden.dtype) if terms else None
         if ctx.needs_input_grad[1]:
             of_logprob, of_entropy = (torch.zeros_like(log_sum) if one is None else one for one in gradients)

@@ -1,10 +1,8 @@
 """Plans an update: the advantages of trajectory groups, and each learner's share of each optimiser step.
 
-No Ray, no torch.
-
-The order is: `divide` the groups and let the learners score them where an estimator needs that; `make_experience` of
-the groups and the scores; `estimate_advantages`; `update_batches` for the learners. Where no scores are needed the
-groups are divided after the estimate, so that samples without an advantage are left out."""
+`divide` the groups and let the learners score them where an estimator needs that; `make_experience` of both;
+`estimate_advantages`; `update_batches` for the learners. Where no scores are needed the groups are divided after the
+estimate, so that samples without an advantage are left out. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from rl_vlm.types import TrajectoryGroup
 
 Metrics = dict[str, float]
 
-# What becomes a mean over sampled tokens; what counts by its largest value; and counts of steps.
-_PER_TOKEN = (
+_PER_TOKEN = (  # means over sampled tokens
     "policy/kl", "policy/approx_kl", "policy/entropy", "policy/token_logprob_mean", "policy/clip_fraction",
     "mismatch/kl", "mismatch/token_mult_prob_error", "mismatch/masked",
 )  # fmt: skip
@@ -33,7 +30,7 @@ _STEPS = ("policy/optimizer_steps", "policy/skipped_steps")
 
 
 class UpdateStats(dict[str, float]):
-    """What an update adds up over micro-batches and learners, under the names of the metrics that are made of it.
+    """Sums over micro-batches and learners, under the names of the metrics that are made of them.
 
     `tokens` are the sampled ones. policy/entropy is NaN where it is not measured. policy/first_ratio_error is the
     largest |ratio - 1| on the first minibatch, where it was probed: it must be exactly 0.
@@ -43,13 +40,12 @@ class UpdateStats(dict[str, float]):
         return 0.0
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add values, or keep the larger ones of those of which the largest counts."""
         for name, value in values.items():
             self[name] = max(self[name], value) if name in _LARGEST else self[name] + value
 
     @classmethod
     def merge(cls, parts: Sequence[UpdateStats]) -> UpdateStats:
-        """The statistics of all learners together, which make the same steps with the same gradient."""
+        """The sums of all learners, which make the same steps with the same gradient."""
         merged = cls()
         for part in parts:
             merged.add(part)
@@ -72,28 +68,20 @@ class UpdateStats(dict[str, float]):
 
 @dataclass(slots=True)
 class ScoreBatch:
-    """One learner's minibatches, to be answered with `Scores`.
-
-    An object of its own, because RLlib takes lists apart.
-    """
+    """One learner's minibatches, to be answered with `Scores`. (RLlib would take a list apart.)"""
 
     minibatches: list[Minibatch]
 
 
 @dataclass(slots=True)
 class Scores:
-    """What the learners know before an update, by trajectory id and sampled token: float32 [T].
+    """What the learners know before an update, by trajectory id: float32 [sampled tokens]."""
 
-    log_ratio: log-probability minus that of the base model, where a KL penalty needs it. values: the critic's,
-    normalised.
-    """
-
-    log_ratio: Arrays = field(default_factory=dict)
-    values: Arrays = field(default_factory=dict)
+    log_ratio: Arrays = field(default_factory=dict)  # log-probability minus the base model's, for a KL penalty
+    values: Arrays = field(default_factory=dict)  # the critic's, normalised
 
     @classmethod
     def merge(cls, parts: Sequence[Scores]) -> Scores:
-        """The scores of all learners together."""
         merged = cls()
         for part in parts:
             merged.log_ratio |= part.log_ratio
@@ -103,18 +91,13 @@ class Scores:
 
 @dataclass(slots=True)
 class UpdateBatch:
-    """One learner's share of one update: its part of every optimiser step, and what all learners agree on.
+    """One learner's share of one update: its part of every optimiser step, and what all learners agree on."""
 
-    `minibatches` is empty where those are meant that the learner has scored last. advantages, returns: float32 [T] by
-    trajectory id; returns are normalised, and empty without a critic. value_weights: of each step, of the loss of a
-    token that has a return.
-    """
-
-    minibatches: list[Minibatch]
+    minibatches: list[Minibatch]  # empty: those that the learner has scored last
     active: list[bool]  # by step: whether any learner has samples
-    advantages: Arrays
-    returns: Arrays
-    value_weights: list[float]
+    advantages: Arrays  # by trajectory id float32 [sampled tokens]
+    returns: Arrays  # normalised; empty without a critic
+    value_weights: list[float]  # by step, of the loss of a token that has a return
     rescaling: Rescaling | None = None  # of the critic's normalisation
     epochs: int = 1
     learn_policy: bool = True
@@ -133,8 +116,7 @@ class UpdateResult:
 
 
 def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:
-    """What the configured estimator makes of the groups. Raises EstimatorError for anything but finite numbers, one per
-    sampled token."""
+    """By the configured estimator. Raises EstimatorError unless it gives a finite number per sampled token."""
     estimate = ESTIMATORS.get(settings.estimator)(experience, settings)
     for trajectory in experience.trajectories:
         tokens = np.asarray(estimate.advantages.get(trajectory.trajectory_id))
@@ -151,10 +133,9 @@ def divide(
 ) -> list[list[Minibatch]]:
     """Divide groups into the steps of an epoch and these among the run's learners: `[learner][step]`.
 
-    Every step's weights are normalised over the whole step, all learners and skipped samples included, so neither the
-    number of learners nor the skipping changes the gradient. Samples with zero advantage are skipped unless a KL
-    penalty or an entropy bonus gives them a gradient. Without `estimate` no advantage is known yet, and none is
-    skipped.
+    Weights are normalised over the whole step, all learners and skipped samples included, so neither the number of
+    learners nor the skipping changes the gradient. With an `estimate` samples of zero advantage are skipped, unless a
+    KL penalty or an entropy bonus gives them a gradient.
     """
     settings, num_learners = run.algorithm, max(run.learner.num_learners, 1)
     advantages = None if estimate is None or settings.learns_without_advantage else estimate.advantages
@@ -191,37 +172,30 @@ def update_batches(
 ) -> list[UpdateBatch]:
     """Each learner's share of an update from `divide`'s minibatches; returns are normalised by `scale`.
 
-    `scored`: the learners have packed the minibatches already, so these are not sent again. `how`: fields of
-    UpdateBatch that are equal for all learners.
+    `scored`: the learners have these minibatches, which are not sent again. `how`: further fields of UpdateBatch.
     """
     returns: Arrays = {}
     if scale is not None:
         for name, tokens in estimate.returns.items():
             returns[name] = ((tokens - scale.mean) / scale.std).astype(np.float32)
     steps = list(zip(*minibatches, strict=True))
-    active = [any(part.groups for part in step) for step in steps]
-    with_return = [
-        sum(int(np.isfinite(returns[n]).sum()) for part in step for n in part.weights if returns) for step in steps
-    ]
-    shares = []
-    for own in minibatches:
+    how["active"] = [any(part.groups for part in step) for step in steps]
+    known = {name: int(np.isfinite(tokens).sum()) for name, tokens in returns.items()}
+    counts = [sum(known.get(name, 0) for part in step for name in part.weights) for step in steps]
+    how["value_weights"] = [1.0 / max(count, 1) for count in counts]
+
+    def share(own: Sequence[Minibatch]) -> UpdateBatch:
         names = [name for step in own for name in step.weights]
-        shares.append(
-            UpdateBatch(
-                [] if scored else list(own),
-                active,
-                {name: estimate.advantages[name] for name in names},
-                {name: returns[name] for name in names} if returns else {},
-                [1.0 / max(count, 1) for count in with_return],
-                **how,
-            )
-        )
-    return shares
+        own_advantages = {name: estimate.advantages[name] for name in names}
+        own_returns = {name: returns[name] for name in names} if returns else {}
+        minibatches = [] if scored else list(own)
+        return UpdateBatch(minibatches=minibatches, advantages=own_advantages, returns=own_returns, **how)
+
+    return [share(own) for own in minibatches]
 
 
 def _weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> Callable[[int], float]:
-    """The weight of each token loss of a trajectory, given the sampled tokens of all trajectories of the step, and its
-    own."""
+    """From a trajectory's sampled tokens to the weight of each one's loss, given those of all of the step."""
     sequences, tokens = len(lengths), sum(lengths)
     if aggregation == "sequence_mean":
         return lambda length: 1.0 / (length * sequences)
@@ -239,11 +213,11 @@ def make_experience(
     kl_coef: float = 0.0,
     scale: ReturnScale | None = None,
 ) -> Experience:
-    """What an estimator sees of the groups. `overlong_buffer` takes its penalty from a trajectory's last turn.
+    """What an estimator sees of the groups.
 
-    With `shuffle_rewards`, a control with which nothing can be learned, the same total rewards are given to other
-    trajectories, at their last turns. From the learners' `scores` come the values, as returns by `scale`, and the
-    penalty -kl_coef (old - reference) of each token.
+    `overlong_buffer` takes its penalty from a trajectory's last turn. `shuffle_rewards`, a control with which nothing
+    can be learned, gives total rewards to other trajectories. The learners' `scores` give the values, as returns by
+    `scale`, and the penalty -kl_coef (old - reference) of each token.
     """
     settings, most = run.algorithm, run.rollout.max_new_tokens
     rewards: Arrays = {}
@@ -265,8 +239,6 @@ def make_experience(
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
-    """What DAPO adds to the reward of a trajectory of `length` sampled tokens (arXiv 2503.14476, equation 13).
-
-    0 up to max_new_tokens - buffer, then linearly down to -1 at max_new_tokens.
-    """
+    """DAPO's addition to the reward of a trajectory of `length` sampled tokens (arXiv 2503.14476, equation 13): 0 up to
+    max_new_tokens - buffer, then linearly down to -1 at max_new_tokens."""
     return float(np.clip((max_new_tokens - buffer - length) / buffer, -1.0, 0.0))

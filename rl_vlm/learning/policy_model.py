@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,9 @@ HEAD = "head."  # names of the head's tensors, among those of the critic's adapt
 
 
 class Critic:
-    """A value head on the hidden states of the policy (`kind: head`) or of a second LoRA adapter (`adapter`).
+    """A value head on hidden states [N, width] of the policy (`kind: head`) or of a second LoRA `adapter`.
 
     Values are of normalised returns. The head's last layer starts at zero: every state is worth the mean return.
-
-    Args:
-        model: the model, with the policy's LoRA layers injected.
-        section: the critic's settings.
-        width: D.
-        adapter: for `kind: adapter`.
     """
 
     def __init__(self, model: nn.Module, section: CriticSection, width: int, adapter: ExtraLora | None = None) -> None:
@@ -50,22 +44,16 @@ class Critic:
 
     @property
     def shares_policy(self) -> bool:
-        """Whether the policy's hidden states are the critic's too, so that one forward pass serves both."""
+        """Whether one forward pass serves both."""
         return self._adapter is None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the critic's optimiser steps change."""
         return [*(self._adapter.parameters.values() if self._adapter else ()), *self.head.parameters()]
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Inside, the model computes with the critic's adapter where it has one."""
-        if self._adapter is None:
-            yield
-        else:
-            with self._adapter.active():
-                yield
+        return self._adapter.active() if self._adapter else nullcontext()
 
     def values(self, hidden: Tensor) -> Tensor:
         """float32 [N] of hidden states [N, D]."""
@@ -73,27 +61,24 @@ class Critic:
 
     @torch.no_grad()
     def rescale(self, change: Rescaling) -> None:
-        """Keep every value as it is, in returns, while mean and standard deviation of the normalisation change.
-
-        PopArt, arXiv 1602.07714, equation 5.
-        """
+        """Change the normalisation and keep every value as it is in returns (PopArt, arXiv 1602.07714, equation 5)."""
         self.last.weight *= change.factor
         self.last.bias.copy_(self.last.bias * change.factor + change.shift)
 
+    def _tensors(self) -> dict[str, Tensor]:
+        head: dict[str, Tensor] = {HEAD + name: tensor for name, tensor in self.head.state_dict().items()}
+        return head | (self._adapter.parameters if self._adapter else {})
+
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, on the CPU."""
-        tensors: dict[str, Tensor] = {HEAD + name: tensor for name, tensor in self.head.state_dict().items()}
-        if self._adapter is not None:
-            tensors |= self._adapter.parameters
-        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors().items()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state` returned. Raises UserInputError for tensors of another critic."""
         try:
-            self.head.load_state_dict({name: state[HEAD + name] for name in self.head.state_dict()})
-            for name, parameter in (self._adapter.parameters if self._adapter else {}).items():
-                parameter.copy_(state[name])
+            for name, tensor in self._tensors().items():
+                tensor.copy_(state[name])
         except (KeyError, RuntimeError) as error:
             raise UserInputError(
                 f"The checkpoint has no critic of this kind ({error}): keep algorithm.name and critic as they were."
@@ -101,10 +86,9 @@ class Critic:
 
 
 def value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Per token ½ (V - R)², or with `clip` the larger of that and the same with V moved at most `clip` from the old
-    value.
+    """½ (V - R)², or with `clip` the larger of that and the same with V at most `clip` from the old value: float32 [N].
 
-    As PPO's original implementation has it (openai/baselines, ppo2); all float32 [N].
+    As in PPO's original implementation (openai/baselines, ppo2).
     """
     loss = (new - returns) ** 2
     if clip is not None:
@@ -114,7 +98,7 @@ def value_loss(new: Tensor, old: Tensor, returns: Tensor, clip: float | None) ->
 
 
 class LoraTraining:
-    """What is trained of a model: LoRA layers (float32), by peft's names. `parameters` are what the optimiser steps."""
+    """The LoRA layers (float32) of a model, which are trained; `parameters` are what the optimiser steps."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._model, self._config = model, config
@@ -122,23 +106,23 @@ class LoraTraining:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained tensors by the names of their files, float32, not copied."""
+        """What is trained by the names of its files, float32, not copied."""
         return lora_state(self._model)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put tensors with these names in place. Raises UserInputError for ones that do not fit."""
+        """Put such tensors in place. Raises UserInputError for ones that do not fit."""
         load_lora_state(self._model, state)
 
     def payload(self, version: int, weights: Mapping[str, Tensor], dtype: str | None = None) -> WeightPayload:
-        """Tensors by these names as an immutable version, rounded where `dtype` is given."""
+        """Such tensors as an immutable version, rounded where `dtype` is given."""
         return AdapterPayload.build(version, weights, self._config, dtype)
 
     def stepped(self) -> None:
-        """The optimiser has changed `parameters`, which are the layers themselves."""
+        """Called when the optimiser has changed `parameters`."""
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """The model computes as before training inside this context: the layers are switched off."""
+        """Inside, the model computes as before training."""
         layers = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
             layer.enable_adapters(False)
@@ -152,18 +136,10 @@ class LoraTraining:
 class FullTraining:
     """As `LoraTraining`, of all parameters, the vision tower's too.
 
-    Those of a lower precision get float32 masters, which the optimiser steps.
-
-    The model computes with what the masters round to, as every replica does. Gradients of a backward pass are added to
-    the masters' in float32 as soon as a parameter has its own, which is then freed (mixed precision: arXiv 1710.03740,
-    section 3.1).
-
-    Args:
-        model: the model, whose parameters are float32 or bfloat16.
-        base: the folder that it was loaded from.
-        reload: its parameters by name as that folder has them, in the model's precision.
-        keep_base: keep them in memory, because the reference of a KL penalty needs them in every update; else `base`
-            reads them from the folder each time.
+    Parameters in bfloat16 get float32 masters, which the optimiser steps; the model computes with what these round to,
+    as every replica does. A parameter's gradient is added to its master's in float32 and freed (mixed precision: arXiv
+    1710.03740, section 3.1). `reload` reads the model's first parameters by name, from the folder `base`; `keep_base`
+    keeps them in memory, for the reference of a KL penalty in every update.
     """
 
     def __init__(
@@ -191,7 +167,6 @@ class FullTraining:
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Give the model what the masters round to."""
         for name, own in self._own.items():
             if own is not self._masters[name]:
                 own.copy_(self._masters[name])
@@ -210,7 +185,7 @@ class FullTraining:
 
 
 def _master(own: nn.Parameter) -> nn.Parameter:
-    """The parameter itself where it is float32, else a float32 copy that collects its gradients."""
+    """The parameter itself, or a float32 copy that collects its gradients."""
     if own.dtype == torch.float32:
         return own
     master = nn.Parameter(own.detach().float())
@@ -226,15 +201,7 @@ def _master(own: nn.Parameter) -> nn.Parameter:
 
 
 class PolicyModel:
-    """A VLM with what is trained of it (`model.train`): what the learner updates.
-
-    Plain torch, so that it works without RLlib.
-
-    Args:
-        folder: the model folder.
-        run: the run configuration (model, learner and seed are read).
-        device: "cpu" or "cuda".
-    """
+    """The VLM of a folder with what is trained of it (`model.train`); plain torch, without RLlib."""
 
     def __init__(self, folder: Path, run: PolicyConfig | SFTConfig, device: str = "cpu") -> None:
         quiet_libraries()
@@ -242,8 +209,8 @@ class PolicyModel:
         suppressed, cache_bytes, image_by_image = np.empty(0, dtype=np.int64), 0, False
         self.text = load_text_side(folder, run.model.pixels)
         if isinstance(run, PolicyConfig):
-            # The tokens that an engine never samples have probability 0. Supervised learning teaches the plain model's
-            # probabilities, and features that it kept would come from other batches after a resume.
+            # The tokens that an engine never samples have probability 0. Supervised fine-tuning trains the plain
+            # model's probabilities, and keeps no features: after a resume these would come from other batches.
             suppressed = self.text.codec.suppressed_token_ids(self.text.vocab_size)
             cache_bytes, image_by_image = run.model.image_cache_bytes, run.deterministic
             if run.deterministic:
@@ -252,6 +219,7 @@ class PolicyModel:
         shards_layers = isinstance(run, PolicyConfig) and run.learner.shards_layers
         self.model = load_model(folder, run.model.dtype, device, layers_on_host=shards_layers)
         self.trained = self._train(folder, run)
+        self.parameters = self.trained.parameters  # float32, without a critic's
         if run.model.adapter is not None:
             self.load(initial_adapter(run.model))
         checkpointed: list[Any] = []  # parts whose layers the backward pass computes again
@@ -289,14 +257,8 @@ class PolicyModel:
         torch.manual_seed(run.seed)  # so that A is drawn the same in every learner
         return LoraTraining(self.model, self.lora)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What is trained, float32, without a critic."""
-        return self.trained.parameters
-
     def _make_critic(self, section: CriticSection, seed: int) -> Critic:
-        # Another A than the policy's, and the head's hidden layer; both are the same in every learner.
-        torch.manual_seed(derive_seed(seed, 5) % 2**31)  # so that A is drawn the same in every learner
+        torch.manual_seed(derive_seed(seed, 5) % 2**31)  # for another A than the policy's, the same in every learner
         own = None
         if section.kind == "adapter":
             assert self.lora is not None  # see PolicyConfig
@@ -306,8 +268,7 @@ class PolicyModel:
     def payload(
         self, version: int, weights: Mapping[str, Tensor] | None = None, dtype: str | None = None
     ) -> WeightPayload:
-        """What is trained as it is or rounded to `dtype`, or other tensors by the same names, as an immutable
-        version."""
+        """What is trained, or other tensors by its names, as a version; rounded where `dtype` is given."""
         return self.trained.payload(version, self.trained.weights() if weights is None else weights, dtype)
 
     def load(self, weights: WeightPayload) -> None:

@@ -1,5 +1,4 @@
-"""Strategies in which each learner holds a shard of the model or of the optimiser's state: FSDP2 and DeepSpeed's
-ZeRO."""
+"""Strategies in which each learner holds a shard of the model or of the optimiser's state."""
 
 from __future__ import annotations
 
@@ -17,16 +16,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from rl_vlm.config import LearnerSection
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import AllReduce, Strategy
+from rl_vlm.learning.strategies import BUCKET, AllReduce, Strategy
 
 
 class FSDP2(AllReduce):
     """`torch.distributed.fsdp.fully_shard` over the layers of the language model.
 
-    What is trained (LoRA, a critic) is whole in every learner, in float32 beside frozen weights of any type, and its
-    gradients are added once per step. So is what a pass may leave out, because a learner that gathers alone would wait
-    for ever: the vision tower (images are cached) and the embedding with the head (tied in small models; the head is
-    read tile by tile).
+    What is trained (LoRA, a critic) is whole in every learner, and its gradients are added once per step. Whole, too,
+    is what some passes leave out, because a learner that gathers alone would wait for ever: the vision tower (images
+    are cached) and the embedding with the head (which is read tile by tile).
     """
 
     def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer, learner: LearnerSection) -> None:
@@ -45,28 +43,22 @@ class FSDP2(AllReduce):
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_BUCKET = 50_000_000  # elements that are sent at once; DeepSpeed allocates as many
 
 
 class Zero(Strategy):
-    """ZeRO of stage 1, 2 or 3.
+    """DeepSpeed's ZeRO of stage 1, 2 or 3.
 
-    One engine trains the LoRA weights, which stay whole, in float32; at stage 3 another one, without an optimiser,
-    holds the frozen layers of the language model, in their own type. The vision tower, the embedding and the head stay
-    whole for the reasons that FSDP2 names. The optimiser steps shards; its groups, with their learning rates, stay.
+    One engine trains the LoRA weights, which stay whole, in float32. At stage 3 another one, without an optimiser,
+    holds the frozen layers of the language model; vision tower, embedding and head stay whole as in FSDP2.
     """
 
     def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer, learner: LearnerSection) -> None:
         device = policy.backbone.device.type
         self._policy, self._optimizer, self._parameters = policy, optimizer, list(policy.parameters)
         offload = {"device": "cpu", "pin_memory": device == "cuda"}
-        count = sum(parameter.numel() for parameter in self._parameters)
-        zero: dict[str, Any] = {
-            "stage": min(learner.zero_stage, 2),
-            "overlap_comm": False,
-            "reduce_bucket_size": min(count, _BUCKET),
-            "allgather_bucket_size": min(count, _BUCKET),
-        }
+        bucket = min(sum(parameter.numel() for parameter in self._parameters), BUCKET)
+        zero: dict[str, Any] = {"stage": min(learner.zero_stage, 2), "overlap_comm": False}
+        zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if learner.offload_optimizer:
             zero["offload_optimizer"] = offload
         # torch's AdamW everywhere: DeepSpeed's own are compiled on first use, which needs nvcc.
@@ -86,7 +78,7 @@ class Zero(Strategy):
             # Its layers are in host memory until they are sharded.
             settings = _layers_config(decoder, offload if learner.offload_params else None, on_gpu=device == "cuda")
             with _without(decoder, self._parameters):
-                self._frozen = _initialize(device, decoder, None, settings, sharded_first=True)
+                self._frozen = _initialize(device, decoder, None, settings)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
@@ -95,7 +87,6 @@ class Zero(Strategy):
             self._frozen.optimizer.release_backward_leftovers()
 
     def step(self, max_grad_norm: float, groups: Sequence[int] | None = None) -> float | None:
-        """See Strategy; there is one group."""
         self._engine.optimizer.clip_grad = max_grad_norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
@@ -137,31 +128,26 @@ class Zero(Strategy):
 
 
 def _initialize(
-    device: str,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: dict[str, Any],
-    sharded_first: bool = False,
+    device: str, module: nn.Module, optimizer: torch.optim.Optimizer | None, settings: dict[str, Any]
 ) -> Any:
-    """A DeepSpeed engine of a module and its optimiser on that kind of device."""
+    """A DeepSpeed engine of a module on that kind of device; without an optimiser its weights are sharded."""
     os.environ["DS_ACCELERATOR"] = device
     os.environ["LOCAL_RANK"] = "0"  # Ray shows a learner its own GPU alone
     import deepspeed
     from deepspeed.utils import logger
 
-    # Compiled on first use, behind a lock that a killed process leaves closed for ever; torch.distributed does the
-    # same.
+    # Compiled on first use, behind a lock that a killed process leaves closed. torch.distributed does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logger.setLevel(logging.WARNING)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": None}
     config = {**batch, **settings}
-    if sharded_first:  # weight by weight; the engine would bring the whole module to the device before
+    if optimizer is None:  # weight by weight; the engine would bring the whole module to the device before
         deepspeed.zero.Init(module=module, config_dict_or_path=config)
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
 def _layers_config(decoder: Any, offload: dict[str, Any] | None, on_gpu: bool) -> dict[str, Any]:
-    """Settings of the engine of the frozen layers: two of them are whole at a time, and vectors always."""
+    """Settings of the engine of the frozen layers, of which two are whole at a time, and vectors always."""
     parameters = list(decoder.layers.parameters())
     layer = sum(parameter.numel() for parameter in decoder.layers[0].parameters())
     zero: dict[str, Any] = {
@@ -179,7 +165,7 @@ def _layers_config(decoder: Any, offload: dict[str, Any] | None, on_gpu: bool) -
 
 @contextmanager
 def _without(decoder: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, the decoder has neither the modules of trained parameters nor, beside its layers, any with parameters."""
+    """Inside, the decoder has no modules with trained parameters, and beside its layers none with any."""
     mine = {id(parameter) for parameter in trained}
     removed: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
     for module in decoder.modules():

@@ -25,8 +25,7 @@ from rl_vlm.types import EncodedImage, RLVLMError, StopReason, Trajectory, Traje
 
 
 def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
-    """How many micro-batches this learner has fewer than the one with most, for each optimiser step; all learners call
-    this."""
+    """How many micro-batches this learner has fewer than any, by optimiser step. All learners call this together."""
     own = torch.tensor(counts, dtype=torch.int64, device=device)
     most: Tensor = own.clone()
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
@@ -34,10 +33,7 @@ def missing_passes(counts: Sequence[int], device: torch.device) -> list[int]:
 
 
 def padding_batch(builder: BatchBuilder, token_id: int) -> MicroBatch:
-    """One row of two tokens, the second sampled, with weight and advantage 0.
-
-    `token_id` is one that the policy may sample.
-    """
+    """One row of two tokens `token_id` that the policy may sample, the second sampled, with weight and advantage 0."""
     turns = (Turn(1, 2, 0, StopReason.END_OF_TURN),)
     ids, mask, logprobs = np.full(2, token_id, np.int32), np.array([False, True]), np.zeros(2, np.float32)
     (micro,) = builder.build([[Trajectory("", ids, mask, logprobs, turns, TrajectoryStatus.COMPLETED)]])
@@ -47,19 +43,13 @@ def padding_batch(builder: BatchBuilder, token_id: int) -> MicroBatch:
 
 @torch.no_grad()
 def move_average(average: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
-    """average = decay · average + (1 - decay) · weights, after an optimiser step.
-
-    A and B of LoRA are averaged each on their own, so the average is not that of their products.
-    """
+    """average = decay · average + (1 - decay) · weights; A and B of LoRA each on their own, not their product."""
     for name, tensor in average.items():
         tensor.lerp_(weights[name].detach(), 1 - decay)
 
 
 def make_optimizer(policy: PolicyModel, run: PolicyConfig | SFTConfig) -> torch.optim.Optimizer:
-    """AdamW (Adam when weight_decay is 0) or Adafactor on the trained weights, and in a second group on the critic.
-
-    Each group keeps its own `base_lr`, which a schedule scales.
-    """
+    """AdamW or Adafactor on what is trained and, in a second group, on the critic. `scale_lr` scales `base_lr`."""
     learner = run.learner
     groups: list[dict[str, Any]] = [{"params": policy.parameters, "lr": learner.lr}]
     if policy.critic is not None and isinstance(run, PolicyConfig) and run.critic is not None:
@@ -78,13 +68,9 @@ def make_optimizer(policy: PolicyModel, run: PolicyConfig | SFTConfig) -> torch.
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group's learning rate to that share of its base."""
+    """Set the learning rate of every group to this share of its `base_lr`."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
-
-
-class LossError(RLVLMError):
-    """A registered loss does not keep to the seam."""
 
 
 class UnfitImagesError(RLVLMError):
@@ -92,16 +78,18 @@ class UnfitImagesError(RLVLMError):
 
 
 PositionChange = Callable[[MicroBatch], np.ndarray]
-# Image positions that another program may have computed.
+
+
+def _zero_rows(micro: MicroBatch) -> np.ndarray:
+    # Only in the first prompt: engines count on from there by themselves.
+    return np.concatenate([micro.position_ids[:1], np.where(micro.segments == 0, 0, micro.position_ids[1:])])
+
+
+# Image positions that a faulty engine may have computed.
 _OTHER_POSITIONS: dict[str, PositionChange] = {
     "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
-    # Only in the first prompt: engines count on from there by themselves.
-    "zero_rows": lambda micro: np.concatenate(
-        [micro.position_ids[:1], np.where(micro.segments == 0, 0, micro.position_ids[1:])]
-    ),
-    "sequential": lambda micro: np.broadcast_to(
-        np.arange(micro.position_ids.shape[-1]), micro.position_ids.shape
-    ).copy(),
+    "zero_rows": _zero_rows,
+    "sequential": lambda micro: np.zeros_like(micro.position_ids) + np.arange(micro.position_ids.shape[-1]),
 }
 
 
@@ -119,14 +107,6 @@ def predicting_states(backbone: Backbone, micro: MicroBatch) -> Tensor:
     return hidden[torch.from_numpy(micro.row).to(device), torch.from_numpy(micro.column).to(device)]
 
 
-def micro_logprobs(
-    backbone: Backbone, hidden: Tensor, micro: MicroBatch, temperature: float, entropy: Entropy = "none"
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities and, where asked for, entropies float32 [N] of the sampled tokens, from `predicting_states`."""
-    target = torch.from_numpy(micro.target).to(backbone.device)
-    return token_logprobs(backbone, hidden, target, temperature, entropy=entropy)
-
-
 class PolicyUpdater:
     """Computes log-probabilities and losses of one policy, as a run configuration says."""
 
@@ -137,14 +117,14 @@ class PolicyUpdater:
         self._loss = LOSSES.get(run.algorithm.loss)
         measured: Entropy = "value" if run.learner.log_entropy else "none"
         self._entropy: Entropy = "gradient" if run.algorithm.entropy_coef else measured
-        # A micro-batch that counts for nothing, where passes of learners wait for each other: all then make as many.
+        # Where the passes of learners wait for each other all must make as many.
         end = policy.text.codec.end_of_turn_id
         self._padding = padding_batch(self._builder, end) if run.learner.in_step else None
         self._probed = False
         self._scored: list[list[MicroBatch]] = []
 
     def score(self, minibatches: Sequence[Minibatch]) -> Scores:
-        """What an estimator needs to know of minibatches; the next UpdateBatch without minibatches means these."""
+        """What an estimator needs to know of minibatches; an UpdateBatch without minibatches then means these."""
         self._scored = self._pack(minibatches)
         self._look_back(self._scored, score=True)
         scores = Scores()
@@ -156,8 +136,7 @@ class PolicyUpdater:
         return scores
 
     def pack(self, batch: UpdateBatch) -> list[list[MicroBatch]]:
-        """The micro-batches of each optimiser step of an update, with all that must be computed before the first
-        step."""
+        """The micro-batches of each optimiser step of an update, with all that is computed before the first step."""
         packed, self._scored = self._scored, []
         if batch.minibatches:
             packed = self._pack(batch.minibatches)
@@ -175,16 +154,16 @@ class PolicyUpdater:
 
     @torch.no_grad()
     def _look_back(self, packed: Sequence[Sequence[MicroBatch]], score: bool = False) -> None:
-        """What depends on the weights as they are before the first step; with `score` also the critic's values.
+        """Compute what depends on the weights before the first step; with `score` also the critic's values.
 
-        Without it the first minibatch needs no pass of its own: its old log-probabilities are its new ones. Once per
-        process they are computed all the same: the shortcut must give what a separate pass gives.
+        Without `score` the first minibatch needs no pass of its own: its old log-probabilities are its new ones. Once
+        per process they are computed all the same, to check that both are equal.
         """
         for step, micro_batches in enumerate(packed):
             probes = step == 0 and not self._probed
             for micro in micro_batches:
                 if step or score or probes:
-                    logprobs, _, micro.values = self._evaluate(micro)
+                    logprobs, _, micro.values = self.logprobs(micro)
                     micro.old = logprobs if step or score else None
                     micro.probe = logprobs if probes else None
                 if self._settings.has_reference:
@@ -215,10 +194,8 @@ class PolicyUpdater:
         stats: UpdateStats,
         learn_policy: bool = True,
     ) -> bool:
-        """One optimiser step, of the critic alone where the policy is not to learn.
-
-        Returns whether it was taken: non-finite gradients are skipped.
-        """
+        """One optimiser step, of the critic alone without `learn_policy`. Returns whether it was taken: a step with
+        gradients that are not finite is skipped."""
         # A critic on the policy's hidden states has its loss in the policy's.
         critic = None if learn_policy and self._critic and self._critic.shares_policy else self._critic
         for micro in micro_batches:
@@ -226,8 +203,7 @@ class PolicyUpdater:
             if learn_policy:
                 strategy.backward(self.loss(micro, own))
             if critic is not None:
-                # Gradient checkpointing computes layers anew on the way back, with the adapter that is active then.
-                with critic.active():
+                with critic.active():  # in the backward pass, too: gradient checkpointing computes layers again
                     strategy.backward(self._value_loss(micro, self._critic_values(micro), own))
         norm = strategy.step(max_grad_norm, None if learn_policy else [CRITIC_GROUP])
         if norm is None:
@@ -236,21 +212,17 @@ class PolicyUpdater:
         stats.add({"policy/grad_norm": norm, "policy/optimizer_steps": 1.0})
         return True
 
-    def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and, where asked for, entropies float32 [N] of the micro-batch's sampled tokens."""
-        hidden = predicting_states(self._backbone, micro)
-        return micro_logprobs(self._backbone, hidden, micro, self._temperature, entropy)
-
-    def _evaluate(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `logprobs`, with the values of a critic that shares the policy's hidden states."""
-        if self._critic is None or not self._critic.shares_policy:
-            return *self.logprobs(micro, entropy), None
-        hidden = predicting_states(self._backbone, micro)
-        logprobs, entropies = micro_logprobs(self._backbone, hidden, micro, self._temperature, entropy)
-        return logprobs, entropies, self._critic.values(hidden)
+    def logprobs(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities of the sampled tokens, their entropies where asked for, and the values of a critic that
+        shares the policy's hidden states: float32 [N]."""
+        hidden, target = predicting_states(self._backbone, micro), torch.from_numpy(micro.target)
+        found = token_logprobs(
+            self._backbone, hidden, target.to(self._backbone.device), self._temperature, entropy=entropy
+        )
+        return *found, self._critic.values(hidden) if self._critic and self._critic.shares_policy else None
 
     def _critic_values(self, micro: MicroBatch) -> Tensor:
-        """The values of a forward pass of their own, in which the policy learns nothing."""
+        """The critic's values, by a forward pass of their own in which the policy learns nothing."""
         assert self._critic is not None
         with self._critic.active(), torch.no_grad() if self._critic.shares_policy else nullcontext():
             hidden = predicting_states(self._backbone, micro)
@@ -260,12 +232,8 @@ class PolicyUpdater:
     def recompute(
         self, trajectories: Sequence[Trajectory], change: PositionChange | None = None, *, adapter: bool = True
     ) -> list[np.ndarray]:
-        """Log-probabilities float32 [sampled tokens] of each trajectory with the weights as they are, or without the
-        adapter.
-
-        `change` gives a micro-batch other position_ids int64 [3, B, L], to find out what another program may have
-        computed.
-        """
+        """Log-probabilities float32 [T] of each trajectory's sampled tokens, also without the adapter. `change` gives a
+        micro-batch other position_ids int64 [3, B, L]."""
         logprobs: dict[str, np.ndarray] = {}
         with nullcontext() if adapter else self._base_model():
             for micro in self._builder.build([[trajectory] for trajectory in trajectories]):
@@ -277,12 +245,9 @@ class PolicyUpdater:
     def sight_logprobs(
         self, trajectories: Sequence[Trajectory], counterfactuals: bool = True
     ) -> dict[str, list[np.ndarray]]:
-        """Log-probabilities float32 [T] of each trajectory's sampled tokens: "true", "blank", and by counterfactual,
-        with other images or positions, or without the adapter.
-
-        The names are those of evaluation/sight_faults.py; one that changes nothing is left out. Raises
-        UnfitImagesError.
-        """
+        """Log-probabilities float32 [T] of each trajectory's sampled tokens by the names of evaluation/sight_faults.py:
+        "true", "blank", and counterfactuals with other images or positions or without the adapter, as far as they
+        change something. Raises UnfitImagesError."""
         for one in trajectories:
             wanted = sum(self._text.images.count_tokens(image.width, image.height) for image in one.images)
             there = int((one.token_ids == self._text.codec.image_token_id).sum())
@@ -307,12 +272,9 @@ class PolicyUpdater:
         return logprobs
 
     def loss(self, micro: MicroBatch, stats: UpdateStats) -> Tensor:
-        """The weighted loss of one micro-batch, a scalar with a gradient; adds to `stats`.
-
-        With a critic on the policy's hidden states, the value loss is part of it.
-        """
+        """The weighted loss of a micro-batch, with that of a critic on the policy's hidden states; adds to `stats`."""
         settings = self._settings
-        new, entropy, values = self._evaluate(micro, self._entropy)
+        new, entropy, values = self.logprobs(micro, self._entropy)
         if micro.old is None:
             micro.old = new.detach()  # further epochs compare with the same old policy
         old = micro.old
@@ -326,7 +288,7 @@ class PolicyUpdater:
         )
         terms = self._loss(TokenBatch(new, old, behaviour, advantage, sample, turn), settings)
         if terms.loss.shape != new.shape:
-            raise LossError(
+            raise RLVLMError(
                 f"algorithm.loss {settings.loss}: it must give one number per token, shape {tuple(new.shape)}, "
                 f"and gave {tuple(terms.loss.shape)}."
             )
@@ -371,8 +333,7 @@ class PolicyUpdater:
 
 
 def lr_factor(learner: OptimizerSection, number: int, last: int) -> float:
-    """The share of `learner.lr` in iteration (or step) 0, 1, ... `last`; a linear schedule falls from 1 to
-    `lr_final_fraction` and stays there."""
+    """The share of `learner.lr` in iteration (or step) 0, 1, ... `last`."""
     if learner.lr_schedule == "constant":
         return 1.0
     return float(np.interp(number, [0, max(last, 1)], [1.0, learner.lr_final_fraction]))
@@ -380,17 +341,11 @@ def lr_factor(learner: OptimizerSection, number: int, last: int) -> float:
 
 def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
     """What packs trajectories for a policy."""
-    return BatchBuilder(
-        image_token_id=policy.text.codec.image_token_id,
-        pad_token_id=policy.text.codec.pad_token_id,
-        images=policy.text.images,
-        max_tokens=learner.micro_batch_tokens,
-        share_prompts=learner.share_prompts,
-        width=0 if learner.attention == "dense" else policy.backbone.width,
-    )
+    width = 0 if learner.attention == "dense" else policy.backbone.width
+    return BatchBuilder(policy.text, learner.micro_batch_tokens, learner.share_prompts, width)
 
 
 def _shown(own: Trajectory, others: Sequence[EncodedImage]) -> Trajectory:
-    """The trajectory with these images in place of its own, as large as they were, as far as there are some."""
+    """The trajectory with these images, as far as there are some, in place of its own, each as large as that."""
     images = [resized(there, here.width, here.height) for here, there in zip(own.images, others, strict=False)]
     return replace(own, images=(*images, *own.images[len(images) :]))

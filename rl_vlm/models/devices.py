@@ -17,20 +17,16 @@ from rl_vlm.models.memory.needs import driver_gpu, learner_fraction
 def choose_precision(dtype: str, device: str) -> None:
     """On a GPU let matrices in float32 be multiplied in TF32, unless the model itself is in float32 (`dtype`).
 
-    These are LoRA's, whose weights vLLM rounds to bfloat16, of fewer digits than TF32, and a critic's head. Learner and
-    engine call this, so that both round alike.
+    These are LoRA's, which vLLM rounds to bfloat16, of fewer digits than TF32, and a critic's head. Learner and engine
+    call this, so that both round alike.
     """
     if device.startswith("cuda"):
-        # Said in both cases: an earlier model of this process may have been of the other kind.
+        # In both cases: an earlier model of this process may have been of the other kind.
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
 
 
 def choose_order(device: str) -> None:
-    """On a GPU let torch take kernels that add up in one order, for a learner whose bytes must repeat.
-
-    Others, such as attention's backward pass, add as their threads come to it. An operation that has no such kernel
-    raises.
-    """
+    """On a GPU let torch take kernels that add up in one order, so that bytes repeat, or raise."""
     if device.startswith("cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True)
@@ -46,8 +42,7 @@ USE_ONEDNN = (
     and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
 )
-# Multiplications below which torch's product is used in any case: a call of oneDNN takes 10 to 15 µs to start.
-_SMALL = 2**23
+_SMALL = 2**23  # multiplications below which torch's product is used: a call of oneDNN takes 10 to 15 µs to start
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,7 +85,6 @@ class FastLinear(nn.Linear):
     """`nn.Linear` by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As nn.Linear."""
         return linear(input, self.weight, self.bias)
 
 
@@ -129,33 +123,27 @@ class _WideProduct(torch.autograd.Function):
 
 
 def learner_device(config: CommonConfig) -> str:
-    """The device of a learner in this process: Ray shows an actor its own GPU alone, and a driver all of them.
-
-    In the driver it is one that no replica has been given, unless there is room for both on one.
-    """
-    if config.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
-        return "cpu"
-    return "cuda" if config.learner.num_learners else driver_device(config)
+    """The device of a learner in this process: Ray shows an actor its own GPU alone, and a driver all of them."""
+    device = driver_device(config)
+    return "cuda" if config.learner.num_learners and device != "cpu" else device
 
 
 def driver_device(config: CommonConfig) -> str:
-    """The device of what computes in the driver beside its learners: their GPU, where they have one."""
+    """The device of what computes in the driver: the learners' first GPU, where they have one."""
     if config.learner.gpus_per_learner <= 0 or not torch.cuda.is_available():
         return "cpu"
     return f"cuda:{min(driver_gpu(config), torch.cuda.device_count() - 1)}"
 
 
 def give_back(config: CommonConfig) -> None:
-    """Free what torch keeps for later updates, where a replica takes turns with this learner on a GPU."""
+    """Free what torch keeps for later updates, where a replica takes turns with this learner."""
     if config.serving.vllm.rest_while_learning and learner_device(config) != "cpu":
         torch.cuda.empty_cache()
 
 
 def limit_memory(config: CommonConfig, device: str) -> None:
-    """Keep torch in this process to the learner's share of a GPU that a replica uses too.
-
-    Beyond it an allocation fails here, with a sentence, instead of in the replica.
-    """
+    """Keep torch in this process to the learner's share of a GPU that a replica uses too: an allocation beyond it fails
+    here, with a sentence, instead of in the replica."""
     if not device.startswith("cuda"):
         return
     index = torch.device(device).index

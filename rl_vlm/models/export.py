@@ -1,5 +1,4 @@
-"""Exports what a run trained as a Hugging Face model folder: base weights and adapter merged, or the weights
-themselves."""
+"""Exports what a run trained as a Hugging Face model folder: base weights and adapter merged, or all weights."""
 
 from __future__ import annotations
 
@@ -15,24 +14,17 @@ from rl_vlm.config.loading import load_yaml
 from rl_vlm.files import replace_folder, resolved
 from rl_vlm.models.loading import from_folder, quiet_libraries, resolve_model, save_model
 from rl_vlm.models.lora import merge_into
-from rl_vlm.models.weights import (
-    FullPayload,
-    find_trained,
-    is_full,
-    read_payload,
-)
+from rl_vlm.models.weights import FullPayload, find_trained, is_full, read_payload
 from rl_vlm.ownership import MODEL_MARKER, files_in, mark_model, model_files
 from rl_vlm.types import UserInputError
 
 
 def export_model(source: str | Path, out: str | Path, model: str | None = None, overwrite: bool = False) -> Path:
-    """Merge the adapter of `source` into its base model, or put the full weights in its place, and write the Hugging
-    Face folder `out`, whole or not at all.
+    """Write the Hugging Face folder `out`, whole or not at all, with weights in the base model's own precision.
 
     `source` is a run folder (its `adapter/` or `weights/`, and the model that its `config.yaml` names), a folder of
-    full weights or a peft adapter folder, which needs `model`: a folder, a hub name or `tiny`. `out` holds weights in
-    the base model's own precision, processor and chat template. An existing `out` is refused without `overwrite`, and
-    even then unless it is empty or a model folder that was written by this function; other files in there stay.
+    full weights or a peft adapter folder, which needs `model`: a folder, a hub name or `tiny`. With `overwrite` an
+    existing `out` must be empty or written by this function; other files in there stay. Raises UserInputError.
     """
     source, out = Path(source).expanduser(), resolved(out)
     adapter, named = find_trained_and_model(source)
@@ -80,11 +72,8 @@ def check_target(out: Path, overwrite: bool, keep: tuple[Path, ...] = ()) -> Non
 
 @contextmanager
 def replace_model(out: Path) -> Iterator[Path]:
-    """A draft that takes the place of the model folder `out`. Files of an earlier export go, all other files of `out`
-    stay.
-
-    Raises UserInputError, with nothing changed, if a file of the user has the name of a new one.
-    """
+    """A draft that takes the place of the model folder `out`, where only files of an earlier export go. Raises
+    UserInputError, with nothing changed, if a file of the user has the name of a new one."""
 
     def foreign(old: Path) -> list[str]:
         names = sorted(set(files_in(old)) - model_files(old))

@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub: models, and what goes wrong in one sentence."""
+"""Downloads of models from the Hugging Face hub, with one sentence for what goes wrong."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class FetchError(RLVLMError):
 
 
 def fetch_model(name: str) -> Path:
-    """Download a model into the hub's cache, without what is there already; return its folder there.
+    """Download what is missing of a model into the hub's cache; returns its folder there.
 
-    Raises UserInputError for a name that is wrong or locked, FetchError when the hub cannot be reached.
+    Raises UserInputError for a name that is wrong or locked, FetchError where the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -39,7 +39,7 @@ def fetch_model(name: str) -> Path:
 
 
 def fetch_config(name: str) -> Path:
-    """Download a model's config.json alone and return its folder. Raises as `fetch_model` does."""
+    """Download a model's config.json alone; returns its folder. Raises as `fetch_model` does."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors(name):
@@ -53,8 +53,7 @@ def hub_errors(name: str, data: bool = False) -> Iterator[None]:
 
     kind, path = ("data set", f"datasets/{name}") if data else ("model", name)
     unreachable = f"The hub cannot be reached to fetch {name}: check the network and HF_ENDPOINT."
-    # The client's transport is another package from version to version; the base of its errors is one of the client's
-    # own error.
+    # The client's transport differs from version to version; its errors are a base of the client's own.
     transport = cast("tuple[type[Exception], ...]", errors.HfHubHTTPError.__bases__)
     broken: tuple[type[Exception], ...] = (*transport, zipfile.BadZipFile)
     try:

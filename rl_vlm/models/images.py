@@ -1,9 +1,4 @@
-"""Cuts images into patches as Qwen's image processors do, in numpy.
-
-`patchify` equals `Qwen2VLImageProcessor` bit by bit (Qwen2-VL, 2.5-VL and 3-VL all use it) at a
-fraction of its cost; `ImageProcessorSpec` computes the number of an image's tokens without decoding it (`grid_thw`,
-`num_image_tokens`).
-"""
+"""Images cut into patches in numpy, as `Qwen2VLImageProcessor` of all Qwen-VL models does, bit by bit."""
 
 from __future__ import annotations
 
@@ -34,10 +29,7 @@ class ImageError(UserInputError):
 
 @lru_cache(maxsize=16)
 def _lookup(rescale_factor: float, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """float32 [3, 256]: the normalised value of every byte, in the processor's own order of float32 operations.
-
-    The processor divides mean and standard deviation by the rescale factor and then normalises the raw bytes.
-    """
+    """float32 [3, 256]: the normalised value of every byte, in the processor's own order of float32 operations."""
     values = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
     means, stds = (np.array(numbers, dtype=np.float32) * np.float32(1.0 / rescale_factor) for numbers in (mean, std))
     return (values - means[:, None]) / stds[:, None]
@@ -45,7 +37,7 @@ def _lookup(rescale_factor: float, mean: tuple[float, ...], std: tuple[float, ..
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessorSpec:
-    """The settings of an image processor: resize to multiples of patch * merge within a pixel budget, scale, cut."""
+    """The settings of an image processor, and how many tokens an image takes, without decoding it."""
 
     patch_size: int = 16
     merge_size: int = 2
@@ -58,7 +50,7 @@ class ImageProcessorSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ImageProcessorSpec:
-        """From a preprocessor config, as in preprocessor_config.json (both spellings of the pixel limits)."""
+        """From a preprocessor_config.json with either spelling of the pixel limits. Raises UserInputError."""
         size = dict(config.get("size") or {})
         minimum = config.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
         maximum = config.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
@@ -87,7 +79,7 @@ class ImageProcessorSpec:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ImageProcessorSpec:
-        """From a model folder, without importing transformers."""
+        """From a model folder, without transformers. Raises UserInputError."""
         for name in ("processor_config.json", "preprocessor_config.json"):
             path = Path(folder) / name
             if path.is_file():
@@ -98,7 +90,7 @@ class ImageProcessorSpec:
         raise UserInputError(f"{folder} holds no image processor config: is it the folder of a Qwen-VL model?")
 
     def limited(self, pixels: PixelLimits) -> ImageProcessorSpec:
-        """The same with other pixel limits. Raises UserInputError for limits that no image can meet."""
+        """With other pixel limits. Raises UserInputError for limits that no image can meet."""
         if pixels == DEFAULT_PIXELS:
             return self
         least = self.min_pixels if pixels.minimum is None else pixels.minimum
@@ -115,13 +107,8 @@ class ImageProcessorSpec:
         """Width and height are multiples of this many pixels."""
         return self.patch_size * self.merge_size
 
-    @property
-    def patch_dim(self) -> int:
-        """The length of one flattened patch."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
-
     def resized(self, width: int, height: int, name: str = "") -> tuple[int, int]:
-        """(width, height) after Qwen's "smart resize"."""
+        """(width, height) after Qwen's "smart resize". Raises ImageError, which names the image."""
         label = name or f"of {width}x{height} pixels"
         if width < 1 or height < 1:
             raise ImageError(f"Image {label} is empty ({width}x{height} pixels): remove it from the data.")
@@ -158,10 +145,10 @@ class ImageProcessorSpec:
 
 
 def patchify(spec: ImageProcessorSpec, image: Image.Image | EncodedImage, name: str = "") -> tuple[np.ndarray, Grid]:
-    """(pixel_values float32 [patches, patch_dim], grid) of one image, in the processor's patch order."""
+    """(pixel_values float32 [patches, values of a patch], grid) of one image, in the processor's patch order."""
     values, grid = frame_patches(spec, image, name)
     frames = np.repeat(values.reshape(len(values), 3, 1, -1), spec.temporal_patch_size, axis=2)
-    return frames.reshape(len(values), spec.patch_dim), grid
+    return frames.reshape(len(values), -1), grid
 
 
 def frame_patches(
@@ -189,10 +176,7 @@ def frame_patches(
 
 
 def shrunk(spec: ImageProcessorSpec, image: Image.Image, name: str = "") -> Image.Image:
-    """An RGB image as the processor would make it, bit by bit, where it would make it smaller; else the image itself.
-
-    The processor leaves the outcome as it is.
-    """
+    """An RGB image as the processor would make it where that is smaller, else the image itself."""
     size = spec.resized(image.width, image.height, name)
     if size[0] * size[1] >= image.width * image.height or spec.resized(*size, name) != size:
         return image
@@ -214,7 +198,7 @@ def _resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
     writable = pixels if pixels.flags.writeable else np.array(pixels)  # torch warns of others
     tensor = torch.from_numpy(writable).permute(2, 0, 1).contiguous()[None]
-    # What torchvision calls. Importing it takes seconds and 200 MB, for torch's compiler and all of its models.
+    # What torchvision calls, whose import takes seconds and 200 MB.
     resized = torch.nn.functional.interpolate(tensor, (height, width), mode="bicubic", antialias=True)
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
 
@@ -223,10 +207,7 @@ Patches = tuple[np.ndarray, Grid]  # see frame_patches
 
 
 class ReadAhead:
-    """Cuts images into patches, the announced ones ahead of time.
-
-    At most the images of one announcement wait in memory. Not thread-safe: one thread announces and reads.
-    """
+    """Cuts images into patches, those of the latest announcement ahead of time. One thread announces and reads."""
 
     def __init__(self, spec: ImageProcessorSpec) -> None:
         self._spec = spec
@@ -234,7 +215,7 @@ class ReadAhead:
         self._announced: dict[str, Future[Patches]] = {}
 
     def announce(self, images: Iterable[EncodedImage]) -> None:
-        """These are read next. What was announced before and has not been read is forgotten."""
+        """These are read next; what was announced before is forgotten."""
         wanted = {image.sha256: image for image in images}
         for key in self._announced.keys() - wanted.keys():
             self._announced.pop(key).cancel()
@@ -246,10 +227,9 @@ class ReadAhead:
 
     def read(self, images: Sequence[EncodedImage]) -> list[Patches]:
         """The patches of each image. Raises ImageError for one that cannot be decoded."""
-        return [self._read(image) for image in images]
-
-    def _read(self, image: EncodedImage) -> Patches:
-        announced = self._announced.pop(image.sha256, None)
-        if announced is None or announced.cancel():  # the thread has not come to it
-            return frame_patches(self._spec, image)
-        return announced.result()
+        found = []
+        for image in images:
+            announced = self._announced.pop(image.sha256, None)
+            in_time = announced is not None and not announced.cancel()
+            found.append(announced.result() if announced and in_time else frame_patches(self._spec, image))
+        return found

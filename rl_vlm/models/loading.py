@@ -7,8 +7,6 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,16 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# An installed package provides built-in models through this entry-point group. Each entry maps names, which
-# `model.path` then takes, to objects with `folder(seed)` (the model's folder in the cache, built on first use),
-# `config()` (the content of its config.json, without building it) and `make(folder, seed)` (build it there).
-ENTRY_POINT_GROUP = "rl_vlm.models"
-
-
 @functools.cache
 def builtin_models() -> dict[str, Any]:
-    """The built-in models of all installed packages by name."""
-    return {name: model for point in provided(ENTRY_POINT_GROUP).values() for name, model in point.load().items()}
+    """The built-in models of all installed packages by name, which `model.path` then takes.
+
+    Each entry point of the group rl_vlm.models maps names to objects with `folder(seed)` (the model's folder in the
+    cache, built on first use), `config()` (its config.json, without building it) and `make(folder, seed)` (build it).
+    """
+    return {name: model for point in provided("rl_vlm.models").values() for name, model in point.load().items()}
 
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -57,10 +53,7 @@ class TextSide:
 
 
 def resolve_model(name: str, seed: int = 0) -> Path:
-    """The folder of a model: `tiny` (built on first use), a local folder, or a hub name that was fetched before.
-
-    `tiny-NAME` are its variants: see `zoo/tiny/variants.py` for what each knows.
-    """
+    """The folder of a built-in model, a folder, or a hub name that was fetched before. Raises UserInputError."""
     if name in builtin_models():
         return Path(builtin_models()[name].folder(seed))
     folder = Path(name).expanduser()
@@ -97,11 +90,7 @@ def check_weights(name: str) -> None:
 
 
 def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
-    """`auto.from_pretrained(folder)` of one of transformers' Auto classes, which never runs code that the folder
-    brings.
-
-    Raises UserInputError for a model that needs such code.
-    """
+    """`auto.from_pretrained(folder)`. Raises UserInputError for a model with code of its own, which never runs."""
     try:
         return auto.from_pretrained(folder, trust_remote_code=False, **options)
     except ValueError as error:
@@ -114,10 +103,8 @@ def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
 
 
 def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSide:
-    """The chat codec and the image geometry of a model folder; `pixels` replaces the processor's own limits.
-
-    All processes of a run must give the same limits.
-    """
+    """The chat codec and the image geometry of a model folder. `pixels` replaces the processor's own limits, in all
+    processes of a run alike. Raises UserInputError."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if (family := config.get("model_type")) not in SUPPORTED_FAMILIES:
@@ -167,13 +154,9 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with its weights, in evaluation mode and frozen.
 
-    In host memory, weights of the type that the files have are the mapped files themselves, which processes of a
-    machine share.
-
-    nf4: the language model's linear weights as NF4 (QLoRA, arXiv 2305.14314), computed with in `dtype`; the vision
-    tower, embeddings and output projection stay as they are. layers_on_host: the language model's layers stay there,
-    for a strategy that takes its shards from them layer by layer; a device would have to hold the whole model
-    otherwise.
+    In host memory, weights of the files' own type are the mapped files, which processes of a machine share. nf4: the
+    language model's linear weights as NF4 (QLoRA, arXiv 2305.14314), computed with in `dtype`. layers_on_host: the
+    language model's layers stay there, for a strategy that takes its shards from them.
     """
     import torch
 
@@ -187,10 +170,13 @@ def load_model(
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
     model = from_folder(AutoModelForImageTextToText, folder, **options)
     model.requires_grad_(False)
+    decoder, layers = model.model.language_model, model.model.language_model.layers
+    if layers_on_host:
+        del decoder.layers
     if quantization == "none":
-        with _without_layers(model.model.language_model) if layers_on_host else nullcontext():
-            model.to(device)
-        return model.eval()  # type: ignore[no-any-return]
+        model.to(device)
+    if layers_on_host:
+        decoder.layers = layers
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # it would compute in bfloat16 whatever `dtype` says
@@ -198,29 +184,16 @@ def load_model(
 
 
 def disable_cudnn_attention(device: str) -> None:
-    """On a GPU keep torch from cuDNN's attention, which it prefers on Hopper and later.
-
-    That plans anew for each shape: tens of milliseconds, where nearly every micro-batch and decoding step has a shape
-    of its own.
-    """
+    """On a GPU keep torch from cuDNN's attention, which plans anew, for tens of milliseconds, for each shape: nearly
+    every micro-batch and decoding step has its own."""
     import torch
 
     if device.startswith("cuda"):
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-@contextmanager
-def _without_layers(decoder: Any) -> Iterator[None]:
-    layers = decoder.layers
-    del decoder.layers
-    try:
-        yield
-    finally:
-        decoder.layers = layers
-
-
 def check_quantization(name: str) -> None:
-    """Raise UserInputError when the package that a quantization needs is not installed."""
+    """Raise UserInputError where the package that a quantization needs is not installed."""
     if name == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserInputError("serving.quantization nf4 needs the package bitsandbytes: pip install 'rl-vlm[nf4]'.")
 
@@ -238,8 +211,7 @@ def _nf4(dtype: torch.dtype) -> Any:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers' progress bars, tokenizers' fork warnings and bitsandbytes' notes on kernels out of the
-    output."""
+    """Keep progress bars and warnings of transformers, tokenizers and bitsandbytes out of the output."""
     from transformers.utils import logging as transformers_logging
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -253,7 +225,6 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     from transformers import modeling_utils
 
     quiet_libraries()
-    # It asks accelerate whether the model is wrapped, which imports DeepSpeed where that is installed: seconds, and a
-    # warning.
+    # It asks accelerate whether the model is wrapped, which imports DeepSpeed where that is installed.
     with replaced(modeling_utils, "unwrap_model", lambda plain, *_, **__: plain):
         model.save_pretrained(folder)

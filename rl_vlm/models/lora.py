@@ -35,27 +35,20 @@ TOWER_PATTERN = (
 
 
 def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:
-    """The choice of `TARGET_MODULES` that adapts layers with the names of these; None where it is none of them.
-
-    Of several choices with equal layers the preferred one counts.
-    """
+    """The choice of `TARGET_MODULES` that adapts these modules, of several the preferred one; None where none does."""
     modules = list(modules)
     tower = [module for module in modules if re.fullmatch(TOWER_PATTERN, module)]
     language = [module for module in modules if "language_model" in module]
     if len(tower) + len(language) < len(modules):
         return None
-    names = {module.rsplit(".", 1)[-1] for module in language}
-    fitting = [
-        choice
-        for choice, layers in TARGET_MODULES.items()
-        if set(layers) == names and (choice == "vision") == bool(tower)
-    ]
+    names, adapts_tower = {module.rsplit(".", 1)[-1] for module in language}, bool(tower)
+    fitting = [name for name in TARGET_MODULES if set(TARGET_MODULES[name]) == names]
+    fitting = [name for name in fitting if (name == "vision") == adapts_tower]
     return preferred if preferred in fitting else next(iter(fitting), None)
 
 
 class LoraFactors(NamedTuple):
-    """The update of one linear layer, `scale * up @ down`: down float32 [r, in], up float32 [out, r], scale alpha /
-    r."""
+    """The update of a linear layer, `scale * up @ down`: float32 down [r, in], up [out, r]."""
 
     down: Tensor
     up: Tensor
@@ -65,8 +58,7 @@ class LoraFactors(NamedTuple):
 def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraFactors]:
     """The factors of every layer that an adapter changes (LoRA, arXiv 2106.09685, equation 3), by module name.
 
-    `shapes` holds (out, in) of the layers that it may change. Raises UserInputError for an adapter that does not fit,
-    or holds anything else, such as a trained head.
+    `shapes` holds (out, in) of the layers that it may change. Raises UserInputError for one that does not fit.
     """
     settings, state = LoraSettings.read(f"version {payload.version}", payload.config_json), payload.state()
     wanted: dict[str, Tensor] = {}
@@ -85,10 +77,8 @@ def lora_factors(payload: WeightPayload, shapes: Mapping[str, tuple[int, int]]) 
 
 
 def merged_weights(payload: WeightPayload, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of every adapted linear layer with the adapter merged in: W + (alpha / r) · B·A, by module name.
-
-    `base` holds the layers' own weights [out, in] by module name; the sum is formed in float32.
-    """
+    """W + scale · B·A of every layer that an adapter changes, summed in float32. `base` holds the layers' own weights
+    [out, in]; both by module name."""
     shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight in base.items()}
     merged: dict[str, Tensor] = {}
     for name, (down, up, scale) in lora_factors(payload, shapes).items():
@@ -99,8 +89,7 @@ def merged_weights(payload: WeightPayload, base: Mapping[str, Tensor]) -> dict[s
 
 
 def merge_into(model: nn.Module, payload: WeightPayload) -> None:
-    """Add an adapter to a model's weights in place, or put full weights there. Raises UserInputError for what does not
-    fit."""
+    """Add an adapter to a model in place, or put full weights there. Raises UserInputError where it does not fit."""
     if isinstance(payload, FullPayload):
         put_weights(model, payload)
         return
@@ -122,7 +111,6 @@ def adaptable_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights [out, in] of these layers by module name."""
     return {name: module.weight.data for name, module in adaptable_linears(model).items()}
 
 
@@ -137,10 +125,7 @@ NOTHING_TO_TRAIN = "model.lora.target_modules none leaves nothing to train: choo
 
 
 def lora_config(rank: int, alpha: int, target_modules: str) -> LoraConfig:
-    """LoRA on linear layers of the language model, and with `vision` on those of the tower, which else stays frozen.
-
-    Raises UserInputError for `none`, which leaves nothing to train.
-    """
+    """LoRA on the language model, and with `vision` on the tower. Raises UserInputError for `none`."""
     from peft import LoraConfig
 
     names = TARGET_MODULES[target_modules]
@@ -170,13 +155,7 @@ def inject_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
 
 
 class ExtraLora:
-    """A second trainable LoRA adapter (float32) in the layers of the first, which stays the active one.
-
-    Args:
-        model: with the first adapter injected.
-        config: the second one's.
-        name: peft's name of it.
-    """
+    """A second trainable LoRA adapter (float32), `name` to peft, in the layers of the first, which stays active."""
 
     def __init__(self, model: nn.Module, config: LoraConfig, name: str) -> None:
         from peft import inject_adapter_in_model
@@ -225,7 +204,7 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_lora_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy an adapter into the injected LoRA layers; raises UserInputError as `check_fits`."""
+    """Copy an adapter into the injected LoRA layers. Raises UserInputError where it does not fit."""
     from peft import set_peft_model_state_dict
 
     check_fits(state, lora_state(model), "The adapter")

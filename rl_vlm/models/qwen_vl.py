@@ -1,14 +1,14 @@
 """The forward pass of Qwen's VLMs: image features, attention over packed rows, and hidden states for the learner.
 
-The learner computes the language model here; the transformers engine writes its layers out in `engines/decoder.py` and
-takes the rest from here: the same image features, token mask and positions. Features are computed once per image and
-kept by hash while the vision tower stays as it is: an engine forgets them when an adapter changes the tower, and a
-tower that is trained is computed anew every time.
+The transformers engine writes the layers of the language model out in `engines/decoder.py` and takes the rest from
+here: the same image features and token mask. Features are kept by the image's hash while the vision tower stays as it
+is: an engine forgets them when an adapter changes the tower, and a tower that is trained is computed anew every time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,13 +28,12 @@ from rl_vlm.models.devices import wide_product
 from rl_vlm.models.images import ImageProcessorSpec, ReadAhead
 from rl_vlm.models.loading import HeadDType
 from rl_vlm.models.memory.shape import PATCHES_AT_ONCE, PATCHES_ON_CPU
-from rl_vlm.types import EncodedImage, RLVLMError, UserInputError
+from rl_vlm.numerics import in_batches
+from rl_vlm.types import EncodedImage, RLVLMError
 
 
 def rolled_sin(sin: Tensor) -> Tensor:
-    """The sine table [..., head_dim] for `rotate`: rotate_half maps (x1, x2) to (-x2, x1), a roll by half whose minus
-    sign stands in the table.
-    """
+    """The sine table [..., head_dim] for `rotate`, with rotate_half's minus sign: it maps (x1, x2) to (-x2, x1)."""
     half = sin.shape[-1] // 2
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
@@ -50,15 +49,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def needs_own_keys(query: Tensor) -> bool:
     """Whether every query head must be given keys and values of its own.
 
-    Of a GPU's kernels only those for 16 bits know groups of heads. For float32 torch would take the one called math,
-    whose scores take gigabytes at a length of thousands.
+    Of a GPU's kernels only those for 16 bits know groups of heads: for float32 torch would write out all scores.
     """
     return query.device.type == "cuda" and query.dtype == torch.float32
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """[B, heads, L, head_dim] of query [B, heads, L, head_dim], key and value [B, key heads, L, head_dim]; with a
-    gradient."""
+    """[B, heads, L, head_dim] of query, and of key and value [B, key heads, L, head_dim]; with a gradient."""
     if needs_own_keys(query):
         groups = query.shape[1] // key.shape[1]
         key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
@@ -68,12 +65,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """As `causal_attention`, for key and value [B, key heads, K, head_dim] of which a mask bool [L, K] says what is
-    seen.
+    """As `causal_attention`, where a mask bool [L, K] says what is seen of key and value [B, key heads, K, head_dim].
 
-    Query heads that share a key head are passed as further queries. Keys repeated for each of them would be kept for
-    the backward pass: those of a prompt as often as it has continuations. Of a long sequence the repeated mask would be
-    larger than they are.
+    Query heads that share a key head are passed as further queries, because keys repeated for each would be kept for
+    the backward pass. Of a long sequence the repeated mask would be larger.
     """
     rows, heads, length, size = query.shape
     groups = heads // key.shape[1]
@@ -94,7 +89,7 @@ def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim].
 
     mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are
-    passed as the query dimension: keys are not repeated, and kernels that take a mask know no groups.
+    passed as the query dimension: kernels that take a mask know no groups.
     """
     rows, key_heads, _, size = key.shape
     mixed = functional.scaled_dot_product_attention(
@@ -106,10 +101,8 @@ def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 # Attention over packed rows without a mask [B, 1, L, L]: each continuation sees the shared prompt and itself.
 #
 # A row's tokens are its prompt (segment 0), continuations (1, 2, ...) one after the other, and padding (-1). Prompt
-# and first continuation are plain causal attention, of all rows in one call; each further continuation is a call of
-# its own, whose keys are the prompt's and its own. So a packed row pays for what is seen, not for its squared length.
-# The calls are torch's scaled_dot_product_attention on every device. (Flex attention takes such segments as its mask,
-# but refuses gradients on a CPU.)
+# and first continuation are plain causal attention; each further continuation is a call of its own, whose keys are the
+# prompt's and its own. (Flex attention takes segments as its mask, but refuses gradients on a CPU.)
 
 NAME = "rl_vlm_segments"  # as transformers knows it
 
@@ -125,26 +118,18 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Where the continuations after the first stand, by row, and a mask that all of them share.
-
-    mask: bool [longest, longest prompt + longest]; the last columns are causal, those before are the prompt's.
-    """
+    """Where the continuations after the first stand, by row, and a mask that all of them share."""
 
     later: dict[int, list[Continuation]]
     longest_prompt: int
-    mask: Tensor
+    mask: Tensor  # bool [longest, longest prompt + longest]: prompt, then causal
 
     @classmethod
     def of(cls, segments: np.ndarray, device: torch.device | str = "cpu") -> SegmentLayout:
-        """From segments int [B, L]. Raises UserInputError where they are not in the order that the module's
-        docstring gives."""
+        """From segments int [B, L] in this order."""
         later: dict[int, list[Continuation]] = {}
         for number, row in enumerate(segments):
             real = row[: int((row >= 0).sum())]
-            if (np.diff(real) < 0).any() or (real < 0).any():
-                raise UserInputError(
-                    f"Row {number} is not packed as prompt, continuations, padding: sort its tokens by segment."
-                )
             kinds, starts = np.unique(real, return_index=True)
             ends = [*starts[1:].tolist(), len(real)]
             prompt = ends[0] if len(kinds) and kinds[0] == 0 else 0
@@ -158,19 +143,13 @@ class SegmentLayout:
         return cls(later, longest_prompt, mask.tril(longest_prompt))
 
     def pays(self, length: int, call_cost: int) -> bool:
-        """Whether this is cheaper than a dense mask over rows of `length` tokens.
-
-        call_cost: how many query-key pairs are computed in the time that one more call takes.
-        """
+        """Whether this is cheaper than dense masks of `length`; a further call costs as much as so many pairs."""
         saved = 0
         for members in self.later.values():
-            spent = sum(
-                (continuation.stop - continuation.start)
-                * (continuation.prompt + continuation.stop - continuation.start)
-                for continuation in members
-            )
+            sizes = [(one.prompt, one.stop - one.start) for one in members]
+            spent = call_cost * len(members) + sum(own * (prompt + own) for prompt, own in sizes)
             saved += length**2 - members[0].start ** 2 - spent
-        return saved >= call_cost * sum(map(len, self.later.values()))
+        return saved >= 0
 
     def mask_of(self, continuation: Continuation) -> Tensor:
         """bool [queries, prompt + queries]: a view."""
@@ -196,10 +175,8 @@ def segment_attention(
     segments: SegmentLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: [B, L, heads, head_dim] of query [B, heads, L, head_dim], key and value.
-
-    Without `segments` it is transformers' own `sdpa`. Outputs of padding are unspecified, and finite.
-    """
+    """transformers' attention function: [B, L, heads, head_dim] of query, key and value [B, heads, L, head_dim]; its
+    own `sdpa` without `segments`. Outputs of padding are unspecified, and finite."""
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
 
@@ -230,23 +207,15 @@ def segment_attention(
     return torch.stack([by_number[number] for number in range(len(query))]), None
 
 
-def use_segments(model: Any) -> None:
-    """Let the language model of `model` attend by `segment_attention`; its vision tower stays as it is."""
-    AttentionInterface.register(NAME, segment_attention)
-    model.set_attn_implementation({"text_config": NAME})
-
-
 # The vision towers of Qwen2.5-VL and Qwen3-VL, computed with fewer and larger operations than transformers does.
 
 
 @contextlib.contextmanager
 def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
-    """Within this context the model's vision tower computes the same faster; without `attention` its layers as they
-    are.
+    """Inside, the model's vision tower computes the same faster; without `attention` only its patch embedding.
 
-    The patch embedding is a 3-D convolution whose kernel is as large as its input, so it is a matrix product; for a
-    still image one frame is enough (`frame_patches`), because its frames are equal. transformers computes attention
-    image by image; for images of equal size one call computes all.
+    That is a 3-D convolution with a kernel as large as its input: a matrix product, for which one frame of a still
+    image is enough (`frame_patches`). Attention is one call for all images of equal size, not one for each.
     """
     embed = model.model.visual.patch_embed
     attentions = [block.attn for block in model.model.visual.blocks] if attention else []
@@ -281,8 +250,8 @@ def fast_vision(model: Any, attention: bool = True) -> Iterator[None]:
 
 CACHE_BYTES = 256 << 20
 _VISION_PATCHES = {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
-# Query-key pairs that are computed in the time of one more call of attention, forward and backward. By arithmetic: 0.2
-# ms at 100 GFLOP/s on a CPU, 0.05 ms at 200 TFLOP/s on a GPU.
+# Query-key pairs in the time of one more call of attention, forward and backward: 0.2 ms at 100 GFLOP/s on a CPU, 0.05
+# ms at 200 TFLOP/s on a GPU.
 _CALL_COST = {"cpu": 1 << 15, "cuda": 1 << 19}
 
 Attention: TypeAlias = Literal["auto", "segments", "dense"]
@@ -290,15 +259,13 @@ Attention: TypeAlias = Literal["auto", "segments", "dense"]
 
 @dataclass(slots=True)
 class ImageFeatures:
-    """Inputs of the language model for one image of N placeholder tokens: `merged` [N, D] and [N, D] per deep-stack
-    layer."""
+    """Inputs of the language model for one image of N placeholder tokens."""
 
-    merged: Tensor
-    deepstack: list[Tensor]
+    merged: Tensor  # [N, D]
+    deepstack: list[Tensor]  # [N, D] per layer
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the features take."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.merged, *self.deepstack))
 
 
@@ -306,13 +273,11 @@ class Backbone:
     """Wraps a Qwen2.5-VL or Qwen3-VL model (plain, or with LoRA layers injected).
 
     Args:
-        model: the model for conditional generation.
-        images: its image geometry.
         suppressed_ids: int64 token ids whose logits are always -inf.
-        cache_bytes: how much memory image features may take before the least recently used are dropped.
+        cache_bytes: of image features, beyond which the least recently used are dropped.
         head_dtype: float32 does not round logits to the model's type.
-        image_by_image: no two images go through the vision tower together, so that features do not depend, in their
-            last bits, on what else was wanted or is cached.
+        image_by_image: no two images go through the vision tower together, so that the last bits of features do not
+            depend on what else was wanted or is cached.
     """
 
     def __init__(
@@ -331,27 +296,21 @@ class Backbone:
         bias = torch.zeros(vocab_size, dtype=torch.float32)
         bias[torch.from_numpy(suppressed_ids)] = float("-inf")
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
-        self.head_dtype: HeadDType = head_dtype
         self.wide_head = head_dtype == "float32" and self.lm_head.weight.dtype != torch.float32
         self._attention: Attention = "dense"
-        # A learner's tower that is trained: its features need a gradient, and are other ones after every step.
-        self.trains_tower = any(
-            parameter.requires_grad for name, parameter in model.named_parameters() if ".visual." in name
-        )
-        # Its layers are computed again in the backward pass, where fast_vision has ended
-        self.checkpoints_tower = False
+        # Features of a tower that is trained need a gradient, and are other ones after every step.
+        self.trains_tower = any(one.requires_grad for name, one in model.named_parameters() if ".visual." in name)
+        self.checkpoints_tower = False  # its layers are computed again in the backward pass, after fast_vision
         self._read_ahead = ReadAhead(images)
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._most_patches = 0 if image_by_image else _VISION_PATCHES[self.device.type]
-        self.cache_hits = 0
-        self.cache_misses = 0
-        self.vision_passes = 0
+        self.cache_hits = self.cache_misses = 0
 
     @property
     def width(self) -> int:
-        """D: how wide the language model's hidden states are."""
+        """D, of the language model's hidden states."""
         return int(self.lm_head.weight.shape[1])
 
     @property
@@ -360,10 +319,7 @@ class Backbone:
         return self.model.lm_head  # type: ignore[no-any-return]
 
     def image_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
-        """Features of each image, in order; images that are not cached go through the vision tower in large batches.
-
-        With a gradient and never cached where the tower is trained.
-        """
+        """Features of each image, in order; with a gradient and never cached where the tower is trained."""
         wanted = {image.sha256: image for image in images}
         missing = [image for key, image in wanted.items() if key not in self._cache]
         self.cache_misses += len(missing)
@@ -372,42 +328,32 @@ class Backbone:
         with torch.set_grad_enabled(self.trains_tower and torch.is_grad_enabled()):
             for batch in self._vision_batches(missing):
                 features |= self._encode(batch)
-                self.vision_passes += 1
-        if not self.trains_tower:
-            self._keep({key: features[key] for key in wanted})
-        return [features[image.sha256] for image in images]
-
-    def _keep(self, features: dict[str, ImageFeatures]) -> None:
-        for key, one in features.items():
+        if self.trains_tower:
+            return [features[image.sha256] for image in images]
+        for key in wanted:
             if key not in self._cache:
-                self._cached_bytes += one.num_bytes
-            self._cache[key] = one
+                self._cached_bytes += features[key].num_bytes
+            self._cache[key] = features[key]
             self._cache.move_to_end(key)
         while self._cached_bytes > self._cache_bytes and self._cache:
             self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+        return [features[image.sha256] for image in images]
 
     def announce_images(self, images: Sequence[EncodedImage]) -> None:
         """`image_features` is asked for these next: a thread decodes those that are not cached."""
         self._read_ahead.announce(image for image in images if image.sha256 not in self._cache)
 
     def forget_images(self) -> None:
-        """Drop the cached features: the vision tower's weights are other ones from now on."""
+        """Drop the cached features, because the vision tower changes."""
         self._cache.clear()
         self._cached_bytes = 0
 
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterator[list[EncodedImage]]:
         """The images in batches of bounded size: the memory of a forward pass grows with its patches."""
-        batch: list[EncodedImage] = []
-        patches = 0
-        for image in images:
-            _, rows, columns = self.images.grid_thw(image.width, image.height, image.sha256[:12])
-            if batch and patches + rows * columns > self._most_patches:
-                yield batch
-                batch, patches = [], 0
-            batch.append(image)
-            patches += rows * columns
-        if batch:
-            yield batch
+        grids = [self.images.grid_thw(image.width, image.height, image.sha256[:12]) for image in images]
+        sized = zip(images, map(math.prod, grids), strict=True)
+        batches = in_batches(sized, lambda few, one: sum(size for _, size in few) + one[1] <= self._most_patches)
+        return ([image for image, _ in batch] for batch in batches)
 
     def _encode(self, images: Sequence[EncodedImage]) -> dict[str, ImageFeatures]:
         pixels, grids = zip(*self._read_ahead.read(images), strict=True)
@@ -420,31 +366,26 @@ class Backbone:
             image.sha256: ImageFeatures(out.pooler_output[k].clone(), [layer[k].clone() for layer in deepstack])
             for k, image in enumerate(images)
         }
-        for image, grid in zip(images, grids, strict=True):
-            self._check_shapes(features[image.sha256], self.images.num_image_tokens(grid))
+        for one, grid in zip(features.values(), grids, strict=True):
+            # A row for each placeholder in every layer: others would be broadcast, and the model would see nothing.
+            tokens = self.images.num_image_tokens(grid)
+            shapes = {tuple(tensor.shape) for tensor in (one.merged, *one.deepstack)}
+            if shapes != {(tokens, self.width)}:
+                raise RLVLMError(
+                    f"transformers {transformers.__version__} gives an image of {tokens} tokens features of the shapes "
+                    f"{shapes} in place of {(tokens, self.width)}: install a version that rl-vlm's requirements name."
+                )
         return features
 
-    def _check_shapes(self, features: ImageFeatures, tokens: int) -> None:
-        """Raise RLVLMError unless there is a row for each placeholder in every layer: others would be broadcast, and
-        the model would see nothing."""
-        shapes = {tuple(tensor.shape) for tensor in (features.merged, *features.deepstack)}
-        if shapes != {(tokens, self.width)}:
-            raise RLVLMError(
-                f"transformers {transformers.__version__} gives an image of {tokens} tokens features of the shapes "
-                f"{shapes} in place of {(tokens, self.width)}: install a version that rl-vlm's requirements name."
-            )
-
     def choose_attention(self, attention: Attention) -> None:
-        """How packed rows are computed from now on; calls with a mask are computed as before."""
+        """How the language model attends in packed rows from now on."""
         self._attention = attention
         if attention != "dense":
-            use_segments(self.model)
+            AttentionInterface.register(NAME, segment_attention)
+            self.model.set_attn_implementation({"text_config": NAME})
 
     def attention(self, segments: np.ndarray) -> Tensor | SegmentLayout:
-        """What `hidden_states` takes for packed rows: a token sees the prompt (segment 0) and its own continuation.
-
-        segments int [B, L]: 0 prompt, 1.. the continuations, -1 padding.
-        """
+        """What `hidden_states` takes for segments int [B, L]: 0 prompt, 1.. the continuations, -1 padding."""
         if self._attention != "dense":
             layout = SegmentLayout.of(segments, self.device)
             if self._attention == "segments" or layout.pays(segments.shape[1], _CALL_COST[self.device.type]):
@@ -458,12 +399,8 @@ class Backbone:
         attention: Tensor | SegmentLayout,
         features: Sequence[ImageFeatures] = (),
     ) -> Tensor:
-        """Last hidden states [B, L, D].
-
-        input_ids int64 [B, L]; position_ids int64 [3, B, L]; attention a mask bool [B, 1, L, K], or the segments of the
-        rows for a model that attends by them (`use_segments`); features of the images in the row-major order of their
-        placeholders.
-        """
+        """Last hidden states [B, L, D] of input_ids int64 [B, L] at position_ids int64 [3, B, L]; attention is a mask
+        bool [B, 1, L, K] or segments; features are in the row-major order of the images' placeholders."""
         dense = isinstance(attention, Tensor)
         extra: dict[str, Any] = {} if dense else {"segments": attention}
         if features:

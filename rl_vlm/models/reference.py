@@ -1,5 +1,4 @@
-"""A run's model as every node finds it: in the same folder, or in the node's own copy of that name, which must be
-equal."""
+"""A run's model as every node finds it: in the same folder, or as the node's own equal copy of that name."""
 
 from __future__ import annotations
 
@@ -15,12 +14,11 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """The model of a run: its name in the configuration, its folder on the driver's machine, and `hash_model` of
-    that."""
+    """The model of a run."""
 
-    name: str
-    folder: Path
-    digest: str
+    name: str  # in the configuration
+    folder: Path  # on the driver's machine
+    digest: str  # `hash_model` of that
 
     @classmethod
     def of(cls, name: str) -> ModelReference:
@@ -33,11 +31,11 @@ class ModelReference:
 
         Raises UserInputError where no folder here holds what the driver's does.
         """
-        if _is_equal(self.folder, self.digest):
+        if self._is_equal(self.folder):
             return self.folder
         try:
             found = self._by_name()
-            if _is_equal(found, self.digest):
+            if self._is_equal(found):
                 return found
             why = f"{found} differs from the driver's copy."
         except RLVLMError as error:
@@ -56,25 +54,21 @@ class ModelReference:
                 raise
             return fetch_model(self.name)  # the hub's client locks: one process of a node downloads, the others wait
 
-
-def _is_equal(folder: Path, digest: str) -> bool:
-    try:
-        return hash_model(folder) == digest
-    except OSError:
-        return False
+    def _is_equal(self, folder: Path) -> bool:
+        try:
+            return hash_model(folder) == self.digest
+        except OSError:
+            return False
 
 
 _TEXT = (".json", ".jinja", ".txt")
-# Of a file of weights: pieces at places that are evenly spread. A merged adapter changes every matrix, but in 16 bits
-# not every number.
-_PIECE_BYTES, _PIECES = 4096, 1024
+_PIECE_BYTES, _PIECES = 4096, 1024  # of a file of weights, evenly spread
 
 
 def hash_model(folder: Path) -> str:
-    """A hash of a model folder, which tells two models apart: of its text files, and of some of each weight file.
+    """A hash of a model folder's text files and of 4 MiB of each weight file, in milliseconds for gigabytes.
 
-    4 MiB of each weight file count, its header among them: a merged adapter or a trained model is told from its base,
-    an edit of single numbers is not. Takes milliseconds for gigabytes. Raises OSError.
+    It tells a merged adapter or a trained model from its base, but not an edit of single numbers. Raises OSError.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):

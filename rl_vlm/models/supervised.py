@@ -11,25 +11,25 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.models.images import Grid, ImageProcessorSpec, patchify
 from rl_vlm.types import EncodedImage, Message, Role
 
-# Stands for any image where only token ids are needed: encoding real pixels as PNG would cost more than the model.
-_STAND_IN = EncodedImage("", b"", 0, 0)
+_STAND_IN = EncodedImage("", b"", 0, 0)  # for any image, where only token ids are needed: encoding PNGs is slow
 
 Part = str | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """token_ids int32 [T]; targets bool [T], True for tokens of the policy; positions int64 [3, T]; patches; grids."""
+    """A dialogue of T tokens."""
 
-    token_ids: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    patches: np.ndarray
+    token_ids: np.ndarray  # int32 [T]
+    targets: np.ndarray  # bool [T], True for tokens of the policy
+    positions: np.ndarray  # int64 [3, T]
+    patches: np.ndarray  # of all images, see `patchify`
     grids: tuple[Grid, ...]
 
 
@@ -56,7 +56,7 @@ class DialogueEncoder:
         self._given, self._said = lru_cache(maxsize=4096)(given), lru_cache(maxsize=4096)(said)
 
     def encode_turn(self, parts: Sequence[Part], reply: str) -> Example:
-        """One message of the user, texts and images (uint8 [height, width, 3]) in any order, and the reply."""
+        """One message of the user, as in `encode_chat`, and the reply."""
         return self.encode_chat([("user", parts, reply)])
 
     def encode_chat(self, turns: Sequence[tuple[Role, Sequence[Part], str]]) -> Example:
@@ -84,35 +84,23 @@ class DialogueEncoder:
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """(arguments of the model's forward, targets bool [B, T]); rows are padded on the right."""
-    longest = max(len(example.token_ids) for example in examples)
-    shape = (len(examples), longest)
-    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
-    attention = np.zeros(shape, dtype=np.int64)
-    targets = np.zeros(shape, dtype=bool)
-    positions = np.zeros((3, *shape), dtype=np.int64)
-    for row, example in enumerate(examples):
-        length = len(example.token_ids)
-        input_ids[row, :length] = example.token_ids
-        attention[row, :length] = 1
-        targets[row, :length] = example.targets
-        positions[:, row, :length] = example.positions
+
+    def padded(rows: Sequence[np.ndarray], value: int = 0) -> torch.Tensor:
+        return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=value)
+
     arguments = {
-        "input_ids": torch.from_numpy(input_ids),
-        "attention_mask": torch.from_numpy(attention),
-        "position_ids": torch.from_numpy(positions),
+        "input_ids": padded([example.token_ids.astype(np.int64) for example in examples], pad_token_id),
+        "attention_mask": padded([np.ones(len(example.token_ids), np.int64) for example in examples]),
+        "position_ids": padded([example.positions.T for example in examples]).permute(2, 0, 1),
         "pixel_values": torch.from_numpy(np.concatenate([example.patches for example in examples])),
         "image_grid_thw": torch.tensor([grid for example in examples for grid in example.grids]),
     }
-    return arguments, torch.from_numpy(targets)
+    return arguments, padded([example.targets for example in examples])
 
 
 def backward_mean_nll(logprobs: Iterable[Tensor], targets: int) -> float:
     """Add the gradient of the mean negative log-likelihood of an optimiser step's `targets` tokens; returns that mean
-    in nats.
-
-    `logprobs` computes the tokens' log-probabilities one forward pass after the other: each graph is freed before the
-    next.
-    """
+    in nats. `logprobs` makes one forward pass after the other, each of whose graphs is freed before the next."""
     mean = 0.0
     for values in logprobs:
         loss = -values.sum() / targets

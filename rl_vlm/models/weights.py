@@ -1,4 +1,7 @@
-"""Versions of what is trained, an adapter or all weights: as bytes that travel, and as folders that others can read."""
+"""Versions of what is trained, an adapter or all weights: as bytes that travel, and as folders that others can read.
+
+torch and peft are imported only where tensors are needed, so that the registry, which passes bytes on, starts fast.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,11 +38,8 @@ _TYPES = {
 
 
 def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
-    """The bytes of a safetensors file, read-only, of tensors on any device, each rounded there to `dtype` where it is
-    given.
-
-    Equal tensors give equal bytes. Raises ValueError for a type that is not in _TYPES.
-    """
+    """The bytes of a safetensors file, read-only, of tensors on any device, rounded there to `dtype` where it is given.
+    Equal tensors give equal bytes. Raises ValueError for a type that is not in _TYPES."""
     import torch
 
     header, places = _layout(state, dtype)
@@ -52,8 +52,7 @@ def pack(state: Mapping[str, Tensor], dtype: str | None = None) -> memoryview:
 
 
 def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, tensor after tensor, to the disk itself: memory for one of them is enough. Raises
-    OSError."""
+    """Write a safetensors file to the disk itself, with memory for one tensor at a time. Raises OSError."""
     import torch
 
     header, places = _layout(state)
@@ -67,13 +66,12 @@ def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def tree_digest(content: bytes | memoryview | mmap.mmap) -> str:
-    """SHA-256 in hexadecimal, where there are several pieces of PIECE bytes of their SHA-256s, one after the other."""
+    """SHA-256 in hexadecimal; of more than PIECE bytes, that of the SHA-256s of their pieces, which threads compute."""
     view = memoryview(content)
     if len(view) <= PIECE:
         return hashlib.sha256(view).hexdigest()
     starts = range(0, len(view), PIECE)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        # hashlib lets go of Python's lock meanwhile.
         digests = threads.map(lambda start: hashlib.sha256(view[start : start + PIECE]).digest(), starts)
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -85,8 +83,7 @@ def file_digest(path: Path) -> str:
 
 
 def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[bytes, dict[str, tuple[int, int, dtype]]]:
-    """The header with its length before it; and by name, in order, where a tensor's bytes begin and end behind it, and
-    their type."""
+    """The header with its length before it, and by name, in order, begin, end and type of its bytes behind it."""
     import torch
 
     kinds = {name: tensor.dtype if dtype is None else getattr(torch, dtype) for name, tensor in state.items()}
@@ -103,27 +100,17 @@ def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[byte
 
 
 def _read_header(tensors: bytes | memoryview) -> tuple[int, dict[str, Any]]:
-    """Where the tensors' bytes begin in a safetensors file, and type, shape and place of each by name.
-
-    Raises ValueError, TypeError and RecursionError for a damaged header.
-    """
+    """Where the tensors' bytes begin, and type, shape and place of each by name. Raises ValueError, TypeError and
+    RecursionError for a damaged header."""
     start = 8 + int.from_bytes(tensors[:8], "little")
     header = dict(json.loads(bytes(tensors[8:start])))
     header.pop("__metadata__", None)
     return start, header
 
 
-# torch and peft are imported only where tensors are needed, so that the registry, which only passes bytes on, starts
-# fast.
-
-
 @dataclass(frozen=True, slots=True)
 class WeightPayload:
-    """One immutable version of a policy: safetensors bytes, what they are as JSON, and the `tree_digest` of the bytes.
-
-    FOLDER is its folder inside a run or a checkpoint, with the files TENSORS and CONFIG.
-    TENSOR_NAME is part of the name of some tensor.
-    """
+    """One immutable version of a policy: safetensors bytes with their `tree_digest`, and what they are as JSON."""
 
     version: int
     tensors: bytes | memoryview
@@ -131,20 +118,19 @@ class WeightPayload:
     sha256: str
     policy: str = POLICY
 
-    FOLDER: ClassVar[str]
+    FOLDER: ClassVar[str]  # inside a run or a checkpoint, with the files TENSORS and CONFIG
     TENSORS: ClassVar[str]
     CONFIG: ClassVar[str]
-    TENSOR_NAME: ClassVar[str]
+    TENSOR_NAME: ClassVar[str]  # a part of the name of some tensor
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Out of band from pickle protocol 5 on: Ray then lets all processes of a node read the same bytes in place."""
+        """Out of band from pickle protocol 5 on: Ray lets all processes of a node read the same bytes in place."""
         tensors = pickle.PickleBuffer(self.tensors) if int(protocol) >= 5 else bytes(self.tensors)
         return _unpickled, (type(self), self.version, tensors, self.config_json, self.sha256, self.policy)
 
     @classmethod
     def packed(cls, version: int, state: Mapping[str, Tensor], config_json: str, dtype: str | None = None) -> Self:
-        """Pack tensors by name, rounded to `dtype` such as bfloat16 where it is given, before they leave their
-        device."""
+        """Pack tensors by name, rounded to `dtype` where it is given."""
         content = pack(state, dtype)
         return cls(version, content, config_json, tree_digest(content))
 
@@ -160,7 +146,7 @@ class WeightPayload:
 
     @classmethod
     def check(cls, where: Any, config_json: str, tensors: bytes | memoryview) -> None:
-        """Raise UserInputError unless these are a version of this kind, by their headers; an adapter is plain LoRA."""
+        """Raise UserInputError unless these are a version of this kind, by their headers."""
         if cls is AdapterPayload:
             LoraSettings.read(where, config_json)
         try:
@@ -171,7 +157,7 @@ class WeightPayload:
             raise UserInputError(f"{cls.TENSORS} of {where} holds no tensors of its kind: it is empty or damaged.")
 
     def verify(self) -> Self:
-        """Return self if the bytes match the hash."""
+        """Self. Raises UserInputError unless the bytes match the hash."""
         if tree_digest(self.tensors) != self.sha256:
             raise UserInputError(f"Policy version {self.version} is corrupt: its bytes do not match its SHA-256.")
         return self
@@ -196,11 +182,7 @@ class WeightPayload:
         return tensors
 
     def rounded(self, dtype: str) -> Self:
-        """The same version with its tensors rounded to `dtype`, such as bfloat16: half the bytes, and a hash of its
-        own.
-
-        Raises as `state` does.
-        """
+        """The same version with its tensors rounded to `dtype`, such as bfloat16. Raises as `state` does."""
         import torch
 
         kind, own = getattr(torch, dtype), self.state()
@@ -210,12 +192,12 @@ class WeightPayload:
         return replace(self, tensors=content, sha256=tree_digest(content))
 
     def write(self, folder: Path) -> Path:
-        """Write the folder with both files, atomically: it appears complete or not at all. Other files in it stay,
-        such as a model card."""
-        ours = (self.TENSORS, self.CONFIG)
-        with replace_folder(
-            folder, lambda old: (path.name for path in old.iterdir() if path.name not in ours)
-        ) as draft:
+        """Write both files; the folder appears complete or not at all. Other files in it stay, such as a model card."""
+
+        def others(old: Path) -> Iterator[str]:
+            return (path.name for path in old.iterdir() if path.name not in (self.TENSORS, self.CONFIG))
+
+        with replace_folder(folder, others) as draft:
             (draft / self.TENSORS).write_bytes(self.tensors)
             (draft / self.CONFIG).write_text(self.config_json)
         return folder
@@ -253,12 +235,8 @@ class LoraSettings(BaseModel):
 
     @classmethod
     def read(cls, where: Any, text: str) -> LoraSettings:
-        """From the file's text. Raises UserInputError where it cannot be read, or the adapter changes more than W to
-        W + scale · B·A.
-
-        PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base model's weights when they begin, DoRA and aLoRA the
-        arithmetic, patterns the scale of single layers; others train more than matrices of linear layers.
-        """
+        """From the file's text. Raises UserInputError where it cannot be read, or is not plain LoRA: PiSSA, OLoRA,
+        CorDA, LoftQ and LoRA-GA change the base weights, DoRA and aLoRA the arithmetic, patterns single scales."""
         try:
             settings = cls.model_validate_json(text)
         except ValidationError as error:
@@ -294,7 +272,6 @@ class AdapterPayload(WeightPayload):
     def build(
         cls, version: int, state: Mapping[str, Tensor], config: LoraConfig, dtype: str | None = None
     ) -> AdapterPayload:
-        """Pack a peft state dict, rounded where `dtype` is given."""
         return cls.packed(version, state, config_to_json(config), dtype)
 
 
@@ -307,8 +284,7 @@ def config_to_json(config: LoraConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FullPayload(WeightPayload):
-    """All parameters of a model by transformers' names, tied ones once; `config_json` names the model that they
-    began as."""
+    """All parameters by transformers' names, tied ones once; `config_json` names the model that they began as."""
 
     FOLDER: ClassVar[str] = "weights"
     TENSORS: ClassVar[str] = "model.safetensors"
@@ -317,14 +293,22 @@ class FullPayload(WeightPayload):
 
     @classmethod
     def build(cls, version: int, state: Mapping[str, Tensor], base: str, dtype: str | None = None) -> FullPayload:
-        """Pack parameters, rounded where `dtype` is given; `base` is the model that training began with."""
+        """`base` is the model that training began with."""
         about = json.dumps({"format": "rl_vlm full weights", "base_model": base}, indent=1)
         return cls.packed(version, state, about, dtype)
 
 
+def require_full(payload: WeightPayload) -> FullPayload:
+    """The payload. Raises UserInputError for an adapter, which replicas of full weights cannot serve."""
+    if not isinstance(payload, FullPayload):
+        raise UserInputError(
+            f"Version {payload.version} is an adapter, and these replicas serve full weights: set model.train to lora."
+        )
+    return payload
+
+
 def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
-    """Raise UserInputError, about `what`, unless `state` holds a finite tensor of the same shape for each of `own`,
-    and no other."""
+    """Raise UserInputError, about `what`, unless `state` holds finite tensors of the names and shapes of `own`."""
     import torch
 
     if state.keys() != own.keys():
@@ -339,7 +323,7 @@ def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str
 
 
 def put_weights(model: nn.Module, payload: WeightPayload) -> None:
-    """Copy a version into a model, rounded to its precision. Raises UserInputError for one that does not fit."""
+    """Copy all weights into a model, rounded to its precision. Raises UserInputError where they do not fit."""
     own, state = dict(model.named_parameters()), payload.state()
     check_fits(state, own, f"Weight version {payload.version}")
     for name, parameter in own.items():
@@ -352,7 +336,7 @@ _KINDS: tuple[type[AdapterPayload] | type[FullPayload], ...] = (AdapterPayload, 
 
 
 def read_payload(folder: Path, version: int, policy: str = POLICY) -> WeightPayload:
-    """Read the version in a folder, of whichever kind it is. Raises UserInputError."""
+    """Read the version in a folder, of either kind. Raises UserInputError."""
     return (FullPayload if is_full(folder) else AdapterPayload).read(folder, version, policy)
 
 
@@ -368,11 +352,8 @@ def trained_folder(folder: Path) -> Path | None:
 
 
 def find_trained(*named: Path | str | None) -> Path | None:
-    """The folder of trained weights that a command or `model.adapter` names by itself or by its run; None: nothing is
-    named, the base model.
-
-    Raises UserInputError when two are named, or what is named holds neither plain LoRA nor full weights.
-    """
+    """The folder of trained weights that a command or `model.adapter` names, by itself or by its run; None: the base
+    model. Raises UserInputError when two are named, or the named holds neither plain LoRA nor full weights."""
     given = [Path(name) for name in named if name is not None]
     if len(given) > 1:
         raise UserInputError("--adapter and --run-dir both name an adapter: give one of them.")
@@ -389,12 +370,8 @@ def find_trained(*named: Path | str | None) -> Path | None:
     return trained
 
 
-# The adapter that training starts from (`model.adapter`), compared with the LoRA that the configuration describes.
-
-
 def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
-    """The adapter that `model.adapter` names, as version 1. Raises UserInputError, which says what to set, where it is
-    not what `model.lora` describes."""
+    """The adapter that training starts with, as version 1. Raises UserInputError where `model.lora` is another."""
     from rl_vlm.models.lora import target_choice  # imports torch, which a dry run without an adapter does not need
 
     folder, wanted = find_trained(model.adapter), model.lora

@@ -10,8 +10,8 @@ from typing import Any
 from rl_vlm.config import CommonConfig, PolicyConfig, TrainConfig
 from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, DType, builtin_models, resolve_model
-from rl_vlm.models.memory.needs import Card, MemoryPlan, gib, plan_memory, published_bytes
-from rl_vlm.models.memory.shape import ModelShape, amount, text
+from rl_vlm.models.memory.needs import Card, MemoryPlan, plan_memory, published_bytes
+from rl_vlm.models.memory.shape import ELEMENT, ModelShape, amount, gib, text
 from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError
 
@@ -99,8 +99,6 @@ def short_form(plan: MemoryPlan) -> dict[str, Any]:
 
 # What checks before a run share: the model's size, and the memory that it needs.
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
     plan = make_plan(config, folder=folder)
@@ -113,5 +111,5 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
 
 
 def weights_size(shape: ModelShape, dtype: DType) -> dict[str, Any]:
-    weights_gib = round(shape.parameters * _BYTES[dtype] / 2**30, 2)
+    weights_gib = round(shape.parameters * ELEMENT[dtype] / 2**30, 2)
     return {"parameters": amount(shape.parameters), "weights_gib": weights_gib}

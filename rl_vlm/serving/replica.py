@@ -108,7 +108,6 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
         full=config.trains_full,
         head_dtype=config.model.head_dtype,
         image_cache_bytes=config.model.image_cache_bytes,
-        image_by_image=config.deterministic,
         merged_bytes=serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
     )
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rl_vlm.config import SFTConfig
 from rl_vlm.learning.batching import MicroBatch
+from rl_vlm.learning.losses import token_logprobs
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import lr_factor, make_builder, make_optimizer, micro_logprobs, predicting_states
+from rl_vlm.learning.update import lr_factor, make_builder, make_optimizer, predicting_states
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import RLVLMError, Trajectory
@@ -90,11 +91,12 @@ class SFTTrainer:
         return self._builder.build(list(groups.values()))
 
     def _logprobs(self, micro: MicroBatch) -> Tensor:
-        hidden = predicting_states(self._policy.backbone, micro)
-        return micro_logprobs(self._policy.backbone, hidden, micro, temperature=1.0)[0]
+        backbone = self._policy.backbone
+        hidden, target = predicting_states(backbone, micro), torch.from_numpy(micro.target).to(backbone.device)
+        return token_logprobs(backbone, hidden, target, 1.0, entropy="none")[0]
 
     def adapter(self, version: int) -> WeightPayload:
-        return self._strategy.gather_adapter(version)
+        return self._policy.payload(version)
 
     def moments(self) -> dict[str, Tensor]:
         return self._strategy.state()

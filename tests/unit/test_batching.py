@@ -78,7 +78,7 @@ def outcome(
     batch, found = batch_of(groups), {}
     for micro in built(builder, groups):
         micro.set_weights(batch.minibatches[0].weights)
-        logprobs, _ = updater.logprobs(micro)
+        logprobs = updater.logprobs(micro)[0]
         (logprobs * torch.from_numpy(micro.join(batch.advantages) * micro.weight)).sum().backward()
         found |= micro.split(logprobs.detach().numpy())
     return found, gradient_vector(policy.parameters)

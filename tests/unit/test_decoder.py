@@ -123,21 +123,6 @@ def test_logprobs_equal_teacher_forcing(
     assert all(gap(tiny_folder, reference, asked, answers[asked.request_id]) < 5e-5 for asked in requests)
 
 
-def test_the_first_token_follows_the_models_distribution(tiny_folder: Path, text: TextSide, model: Any) -> None:
-    image = picture(np.random.default_rng(5))
-    asked = request(text, [image, "How many?"], max_new_tokens=1, n=4000, seeds=tuple(range(4000)))
-    answer = run(decoder_of(backbone_of(model, text), text), (0, [asked]))["r"]
-    with torch.no_grad():
-        logits = reference_logits(tiny_folder, model, answer.prompt_ids, [image])[-1]
-    logits[torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size))] = float("-inf")
-    expected = torch.softmax(logits, -1).numpy()
-    counts = np.bincount([int(sample.token_ids[0]) for sample in answer.samples], minlength=len(expected))
-    top = expected > 5 / 4000
-    deviation = np.abs(counts[top] / 4000 - expected[top])
-    assert top.sum() >= 3
-    assert np.all(deviation < 5 * np.sqrt(expected[top] / 4000))
-
-
 # --- the batch does not matter
 
 
@@ -174,17 +159,6 @@ def test_rows_of_different_lengths_survive_many_retirements(text: TextSide, endl
             assert close(sample.logprobs, other.logprobs)
 
 
-def test_more_prompt_tokens_than_one_prefill_takes_give_the_same(
-    text: TextSide, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = mixed_requests(text, np.random.default_rng(4), max_new_tokens=6, seeds=(5,))
-    expected = run(decoder_of(backbone_of(model, text), text), (0, requests))
-    monkeypatch.setattr("rl_vlm.engines.decoder.PREFILL_TOKENS", 50)
-    found = run(decoder_of(backbone_of(model, text), text), (0, requests))
-    for name, answer in expected.items():
-        assert found[name].samples[0].token_ids.tolist() == answer.samples[0].token_ids.tolist()
-
-
 def test_samples_with_seeds_repeat_and_samples_without_differ(text: TextSide, endless: Backbone) -> None:
     def tokens(**sampling: Any) -> list[list[int]]:
         answer = run(decoder_of(endless, text), (0, [request(text, ["hi"], max_new_tokens=16, **sampling)]))["r"]
@@ -194,19 +168,6 @@ def test_samples_with_seeds_repeat_and_samples_without_differ(text: TextSide, en
     assert tokens(n=2, seeds=(3, 4)) == [*tokens(seeds=(3,)), *tokens(seeds=(4,))]
     fresh = tokens(n=3) + tokens(n=3)
     assert len({tuple(sample) for sample in fresh}) == 6
-
-
-def test_samples_keep_their_number_when_they_end_at_different_times(text: TextSide, model: Any) -> None:
-    seeds = tuple(range(40, 56))
-    common: dict[str, Any] = {"max_new_tokens": 60, "temperature": 1.0}
-    answer = run(decoder_of(backbone_of(model, text), text), (0, [request(text, ["?"], n=16, seeds=seeds, **common)]))[
-        "r"
-    ]
-    assert len({len(sample.token_ids) for sample in answer.samples}) > 4
-    single = [request(text, ["?"], name=str(seed), seeds=(seed,), **common) for seed in seeds]
-    alone = run(decoder_of(backbone_of(model, text), text), (0, single))
-    for seed, sample in zip(seeds, answer.samples, strict=True):
-        assert sample.token_ids.tolist() == alone[str(seed)].samples[0].token_ids.tolist()
 
 
 # --- ends

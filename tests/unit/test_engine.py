@@ -71,14 +71,6 @@ def fixed(text: TextSide, name: str = "fixed", **more: Any) -> GenerationRequest
 # --- calls
 
 
-def test_answers_come_in_the_order_of_their_requests(engine: TransformersEngine, text: TextSide) -> None:
-    requests = [fixed(text, name=str(k), max_new_tokens=40 - 5 * k) for k in range(6)]
-    answers = asyncio.run(engine.generate(requests))
-    assert [answer.request_id for answer in answers] == [asked.request_id for asked in requests]
-    assert all(answer.policy_version == 0 for answer in answers)
-    assert all(answer.queue_s >= 0 and answer.generate_s > 0 for answer in answers)
-
-
 def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: TextSide) -> None:
     narrow = TransformersEngine(tiny_folder, max_context=CONTEXT, max_rows=3)
     most = 0
@@ -102,21 +94,6 @@ def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: 
 
 
 # --- cancellation
-
-
-def test_cancelling_a_call_frees_its_rows(engine: TransformersEngine, text: TextSide) -> None:
-    expected = words(asyncio.run(one(engine, fixed(text))))
-
-    async def cancelled() -> None:
-        call = asyncio.ensure_future(engine.generate([fixed(text, max_new_tokens=900, n=5, seeds=None)]))
-        await until(lambda: rows(engine) == 5)
-        call.cancel()
-        await until(lambda: rows(engine) == 0)
-        assert call.cancelled()
-
-    with endless(engine, text):
-        asyncio.run(cancelled())
-    assert words(asyncio.run(one(engine, fixed(text)))) == expected
 
 
 # --- refused requests

@@ -110,9 +110,7 @@ def test_features_of_a_deterministic_run_do_not_depend_on_what_is_cached(tiny_fo
     alone, together = (backbone_of(tiny_folder, text, image_by_image=True) for _ in range(2))
     expected = [alone.image_features([image])[0] for image in images]
     found = together.image_features(images)
-    assert together.vision_passes == 40 and all(
-        torch.equal(a.merged, b.merged) for a, b in zip(expected, found, strict=True)
-    )
+    assert all(torch.equal(a.merged, b.merged) for a, b in zip(expected, found, strict=True))
     run = run_config(tiny_folder, deterministic=True, serving__engine="transformers")
     assert build_engine(tiny_folder, run).backbone._most_patches == 0
 
@@ -213,14 +211,6 @@ def test_chunks_join_to_what_generate_gives(engine: TransformersEngine, text: Te
         ]
     assert all(chunk.token_ids.dtype == np.int32 and chunk.logprobs.dtype == np.float32 for chunk in chunks)
     assert {chunk.policy_version for chunk in chunks} == {0}
-
-
-def test_tokens_come_while_others_are_still_to_be_sampled(engine: TransformersEngine, text: TextSide) -> None:
-    asked = ask(text, n=1, seeds=(5,), max_new_tokens=200)
-    with endless(engine, text):
-        chunks = asyncio.run(read(engine, asked))
-    assert len(chunks) > 5
-    assert max(len(chunk.token_ids) for chunk in chunks) < 190
 
 
 def test_a_slow_reader_gets_longer_chunks_and_loses_nothing(engine: TransformersEngine, text: TextSide) -> None:

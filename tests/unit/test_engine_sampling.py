@@ -315,21 +315,6 @@ def test_tokens_and_logprobs_equal_an_independent_implementation(temperature: fl
     assert np.allclose(logprobs, np.log(probabilities[tokens]), atol=1e-5)
 
 
-def test_greedy_takes_the_largest_logit_whatever_the_uniform() -> None:
-    tokens, logprobs = choose(LOGITS, np.array([0.0, 0.5, LARGEST]), temperature=0.0)
-    assert tokens.tolist() == [6, 6, 6]
-    expected = torch.log_softmax(torch.tensor(LOGITS), dim=-1)[6]
-    assert np.allclose(logprobs, float(expected))
-
-
-def test_unrestricted_logprobs_are_the_log_softmax_at_the_temperature() -> None:
-    rng = np.random.default_rng(1)
-    logits = rng.normal(0, 3, 500).astype(np.float32)
-    tokens, logprobs = choose(logits, rng.random(100), temperature=0.7)
-    expected = torch.log_softmax(torch.tensor(logits) / 0.7, dim=-1).numpy()
-    assert np.array_equal(logprobs, expected[tokens])
-
-
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, LARGEST])
 @pytest.mark.parametrize("size", [7, 512, 151_936])
 @pytest.mark.parametrize("allowed", ["first", "last", "middle", "two", "scattered"])
@@ -344,13 +329,6 @@ def test_suppressed_tokens_are_never_chosen(uniform: float, size: int, allowed: 
         tokens, logprobs = choose(logits, np.array([uniform]), temperature)
         assert tokens[0] in ids
         assert np.isfinite(logprobs[0])
-
-
-def test_tokens_of_vanishing_probability_do_not_push_the_choice_onto_suppressed_ones() -> None:
-    logits = np.array([-np.inf, 100.0, -1000.0, -np.inf, 0.0, -np.inf], dtype=np.float32)
-    for uniform in (0.0, LARGEST):
-        tokens, _ = choose(logits, np.array([uniform]))
-        assert tokens[0] in (1, 4)
 
 
 @settings(max_examples=100, deadline=None)
@@ -368,18 +346,6 @@ def test_whatever_is_drawn_has_a_probability(
     tokens, logprobs = choose(logits, np.array([uniform]), temperature, top_p, top_k)
     assert np.isfinite(logits[tokens[0]])
     assert np.isfinite(logprobs[0])
-
-
-@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.7}])
-def test_frequencies_follow_the_distribution(parameters: dict[str, float]) -> None:
-    count = 40_000
-    seeds = np.arange(count, dtype=np.uint64) + np.uint64(derive_seed(5))
-    tokens, _ = choose(LOGITS, uniforms(seeds, np.zeros(count, dtype=np.uint64)), **parameters)
-    probabilities = restricted(LOGITS, **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, **parameters})
-    counts = np.bincount(tokens, minlength=len(LOGITS))
-    assert counts[probabilities == 0].sum() == 0
-    support = probabilities > 0
-    assert stats.chisquare(counts[support], count * probabilities[support]).pvalue > 1e-4
 
 
 def test_a_long_tail_of_small_probabilities_keeps_its_share() -> None:

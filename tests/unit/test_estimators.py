@@ -190,16 +190,6 @@ def test_reinforce_pp_is_the_return_of_each_token_over_the_batch(with_penalty: b
     assert list(map(len, found.advantages.values())) == [5, 1, 7, 3, 4, 1]
 
 
-def test_reinforce_pp_knows_no_group() -> None:
-    """A group whose members are all right is still told so, unlike with the group's mean."""
-    groups: list[list[list[TurnSpec]]] = [[[(2, 1.0, "")]] * 2, [[(2, 0.0, "")]] * 2]
-    experience = experience_of(groups)
-    advantages = estimate("reinforce_pp", experience).advantages
-    assert [advantages[f"0:{n}"].tolist() for n in range(2)] == [pytest.approx([1, 1], abs=1e-5)] * 2
-    for name in ("group", "rloo", "reinforce_pp_baseline", "gigpo"):
-        assert not any(tokens.any() for tokens in estimate(name, experience).advantages.values())
-
-
 def test_reinforce_pp_baseline_subtracts_the_groups_mean_first() -> None:
     found = estimate("reinforce_pp_baseline", experience_of(GROUPS))
     raw, lengths = [], []

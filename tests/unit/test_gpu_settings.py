@@ -35,8 +35,6 @@ from rl_vlm.learning.strategies import AllReduce, Strategy
 from rl_vlm.learning.update import PolicyUpdater, make_optimizer, padding_batch
 from rl_vlm.models import devices
 from rl_vlm.models.devices import choose_order
-from rl_vlm.models.lora import lora_config
-from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs import ray_session
 from rl_vlm.types import UserInputError
 
@@ -184,17 +182,6 @@ def test_one_order_of_sums_is_torchs_deterministic_kernels_on_a_gpu_alone(monkey
     assert not found and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     choose_order("cuda")
     assert found == [True] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_a_rounded_adapter_has_half_the_bytes_and_the_nearest_values() -> None:
-    generator = torch.Generator().manual_seed(0)
-    state = {f"base_model.model.a.lora_{name}.weight": torch.randn(64, 32, generator=generator) for name in "AB"}
-    whole = AdapterPayload.build(7, state, lora_config(8, 16, "all"))
-    rounded = whole.rounded("bfloat16")
-    assert (rounded.version, rounded.config_json, rounded.verify()) == (7, whole.config_json, rounded)
-    assert len(rounded.tensors) < 0.6 * len(whole.tensors) and rounded.sha256 != whole.sha256
-    for name, tensor in rounded.state().items():
-        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, state[name].bfloat16())
 
 
 # --- Settings of the learners' strategies, and micro-batches that count for nothing

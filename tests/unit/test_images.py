@@ -86,16 +86,6 @@ def test_other_colour_modes_are_converted_as_the_processor_does(mode: str) -> No
     assert_equal_patches(Qwen2VLImageProcessor(**CONFIGS["qwen3_vl, small"]), image)
 
 
-def test_a_patch_holds_its_pixels_channel_by_channel_and_twice_in_time() -> None:
-    pixels = np.zeros((64, 64, 3), dtype=np.uint8)
-    pixels[0:16, 16:32, 1] = 255  # the second patch of the first block of 2 x 2 patches is green
-    values, grid = patchify(ImageProcessorSpec(min_pixels=1024), Image.fromarray(pixels))
-    assert grid == (1, 4, 4)
-    patches = values.reshape(16, 3, 2, 16, 16)
-    assert (patches[1, 1] == 1).all() and (patches[1, (0, 2)] == -1).all()
-    assert (np.delete(patches, 1, axis=0) == -1).all()
-
-
 def test_image_tokens_are_the_processors_placeholders() -> None:
     processor = build_processor()
     spec = ImageProcessorSpec.from_processor(processor)

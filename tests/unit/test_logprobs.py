@@ -55,7 +55,7 @@ def gradients(head: Head, values: tuple[Tensor, Tensor], hidden: Tensor) -> tupl
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-@pytest.mark.parametrize("tile", [None, Tile(1, 1), Tile(5, 7), Tile(COUNT, VOCABULARY), Tile(100, 13), Tile(4, 100)])
+@pytest.mark.parametrize("tile", [None, Tile(1, 1), Tile(5, 7), Tile(100, 13), Tile(4, 100)])
 def test_values_and_gradients_equal_the_direct_computation(temperature: float, tile: Tile | None) -> None:
     """Of the hidden states and of weights that are trained too; tiles in float64."""
     dtype, tolerance = (torch.float32, 1e-5) if tile is None else (torch.float64, 1e-12)
@@ -83,18 +83,17 @@ def test_tiles_equal_the_direct_computation_in_float32(
     head.lm_head.weight.requires_grad_(False)
     hidden, targets = inputs()
     hidden.requires_grad_()
-    found, expected = (
-        token_logprobs(head, hidden, targets, 0.7, entropy=entropy, tile=tile) for tile in (Tile(4, 9), None)
-    )
+    found = token_logprobs(head, hidden, targets, 0.7, entropy=entropy, tile=Tile(4, 9))
+    expected = direct(head, hidden, targets, 0.7)
+    assert (found[1] is None) == (entropy == "none")
+    wanted = [k for k, value in enumerate(found) if value is not None and value.requires_grad]
+    assert wanted == ([0, 1] if entropy == "gradient" else [0])
     mixture = torch.randn(2, COUNT, generator=torch.Generator().manual_seed(2))
-    slopes = []
-    for values in (found, expected):
-        wanted = [value for value in values if value is not None and value.requires_grad]
-        assert len(wanted) == (2 if entropy == "gradient" else 1)
-        assert (values[1] is None) == (entropy == "none")
-        slopes += torch.autograd.grad(sum((mixture[k] * value).sum() for k, value in enumerate(wanted)), [hidden])
-    for one, other in zip((*found, slopes[0]), (*expected, slopes[1]), strict=True):
-        assert one is other is None or torch.allclose(one, other, rtol=1e-5, atol=2e-6)
+    slopes = [
+        torch.autograd.grad(sum((mixture[k] * of[k]).sum() for k in wanted), [hidden])[0] for of in (found, expected)
+    ]
+    for one, other in (*zip(found, expected, strict=True), tuple(slopes)):
+        assert one is None or torch.allclose(one, other, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])

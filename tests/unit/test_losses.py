@@ -239,8 +239,8 @@ class GivenLogprobs(PolicyUpdater):
         super().__init__(policy, PolicyConfig(algorithm=settings))
         self.given: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def logprobs(self, micro: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor]:
-        return self.given[id(micro)]
+    def logprobs(self, micro: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor, None]:
+        return *self.given[id(micro)], None
 
 
 def micro_batch(samples: list[Sample]) -> MicroBatch:

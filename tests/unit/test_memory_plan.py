@@ -21,7 +21,6 @@ from transformers import (
 
 from rl_vlm import cli
 from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
-from rl_vlm.learning import losses
 from rl_vlm.models import qwen_vl
 from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
 from rl_vlm.models.memory import needs
@@ -118,7 +117,6 @@ def test_constants_are_those_of_the_code_that_allocates() -> None:
         lambda run: needs._frozen_tower(run, shape, 4, 0).bytes,
     ):
         assert images(wide) - images(narrow) == 240 << 20
-    assert losses._TILES == needs.HEAD_TILES
 
 
 def recipe(name: str, *overrides: str) -> PolicyConfig:
@@ -326,12 +324,6 @@ def test_an_adapter_has_the_size_that_peft_gives_it(target: str) -> None:
     model = inject_lora(on_meta(Qwen3VLConfig(**copy.deepcopy(data))), lora_config(32, 64, target))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert ModelShape.from_config(data).lora_parameters(32, target) == trained
-
-
-def test_adapters_have_their_known_sizes() -> None:
-    """Of rank 32 in float32, in units of 10^6 bytes."""
-    sizes = {size: ModelShape.from_config(PUBLISHED[size]).lora_parameters(32, "all") * 4e-6 for size in PUBLISHED}
-    assert [round(sizes[size]) for size in ("2b", "4b", "8b")] == [139, 264, 349]
 
 
 def test_qwen_2_5_is_counted_too(tmp_path: Path) -> None:

@@ -67,27 +67,6 @@ def samples_of(plan: Plan, step: int) -> list[Sample]:
 # --- weights
 
 
-@pytest.mark.parametrize("minibatches", [1, 3])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_weights_sum_to_what_the_aggregation_says(aggregation: str, minibatches: int) -> None:
-    groups = bare_groups(6)
-    plan = plan_of(
-        groups, aggregation=aggregation, minibatches=minibatches, max_new_tokens=50, keep_zero_advantage=True
-    )
-    assert len(plan.active) == minibatches
-    for step in range(minibatches):
-        samples = samples_of(plan, step)
-        total = sum(sample.weight * sample.trajectory.num_sampled for sample in samples)
-        tokens = sum(sample.trajectory.num_sampled for sample in samples)
-        assert len(samples) == 24 // minibatches
-        assert total == pytest.approx(1.0 if aggregation != "constant" else tokens / (50 * len(samples)))
-        if aggregation == "sequence_mean":
-            each = {round(sample.weight * sample.trajectory.num_sampled * len(samples), 9) for sample in samples}
-            assert each == {1.0}
-        else:
-            assert len({sample.weight for sample in samples}) == 1
-
-
 def test_weights_by_hand() -> None:
     group = TrajectoryGroup("g", 0, [bare("a", 3, 2, 1.0), bare("b", 3, 6, 0.0)])
 
@@ -298,16 +277,6 @@ def test_skipping_samples_without_advantage_does_not_change_the_gradient(
 ) -> None:
     found = [gradient(policy, text, plan_of(groups, keep_zero_advantage=keep).batches) for keep in (True, False)]
     assert torch.allclose(*found, rtol=1e-4, atol=1e-7)
-
-
-def test_with_a_kl_penalty_samples_without_advantage_matter(
-    policy: PolicyModel, text: TextSide, groups: list[TrajectoryGroup]
-) -> None:
-    """Why they are kept then."""
-    found = [
-        gradient(policy, text, plan_of(groups, keep_zero_advantage=keep).batches, kl_coef=1.0) for keep in (True, False)
-    ]
-    assert not torch.allclose(*found, rtol=1e-2, atol=1e-4)
 
 
 def test_the_optimizer_step_adds_gradients_over_micro_batches_and_clips(

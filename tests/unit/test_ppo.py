@@ -99,8 +99,7 @@ class Half:
     @property
     def learner(self) -> Any:
         """What `VLMLearner`'s own methods need of it."""
-        vlm = SimpleNamespace(policy=self.policy)
-        return SimpleNamespace(_strategy=self.strategy, vlm=vlm, _average=self.average)
+        return SimpleNamespace(_strategy=self.strategy, policy=self.policy, _average=self.average)
 
     def gradients(self, packed: list[Any], learn_policy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         """Policy's and critic's, of all minibatches."""

@@ -108,28 +108,6 @@ def test_further_epochs_compare_with_the_same_old_policy(loop: Loop) -> None:
         assert (stats["policy/ratio_max"] == 1.0) is (epoch == 0)
 
 
-def test_a_forward_pass_that_does_not_repeat_itself_shows_in_the_ratio(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the exact ones above are a finding and not a matter of course."""
-    passes = 0
-    logprobs = loop.updater.logprobs
-
-    def unsteady(*given: Any) -> tuple[Tensor, Tensor | None]:
-        nonlocal passes
-        passes += 1
-        value, entropy = logprobs(*given)
-        return value + 0.01 * passes, entropy
-
-    monkeypatch.setattr(loop.updater, "logprobs", unsteady)
-    packed = loop.updater.pack(loop.batch(loop.sample(4)))
-    stats = UpdateStats()
-    for minibatch in packed:
-        for micro in minibatch:
-            loop.updater.loss(micro, stats)
-    assert stats["policy/ratio_max"] > 1.001
-
-
 def test_importance_weights_correct_from_the_engine_to_the_old_policy(loop: Loop) -> None:
     """Behaviour log-probabilities that are off by log 1.5 scale the gradient by 1.5, and by the cap at most."""
     batch = loop.batch(loop.sample(2), count=1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,27 +17,25 @@ from rl_vlm.models.memory.shape import (
     PREFILL_TOKENS,
     ModelShape,
     amount,
+    gib,
     text,
 )
 
-KV, CONTEXT = "keys and values", "CUDA context"
+KV = "keys and values"
 OF_UPDATES = ("activations", "attention mask", "logits")  # parts that only an update needs
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA: what vLLM has kernels for
 
 _HEAD_COPIES = 4  # float32 arrays of a tile's shape at the peak
 _LORA = 4  # bytes of a LoRA weight, its gradient and each of its moments: float32
 _GATHERED = 2  # layers of a sharded model that are whole at once: the one that computes, and the next
-_LOGIT_COPIES = {
-    "vllm": 3,
-    "transformers": 8,
-}  # of float32 logits, while a token is drawn
+_VLLM_LOGITS, _OUR_LOGITS = 3, 8  # copies of float32 logits, while a token is drawn
 _FREE_SHARE = 0.8  # of free memory that keys and values may take without a GPU
 _TAKEN = 0.92  # of a GPU on which replica and learner take turns: their other parts are estimates
 _NEVER_LEFT = 0.02  # of a card: what the caching allocator of torch cannot hand out, an estimate
 # A CUDA context with the kernels of torch and cuBLAS' workspaces, per process: 0.4 to 0.6 GiB on cards since 2020.
-CUDA_CONTEXT = int(0.6 * GIB)
-_GRAPHS = int(0.6 * GIB)  # CUDA graphs of vLLM, with LoRA
-_PREFERENCE = 1 * GIB  # agent, critics and the reward ensemble with its batches: an upper bound for the published sizes
+CUDA_CONTEXT = gib(0.6)
+_GRAPHS = gib(0.6)  # CUDA graphs of vLLM, with LoRA
+_PREFERENCE = GIB  # agent, critics and the reward ensemble with its batches: an upper bound for the published sizes
 
 
 class Part(NamedTuple):
@@ -47,10 +46,10 @@ class Part(NamedTuple):
     detail: str = ""
 
 
-_CONTEXT = Part(CONTEXT, CUDA_CONTEXT, "an estimate")
+_CONTEXT = Part("CUDA context", CUDA_CONTEXT, "an estimate")
 
 
-def _sum(parts: Collection[Part]) -> int:
+def _sum(parts: Iterable[Part]) -> int:
     return sum(part.bytes for part in parts)
 
 
@@ -58,11 +57,10 @@ def _sum(parts: Collection[Part]) -> int:
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_modules: str, lora: int = _LORA) -> int:
-    """What one decoder layer keeps for its backward pass, per token, without the attention mask.
+    """What one decoder layer keeps for its backward pass, per token, with a flash kernel and without its mask.
 
-    `element`: bytes of the model's precision; `lora`: of the precision that LoRA layers compute in. Attention keeps
-    what a flash kernel does: queries, keys, values and its output. Equals a count of what autograd saves on the meta
-    device.
+    `element`: bytes of the model's precision; `lora`: of the precision that LoRA layers compute in. Equals what
+    autograd saves on the meta device.
     """
     text = shape.text
     queries, keys = text.heads * text.head_dim, text.kv_heads * text.head_dim
@@ -88,22 +86,23 @@ def learner_parts(config: CommonConfig, shape: ModelShape) -> list[Part]:
 
 def kept_between_updates(config: CommonConfig, shape: ModelShape) -> int:
     """Bytes that one learner holds while it waits."""
-    return _sum([part for part in learner_parts(config, shape) if part.name not in OF_UPDATES])
+    return _sum(part for part in learner_parts(config, shape) if part.name not in OF_UPDATES)
 
 
 def _weights(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
-    learner, layers, copies = config.learner, shape.text.parameters, 1 + _has_full_reference(config)
-    detail = f"{amount(shape.parameters)} in {config.model.dtype}{', and once more as reference' if copies > 1 else ''}"
-    if not learner.shards_layers:
-        return Part("weights", copies * shape.parameters * element, detail)
-    gathered = _GATHERED * layers // shape.text.layers
-    shard = 0 if learner.offload_params else layers // max(learner.num_learners, 1)
-    return Part("weights", (shape.parameters - layers + gathered + shard) * element, f"{detail}, its layers sharded")
-
-
-def _has_full_reference(config: PolicyConfig) -> bool:
-    """Whether the frozen base model is held once more, for the KL penalty."""
-    return config.trains_full and config.algorithm.has_reference
+    learner, layers, detail = (
+        config.learner,
+        shape.text.parameters,
+        f"{amount(shape.parameters)} in {config.model.dtype}",
+    )
+    if learner.shards_layers:
+        gathered = _GATHERED * layers // shape.text.layers
+        shard = 0 if learner.offload_params else layers // max(learner.num_learners, 1)
+        held = shape.parameters - layers + gathered + shard
+        return Part("weights", held * element, f"{detail}, its layers sharded")
+    if config.trains_full and config.algorithm.has_reference:  # the frozen base model, for the KL penalty
+        return Part("weights", 2 * shape.parameters * element, f"{detail}, and once more as reference")
+    return Part("weights", shape.parameters * element, detail)
 
 
 def _trained(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
@@ -137,14 +136,11 @@ def _activations(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
         layer = layer_bytes_per_token(shape, element, lora.rank, lora.target_modules)
         # At its widest a layer holds the product of a linear layer, its LoRA's in float32 twice, and their sum.
         working = text.width * (element + 3 * _LORA)
-    inputs = element * text.hidden
+    inputs, what = element * text.hidden, f"{tokens} tokens × {text.layers} layers"
     if config.learner.gradient_checkpointing:
-        per_token = inputs * (text.layers + 2) + layer + working
-        detail = f"{tokens} tokens × {text.layers} layers' inputs, and one layer computed again"
-    else:
-        per_token = layer * text.layers + 2 * inputs + working
-        detail = f"{tokens} tokens × {text.layers} layers, no checkpointing"
-    return Part("activations", tokens * per_token, detail)
+        size = tokens * (inputs * (text.layers + 2) + layer + working)
+        return Part("activations", size, f"{what}' inputs, and one layer computed again")
+    return Part("activations", tokens * (layer * text.layers + 2 * inputs + working), f"{what}, no checkpointing")
 
 
 def _mask(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
@@ -176,8 +172,7 @@ def _images(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     full = config.trains_full
     if not full and config.model.lora.target_modules != "vision":
         return _frozen_tower(config, shape, element, config.learner.gpus_per_learner)
-    # A tower that is trained keeps its layers' activations of all images of a micro-batch, whose tokens are at most
-    # all.
+    # A tower that is trained keeps activations of all images of a micro-batch, which may be all of its tokens.
     tower, patches = shape.tower, _tokens(config) * shape.tower.merge**2
     inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if full else _LORA)
     kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
@@ -201,22 +196,23 @@ def replica_parts(config: CommonConfig, shape: ModelShape, card: int | None) -> 
     if serving.expected_engine == "vllm":
         parts, size = _vllm(config, shape), _vllm_kv(config, shape, card)
     else:
-        parts = _transformers(config, shape)
-        rows = min(serving.max_rows, max(1, config.samples_per_round // serving.num_replicas))
-        size = rows * _sample(config, shape)
+        parts, size = _transformers(config, shape), _rows(config) * _sample(config, shape)
         if serving.max_kv_gib is not None:
-            size = min(size, int(serving.max_kv_gib * GIB))
+            size = min(size, gib(serving.max_kv_gib))
     samples = size / _sample(config, shape)
     tokens = int(samples * serving.max_context)
     return [*parts, Part(KV, size, f"{tokens} tokens, {samples:.1f} samples of {serving.max_context}")]
 
 
+def _rows(config: CommonConfig) -> int:
+    """Samples of a round that run on one replica with the transformers engine."""
+    return min(config.serving.max_rows, max(1, config.samples_per_round // config.serving.num_replicas))
+
+
 def _sample(config: CommonConfig, shape: ModelShape) -> int:
     """Keys and values of one sample of `serving.max_context` on each of a replica's GPUs."""
-    # A head is never cut: more GPUs than key heads hold some twice.
-    shares = 1
-    if config.serving.expected_engine == "vllm":
-        shares = min(config.serving.vllm.tensor_parallel_size, shape.text.kv_heads)
+    parallel = config.serving.vllm.tensor_parallel_size if config.serving.expected_engine == "vllm" else 1
+    shares = min(parallel, shape.text.kv_heads)  # a head is never cut: more GPUs than key heads hold some twice
     return config.serving.max_context * shape.kv_bytes_per_token(ELEMENT[config.model.dtype]) // shares
 
 
@@ -237,7 +233,7 @@ def _vllm(config: CommonConfig, shape: ModelShape) -> list[Part]:
         rank = next((rank for rank in VLLM_RANKS if rank >= config.max_lora_rank), config.max_lora_rank)
         size = config.lora_slots * shape.lora_parameters(rank, "all") * element // parallel
         parts.append(Part("adapters", size, f"{config.lora_slots} slots of rank {rank}"))
-    logits = settings.max_num_seqs * text.vocab * 4 * _LOGIT_COPIES["vllm"]
+    logits = settings.max_num_seqs * text.vocab * 4 * _VLLM_LOGITS
     activations = tokens * (4 * text.hidden + 3 * text.width) * element + logits
     parts.append(Part("activations", activations, f"{tokens} tokens a step, {settings.max_num_seqs} samples' logits"))
     # vLLM encodes at most a step's tokens of images, and keeps as many encoded ones.
@@ -254,7 +250,7 @@ def _vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:
     if not serving.gpus_per_replica:
         return serving.vllm.kv_cache_gib * GIB
     if serving.vllm.gpu_kv_cache_gib is not None:
-        return int(serving.vllm.gpu_kv_cache_gib * GIB)
+        return gib(serving.vllm.gpu_kv_cache_gib)
     if card is None:
         return _sample(config, shape)  # the least
     if isinstance(config, PolicyConfig) and serving.vllm.rest_while_learning:  # all that a learner leaves
@@ -271,27 +267,24 @@ def _transformers(config: CommonConfig, shape: ModelShape) -> list[Part]:
         # Without a GPU they stay in the object store.
         size = shape.parameters * element * 2 if serving.gpus_per_replica else 0
         parts.append(Part("versions", size, "the newest weights, and those that running samples finish with"))
-    elif not isinstance(config, PolicyConfig):
-        pass  # it publishes no versions
-    elif serving.quantization == "none" and config.model.dtype == "float32":
+    elif isinstance(config, PolicyConfig) and serving.quantization == "none" and config.model.dtype == "float32":
         size = 2 * text.linear_parameters * element
         parts.append(Part("merged adapters", size, "the linear layers again, and once more while a version is made"))
-    else:  # computed beside the weights
+    elif isinstance(config, PolicyConfig):  # computed beside the weights
         size = 2 * published_bytes(config, shape)
         parts.append(Part("adapters", size, "the newest, and the one that running samples finish with"))
-    rows = min(serving.max_rows, max(1, config.samples_per_round // serving.num_replicas))
     activations = PREFILL_TOKENS * (6 * text.hidden + 3 * text.width) * element
-    activations += rows * text.vocab * 4 * _LOGIT_COPIES["transformers"]
-    detail = f"{PREFILL_TOKENS} prompt tokens at a time, {rows} samples' logits"
+    activations += _rows(config) * text.vocab * 4 * _OUR_LOGITS
+    detail = f"{PREFILL_TOKENS} prompt tokens at a time, {_rows(config)} samples' logits"
     parts.append(Part("activations", activations, detail))
     return [*parts, _frozen_tower(config, shape, element, serving.gpus_per_replica)]
 
 
 def kv_cache_bytes(config: CommonConfig, shape: ModelShape, card: int) -> int | None:
-    """What vLLM is told to take for keys and values on a GPU of `card` bytes; None: it measures by itself.
+    """What vLLM is told to take for keys and values on a GPU of `card` bytes; None: it measures what is free.
 
-    It measures device-wide free memory, so what else loads on a shared card at that moment would count as its own.
-    Where no sample of `serving.max_context` fits, vLLM rejects the number with a sentence of its own.
+    On a shared card it would count what else is loaded meanwhile. Where no sample fits, vLLM rejects the number with a
+    sentence of its own.
     """
     if config.serving.vllm.gpu_kv_cache_gib is None and not 0 < config.serving.gpus_per_replica < 1:
         return None
@@ -301,12 +294,11 @@ def kv_cache_bytes(config: CommonConfig, shape: ModelShape, card: int) -> int | 
 def max_kv_tokens(config: CommonConfig, shape: ModelShape, card: int, free: int) -> int:
     """Tokens whose keys and values a replica with the transformers engine has memory for: one full context at least.
 
-    card: bytes of its GPU, 0 without one; free: the replica's part of its machine's free memory, which counts without a
-    GPU.
+    card: bytes of its GPU, 0 without one; free: without a GPU, the replica's part of its machine's free memory.
     """
     serving = config.serving
     if serving.max_kv_gib is not None:
-        size = int(serving.max_kv_gib * GIB)
+        size = gib(serving.max_kv_gib)
     elif card:
         size = int(serving.memory_utilization * card) - _sum(_transformers(config, shape))
     else:
@@ -333,18 +325,14 @@ def place(config: CommonConfig) -> list[list[str]]:
     for actors in config.actors:
         kind = actors.kind.split()[0].removesuffix("s")
         for _ in range(actors.count if actors.gpus and kind in ("replica", "learner") else 0):
-            if actors.gpus >= 1:
-                free += [0.0] * int(actors.gpus)
-                placed += [[kind] for _ in range(int(actors.gpus))]
-                continue
             fitting = [number for number, room in enumerate(free) if room >= actors.gpus - 1e-9]
-            if not fitting:
-                fitting = [len(free)]
-                free.append(1.0)
-                placed.append([])
-            chosen = min(fitting, key=free.__getitem__)  # Ray fills the GPU that is left with least
-            free[chosen] -= actors.gpus
-            placed[chosen].append(kind)
+            if fitting:
+                chosen = min(fitting, key=free.__getitem__)  # Ray fills the GPU that is left with least
+                free[chosen] -= actors.gpus
+                placed[chosen].append(kind)
+            else:  # a new GPU, or several
+                free += [max(1 - actors.gpus, 0.0)] * math.ceil(actors.gpus)
+                placed += [[kind] for _ in range(math.ceil(actors.gpus))]
     return placed
 
 
@@ -359,11 +347,9 @@ def driver_gpu(config: CommonConfig) -> int:
 
 
 def learner_fraction(config: CommonConfig, card: int) -> float | None:
-    """The share of a GPU of `card` bytes that torch may allocate in a learner; None: no limit, it has the GPU to
-    itself.
+    """The share of a GPU of `card` bytes that torch may allocate in a learner, CUDA contexts not counted; None: all.
 
-    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told. CUDA contexts come on
-    top.
+    Beside one replica of vLLM that is all that vLLM leaves; else the share that Ray was told.
     """
     share = config.learner.gpus_per_learner
     here = next((kinds for kinds in place(config) if "learner" in kinds), ["learner"])
@@ -383,20 +369,17 @@ class Process(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The sum of all parts."""
         return _sum(self.parts)
 
 
 @dataclass(slots=True)
 class Card:
-    """A GPU of a run; `count` of them hold the same. `size`: bytes that it reports, None where that is not known.
-    `turns`: keys and values of the replica and what the learner needs for an update are never there at the same time.
-    """
+    """A GPU of a run."""
 
     processes: list[Process]
-    size: int | None = None
-    count: int = 1
-    turns: bool = False
+    size: int | None = None  # bytes that it reports, where that is known
+    count: int = 1  # GPUs that hold the same
+    turns: bool = False  # the replica's keys and values are never there together with what an update needs
 
     @property
     def used(self) -> int:
@@ -404,9 +387,10 @@ class Card:
         together = sum(process.bytes for process in self.processes)
         if not self.turns:
             return together
-        kinds = {process.kind: process.parts for process in self.processes}
-        keys = [part for part in kinds["replica"] if part.name == KV]
-        return together - min(_sum(keys), _sum([part for part in kinds["learner"] if part.name in OF_UPDATES]))
+        parts = [part for process in self.processes for part in process.parts]
+        update = [part for process in self.processes if process.kind == "learner" for part in process.parts]
+        keys = _sum(part for part in parts if part.name == KV)
+        return together - min(keys, _sum(part for part in update if part.name in OF_UPDATES))
 
     @property
     def left(self) -> int | None:
@@ -435,17 +419,12 @@ class MemoryPlan:
         def process(one: Process) -> dict[str, Any]:
             return {"kind": one.kind, "bytes": one.bytes, "parts": [part._asdict() for part in one.parts]}
 
-        def numbers(of: Any, *names: str) -> dict[str, Any]:
-            return {name: getattr(of, name) for name in names}
+        def card(one: Card) -> dict[str, Any]:
+            numbers = {name: getattr(one, name) for name in ("count", "size", "used", "left", "turns")}
+            return {**numbers, "processes": list(map(process, one.processes))}
 
-        return {
-            **numbers(self, "fits", "starved", "adapter_bytes", "gpus"),
-            "parameters": self.shape.parameters,
-            "cards": [
-                numbers(card, "count", "size", "used", "left", "turns") | {"processes": [*map(process, card.processes)]}
-                for card in self.cards
-            ],
-        }
+        numbers = {name: getattr(self, name) for name in ("fits", "starved", "adapter_bytes", "gpus")}
+        return {**numbers, "parameters": self.shape.parameters, "cards": list(map(card, self.cards))}
 
 
 def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
@@ -456,11 +435,8 @@ def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> Me
     }
     placed = [[kinds[kind] for kind in here] for here in place(config)]
     if not placed:  # no process has a CUDA context, and the size of a GPU means nothing
-        host = [
-            Process(kind, tuple(part for part in process.parts if part != _CONTEXT))
-            for kind, process in kinds.items()
-            if kind == "learner" or config.serves
-        ]
+        here = [process for kind, process in kinds.items() if kind == "learner" or config.serves]
+        host = [Process(one.kind, tuple(part for part in one.parts if part != _CONTEXT)) for one in here]
         return MemoryPlan(shape, [Card(host)], 0, published_bytes(config, shape))
     cards: list[Card] = []
     for processes in placed:
@@ -469,16 +445,14 @@ def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> Me
         else:
             turns = config.serving.vllm.rest_while_learning and len(processes) > 1
             cards.append(Card(processes, card, turns=turns))
-    starved = "" if card is None else _starved(config, shape, card)
-    return MemoryPlan(shape, cards, len(placed), published_bytes(config, shape), starved)
+    return MemoryPlan(shape, cards, len(placed), published_bytes(config, shape), _starved(config, shape, card))
 
 
-def _starved(config: CommonConfig, shape: ModelShape, card: int) -> str:
-    """A sentence where vLLM's share of a GPU of `card` bytes leaves no room for one sample; empty where it does."""
+def _starved(config: CommonConfig, shape: ModelShape, card: int | None) -> str:
+    """A sentence where vLLM's share of a GPU leaves no room for one sample, else nothing."""
     serving = config.serving
-    if not (config.serves and serving.gpus_per_replica and serving.expected_engine == "vllm"):
-        return ""
-    if (size := _vllm_kv(config, shape, card)) >= _sample(config, shape):
+    on_vllm = config.serves and serving.gpus_per_replica and serving.expected_engine == "vllm"
+    if card is None or not on_vllm or (size := _vllm_kv(config, shape, card)) >= _sample(config, shape):
         return ""
     advice = "use a larger GPU"
     if not serving.vllm.rest_while_learning:
@@ -487,8 +461,3 @@ def _starved(config: CommonConfig, shape: ModelShape, card: int) -> str:
         f"A replica has {text(size)} of the GPU for keys and values, and one sample of serving.max_context "
         f"{serving.max_context} takes {text(_sample(config, shape))}: {advice}."
     )
-
-
-def gib(size: float) -> int:
-    """GiB as bytes."""
-    return int(size * GIB)

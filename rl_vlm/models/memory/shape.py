@@ -1,7 +1,5 @@
-"""ModelShape: parameters, LoRA sizes and bytes per token of Qwen2.5-VL and Qwen3-VL models.
-
-Everything is counted from the content of config.json, and equals what transformers' classes allocate.
-"""
+"""ModelShape: parameters, LoRA sizes and bytes per token of Qwen2.5-VL and Qwen3-VL models, counted from config.json,
+which equal what transformers' classes allocate."""
 
 from __future__ import annotations
 
@@ -15,19 +13,16 @@ from pydantic import BaseModel, Field
 
 from rl_vlm.types import UserInputError
 
-# Constants that no configuration says. No torch is imported here, so that a plan needs none; the code that allocates by
-# a constant takes it from here.
+# Constants that no configuration says, for the plan, which imports no torch, and for the code that allocates by them.
 
 GIB = 1 << 30
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 # Patches per pass of the vision tower: 8 million pixels on a GPU; on a CPU what fits into its caches.
 PATCHES_AT_ONCE, PATCHES_ON_CPU = 32_768, 2_048
 PREFILL_TOKENS = 16_384  # padded prompt tokens per prefill forward pass of the transformers engine
-# Keys and values of the transformers engine: lengths are whole blocks, and there are at most so many rows for each that
-# is in use when memory is taken.
+# Keys and values of the transformers engine: lengths are whole blocks, with at most so many rows for each in use.
 KV_BLOCK, KV_ROWS_PER_USED = 64, 2
-# Logits that exist at once, positions × vocabulary entries. A CPU's tile stays in its caches; a GPU's is large enough
-# to fill the card.
+# Logits that exist at once, positions × vocabulary entries: a CPU's tile stays in its caches, a GPU's fills the card.
 HEAD_TILES = {"cpu": (512, 2048), "cuda": (4096, 16_384)}
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -41,6 +36,11 @@ TARGET_MODULES: dict[str, tuple[str, ...]] = {
     "mlp_attn": _ATTENTION + _MLP,
     "vision": _ATTENTION + _MLP,
 }
+
+
+def gib(size: float) -> int:
+    """GiB as bytes."""
+    return int(size * GIB)
 
 
 def text(size: int) -> str:
@@ -66,7 +66,6 @@ class Linear(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Parameters of all copies."""
         return self.copies * (self.inputs + self.bias) * self.outputs
 
     def lora(self, rank: int) -> int:
@@ -100,7 +99,6 @@ class TextShape(BaseModel):
 
     @property
     def linear_parameters(self) -> int:
-        """Parameters of these."""
         return sum(linear.parameters for linear in self.linears())
 
     @property
@@ -116,8 +114,8 @@ class TextShape(BaseModel):
 
 
 class TowerShape(BaseModel):
-    """The vision tower, read from its settings in config.json; `gated` is Qwen2.5-VL's kind: gated MLPs, norms without
-    bias, no position table, no deep stack."""
+    """The vision tower, read from its settings in config.json. `gated`, Qwen2.5-VL's kind, has gated MLPs, norms
+    without bias, no position table and no deep stack."""
 
     hidden: int = Field(alias="hidden_size")
     depth: int
@@ -143,7 +141,6 @@ class TowerShape(BaseModel):
 
     @property
     def parameters(self) -> int:
-        """All of them."""
         norm = 1 if self.gated else 2  # vectors of a norm
         norms = norm * self.hidden * (2 * self.depth + 1 + len(self.deepstack) * self.merge**2)
         values = self.channels * self.frames * self.patch**2  # of a patch
@@ -151,19 +148,16 @@ class TowerShape(BaseModel):
         return sum(linear.parameters for linear in self.linears()) + norms + embed
 
     def pass_bytes(self, element: int, patches: int) -> int:
-        """The peak of a pass without a gradient.
-
-        Pixels of one frame in float32, the residual stream and its norm, queries, keys and values with float32 copies
-        of the first two for the rotation, or the MLP with its activation, whichever is larger.
-        """
-        attention = element * 5 * self.hidden + 4 * 4 * self.hidden
+        """The peak of a pass without a gradient."""
+        pixels, stream = 4 * self.channels * self.patch**2, 2 * element * self.hidden  # with its norm
+        attention = element * 5 * self.hidden + 4 * 4 * self.hidden  # float32 copies of queries and keys are rotated
         mlp = element * (2 * self.width + self.hidden)
-        return patches * (4 * self.channels * self.patch**2 + 2 * element * self.hidden + max(attention, mlp))
+        return patches * (pixels + stream + max(attention, mlp))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A vision-language model: sizes only."""
+    """The sizes of a vision-language model."""
 
     family: str
     text: TextShape
@@ -209,7 +203,6 @@ class ModelShape:
         return language + (list(self.tower.linears()) if target_modules == "vision" else [])
 
     def lora_parameters(self, rank: int, target_modules: str) -> int:
-        """Parameters of an adapter."""
         return sum(linear.lora(rank) for linear in self.adapted(target_modules))
 
     def kv_bytes_per_token(self, element: int) -> int:
