@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+CPUINFO = Path("/proc/cpuinfo")
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -21,6 +22,11 @@ def available_cores() -> float:
             case [quota, period] if quota > 0 and period > 0:
                 cores = min(cores, quota / period)
     return cores
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16. Without them it takes many times as long as float32."""
+    return CPUINFO.exists() and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(CPUINFO.read_text().split())
 
 
 def available_memory() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from rl_vlm.files import cache_place
-from rl_vlm.machine import available_cores, available_memory
+from rl_vlm.machine import available_cores, available_memory, multiplies_bfloat16
 from rl_vlm.monitoring.top import token_file
 from rl_vlm.runs.surroundings import ClusterError, can_write, cluster_address, is_loopback, ray_folder
 from rl_vlm.types import UserInputError
@@ -182,7 +182,8 @@ def _gpus(probe: Probe) -> Iterator[Check]:
 
 def _machine() -> Iterator[Check]:
     cores = available_cores()
-    yield _check("cpu", cores >= 2, f"{cores:g} cores", "Runs work and take long: use two cores or more.")
+    slow = "" if multiplies_bfloat16() else ", without instructions for bfloat16: keep model.dtype float32 on them"
+    yield _check("cpu", cores >= 2, f"{cores:g} cores{slow}", "Runs work and take long: use two cores or more.")
     total, free = available_memory()
     yield _check("memory", free >= 4 * GIB, _free_of(free, total), "Close other programs: a run needs about 4 GiB.")
     shm = Path("/dev/shm")

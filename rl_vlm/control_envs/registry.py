@@ -20,21 +20,13 @@ ControlEnvFactory = Callable[..., Any]
 
 # Arguments of GymnasiumControlEnv itself; the wrapped environment gets all others.
 _OF_THE_WRAPPER = ("horizon", "render", "success", "image_size")
-# Factories by id; a string names "module:attribute" and is imported on first use.
-_REGISTRY: dict[str, ControlEnvFactory | str] = {
-    "ContinuousCartPole-v0": "rl_vlm.control_envs.cartpole:ContinuousCartPole",
-}
-
-
-def register_control_env(env_id: str, factory: ControlEnvFactory | str) -> None:
-    """Make `factory(**kwargs)` known as `env_id`; it returns a ControlEnv or a gymnasium environment."""
-    _REGISTRY[env_id] = factory
+_BUILTIN = {"ContinuousCartPole-v0": "rl_vlm.control_envs.cartpole:ContinuousCartPole"}
 
 
 def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: Any) -> ControlEnv:
     """Make a control environment whose pictures are `image_size` pixels high and wide (None: as it likes).
 
-    `env_id` is, in this order: an id registered here; "metaworld/TASK"; an id that an installed package provides
+    `env_id` is, in this order: the built-in id; "metaworld/TASK"; an id that an installed package provides
     through the entry-point group `rl_vlm.control_envs`; a gymnasium id; "package.module:Class" or
     "path/to/file.py:Class". Raises UserInputError with the nearest known id.
     """
@@ -86,13 +78,13 @@ def known_control_envs() -> list[str]:
         tasks = [f"metaworld/{task}-v3" for task in list_tasks()]
     except UserInputError:
         tasks = []
-    return sorted({*_REGISTRY, *provided(ENTRY_POINT_GROUP), *tasks})
+    return sorted({*_BUILTIN, *provided(ENTRY_POINT_GROUP), *tasks})
 
 
 def _find(env_id: str) -> ControlEnvFactory:
     from rl_vlm.control_envs.metaworld import MetaWorldEnv, task_name
 
-    factory: Any = _REGISTRY.get(env_id)
+    factory: Any = _BUILTIN.get(env_id)
     task = task_name(env_id)
     if factory is None and task is not None:
         return functools.partial(MetaWorldEnv, task)

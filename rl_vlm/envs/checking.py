@@ -109,7 +109,7 @@ class _Checks:
         images = as_encoded([image for message in observation.messages for image in message.images])
         self.report.prompt = as_text(observation)
         self.report.image = images[0] if images else None
-        shown = f"{len(self.report.prompt)} characters and {len(images)} images"
+        shown = f"{len(self.report.prompt)} characters and {len(images)} image{'s' * (len(images) != 1)}"
         blind = "" if images else f"{shown}: there is nothing to see before the answer"
         self.report.add("prompt", blind, shown, "warn")
 

@@ -133,7 +133,7 @@ class RequestReader:
         UserInputError."""
         limits, spec = self._limits, self._text.images
         if len(uris) > limits.max_images:
-            raise _too_much(f"The request has {len(uris)} images and this server takes {limits.max_images}.")
+            raise _too_much(f"The request's images are {len(uris)}, and this server takes {limits.max_images}.")
         files: list[bytes] = []
         pixels = tokens = 0
         for number, uri in enumerate(uris, 1):

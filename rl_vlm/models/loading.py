@@ -127,6 +127,8 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """As AutoTokenizer, but without importing models for Qwen's own class."""
     import transformers
 
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise UserInputError(f"The folder {folder} holds no tokenizer (tokenizer.json): fetch the whole model.")
     settings = folder / "tokenizer_config.json"
     name = json.loads(settings.read_text()).get("tokenizer_class", "") if settings.is_file() else ""
     if name.startswith("Qwen2Tokenizer"):

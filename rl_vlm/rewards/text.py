@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from typing import Any, NamedTuple
 
+from rl_vlm.safe_text import without_thoughts
+
+_MAX_THOUGHT = 100_000  # characters
 _SPECIAL = re.compile(
     r"<!--|<\|[^<>|]{0,40}\|>|</?(?:s|tool_call|tool_response|im_start|im_end|eos|bos)>", re.IGNORECASE
 )
@@ -16,6 +20,21 @@ _OVERLAID = re.compile("[A-Za-z][\u0334-\u0338\u20d2-\u20e5]|[\u0300-\u036f\u20d
 _FINE = frozenset("\n\r\t")
 _SHAPES = ("<wide>", "<font>", "<circle>", "<square>")  # decompositions of letters that only look different
 _IMITATED = ("CYRILLIC", "GREEK", "ARMENIAN", "CHEROKEE")
+
+
+class ReadAnswer(NamedTuple):
+    """What an answer says; None, and the reason, if that cannot be said."""
+
+    value: Any
+    reason: str = ""
+
+
+def behind_thought(text: str, max_chars: int) -> tuple[str, str]:
+    """The text without its thoughts, and the reason not to grade it: one of `refusal`, "too_long", or ""."""
+    said = without_thoughts(text)
+    if len(said) > max_chars:
+        return said, "too_long"
+    return said, refusal(text, _MAX_THOUGHT + max_chars)
 
 
 def refusal(text: str, max_chars: int) -> str:

@@ -7,11 +7,12 @@ import hashlib
 import json
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rl_vlm import tracing
+from rl_vlm.asking import Client
 from rl_vlm.chat import EncodedSpan, expand_image_tokens
 from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
@@ -86,12 +87,6 @@ class Conversation:
         return None if terminated or truncated else observation
 
 
-class CompletionClient(Protocol):
-    """Answers generation requests: the Serve client, or an engine in the same process."""
-
-    async def generate(self, request: GenerationRequest) -> Completion: ...
-
-
 class ImageAccountingError(RLVLMError):
     """Engine and client count the tokens of a prompt's images differently."""
 
@@ -104,7 +99,7 @@ class SampledTurn(Sample):
 
 
 async def sample_turns(
-    policy: CompletionClient, request: GenerationRequest, expected: np.ndarray, name: str, piece: int | None
+    policy: Client, request: GenerationRequest, expected: np.ndarray, name: str, piece: int | None
 ) -> list[SampledTurn]:
     """The `sampling.n` answers to a request, with at most `piece` tokens of a turn in one request (None: all).
 
@@ -259,7 +254,7 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
 async def run_group(
     task: RolloutTask,
     pool: EnvPool,
-    policy: CompletionClient,
+    policy: Client,
     text: TextSide,
     rollout: RolloutSection,
     max_context: int,
@@ -285,7 +280,7 @@ class _GroupSampler:
 
     task: RolloutTask
     pool: EnvPool
-    policy: CompletionClient
+    policy: Client
     text: TextSide
     rollout: RolloutSection
     max_context: int

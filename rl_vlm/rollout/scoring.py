@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.asking import Answer, Ask, Endpoint, Question, ServedEndpoint, ask_again
+from rl_vlm.asking import Answer, Ask, Client, Endpoint, Question, ServedEndpoint, ask_again
 from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.envs.errors import place_of
 from rl_vlm.models.loading import TextSide
 from rl_vlm.registry import Registry
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout.env_pool import GroupFailedError
-from rl_vlm.rollout.episodes import CompletionClient
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import (
     EncodedImage,
@@ -37,9 +37,11 @@ from rl_vlm.types import (
     Message,
     RLVLMError,
     SamplingParams,
+    StopReason,
     Trajectory,
     TrajectoryGroup,
     TrajectoryStatus,
+    Turn,
     UserInputError,
 )
 from rl_vlm.waiting import all_or_none
@@ -53,7 +55,7 @@ class AnsweredGroup:
     group: TrajectoryGroup
     answers: tuple[tuple[str, ...], ...]
     reward_settings: RewardSection
-    policy: CompletionClient
+    policy: Client
     text: TextSide
 
 
@@ -253,7 +255,7 @@ OWN = "env"  # the environment's own reward
 
 
 async def score_group(
-    group: TrajectoryGroup, settings: RewardSection, policy: CompletionClient, text: TextSide
+    group: TrajectoryGroup, settings: RewardSection, policy: Client, text: TextSide
 ) -> TrajectoryGroup:
     """The group with the rewards that `settings` ask for; without weights, as it is.
 
@@ -279,6 +281,27 @@ async def score_group(
         at_the_end = {name: found.values[place] for name, found in paid.items()}
         scored.append(_weighted(replace(one, info=info), settings, at_the_end))
     return replace(group, trajectories=scored)
+
+
+def try_parts(settings: RewardSection, text: TextSide) -> None:
+    """Call the registered parts that do not ask the policy once, on two made answers without an `info`.
+
+    Raises UserInputError for one that takes an `AnsweredGroup` for something else: each group of a run would be lost.
+    """
+    ids, mask = np.arange(6, dtype=np.int32), np.arange(6) >= 3
+    turns = [(Turn(3, 6, 0, StopReason.END_OF_TURN, reward),) for reward in (0.0, 1.0)]
+    logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
+    made = [Trajectory(str(k), ids, mask, logprobs, turns[k], TrajectoryStatus.COMPLETED) for k in range(2)]
+    nobody: Any = None  # those that ask the policy are coroutine functions
+    answered = AnsweredGroup(TrajectoryGroup("made", 0, made), (("0",), ("1",)), settings, nobody, text)
+    for name in set(settings.weights) & set(REWARD_PARTS.names()):
+        if not inspect.iscoroutinefunction(part := REWARD_PARTS.get(name)):
+            try:
+                part(answered)
+            except (AttributeError, TypeError) as error:
+                raise UserInputError(f"The reward part {name} does not run: {error}{place_of(error)}.") from error
+            except Exception:  # it misses what a real episode has, such as a key of its info
+                pass
 
 
 async def _paid(name: str, answered: AnsweredGroup) -> Noted:

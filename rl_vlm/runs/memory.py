@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import CommonConfig, PolicyConfig, TrainConfig
+from rl_vlm.machine import multiplies_bfloat16
 from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import SUPPORTED_FAMILIES, DType, builtin_models, resolve_model
 from rl_vlm.models.memory.needs import Card, MemoryPlan, plan_memory, published_bytes
@@ -58,6 +59,8 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
         yield f"Models of type {plan.shape.family} are planned, and not served or trained yet."
     for card in plan.cards:
         yield from _card(card, plan.gpus)
+    if slow := slow_type(config):
+        yield slow
     if plan.adapter_bytes:
         what, digits = "the weights" if config.trains_full else "the adapter", 0 if plan.adapter_bytes > 1e7 else 2
         yield f"A version of {what}: {plan.adapter_bytes / 1e6:.{digits}f} MB"
@@ -69,6 +72,13 @@ def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
             "learner.micro_batch_tokens, serving.max_context, and serving.vllm.gpu_memory_utilization or "
             "serving.max_rows."
         )
+
+
+def slow_type(config: CommonConfig) -> str:
+    """What to say where a run computes in bfloat16 on a CPU that only emulates it."""
+    if config.model.dtype != "bfloat16" or config.needed_gpus or multiplies_bfloat16():
+        return ""
+    return "This CPU has no instructions for bfloat16, which takes many times as long: set model.dtype=float32."
 
 
 def _card(card: Card, gpus: int) -> Iterator[str]:
@@ -107,6 +117,8 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
         summary["gpus"] = f"{config.needed_gpus:g} needed, {len(gpu_sizes())} here"
         if config.model.gpu_memory_gib:
             summary["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
+    if slow := slow_type(config):
+        summary["dtype"] = slow
     return summary | short_form(plan)
 
 

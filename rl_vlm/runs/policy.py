@@ -21,6 +21,7 @@ from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.rollout.curriculum import Stages
+from rl_vlm.rollout.scoring import try_parts
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
@@ -120,6 +121,7 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     quiet_libraries()
     folder = resolve_model(config.model.path)
     text = load_text_side(folder, config.model.pixels)
+    try_parts(config.env.reward, text)
     summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():

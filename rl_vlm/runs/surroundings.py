@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import resource
 import socket
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from rl_vlm.machine import available_cores
 from rl_vlm.types import RLVLMError, UserInputError
 
 _CONNECT_S = 10.0
+_LEAST_ADDRESSES = 10 << 30  # bytes that a process of Ray or torch maps, most of which it never touches
 _LONGEST_SOCKET = 107  # characters of a Unix socket's path
 _FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
 _PROBLEM = "cannot be written, or is too long for the names of Ray's sockets"
@@ -100,6 +102,11 @@ def gpu_sizes() -> list[float]:
 
 def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < _LEAST_ADDRESSES:
+        raise UserInputError(
+            f"A process may map {limit / 2**30:.1f} GiB here (`ulimit -v`), and Ray and torch map far more than they "
+            "use: run `ulimit -v unlimited` first."
+        )
     gpus, least = gpu_sizes() if config.needed_gpus else [], config.model.least_gpu_gib
     check_counts(config, config.resources.num_cpus or available_cpus(), len(gpus))
     if gpus and least and min(gpus) < least:

@@ -236,6 +236,12 @@ def test_a_damaged_text_file_of_a_model_is_a_user_error(
         load_text_side(folder)
 
 
+def test_a_folder_without_a_tokenizer_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(UserInputError, match="holds no tokenizer"):
+        load_text_side(folder)
+
+
 # --- what the policy may sample, and what it said
 
 

@@ -17,7 +17,7 @@ from rl_vlm.control_envs import registry
 from rl_vlm.control_envs.base import ControlEnv
 from rl_vlm.control_envs.cartpole import draw_cartpole
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
-from rl_vlm.control_envs.registry import known_control_envs, make_control_env, register_control_env
+from rl_vlm.control_envs.registry import known_control_envs, make_control_env
 from rl_vlm.control_envs.softgym import SoftGymControlEnv
 from rl_vlm.types import UserInputError
 
@@ -103,8 +103,7 @@ def make_old_simulator(**kwargs: Any) -> SoftGymControlEnv:
 
 
 def test_simulators_of_the_old_interface_run_through_an_adapter() -> None:
-    register_control_env("softgym/Test-v0", make_old_simulator)
-    env = make_control_env("softgym/Test-v0", image_size=90)
+    env = make_control_env(f"{__file__}:make_old_simulator", image_size=90)
     first, _ = env.reset(seed=5)
     again, _ = env.reset(seed=5)
     assert first.shape == (4,) and np.array_equal(first, again)

@@ -33,6 +33,7 @@ from rl_vlm.learning.update import UnfitImagesError
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.rollout.rollouts import TooManyFailuresError
 from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
+from rl_vlm.runs import lifecycle
 from rl_vlm.runs.policy import PolicyRun
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -279,9 +280,8 @@ class Averaging:
         self.evaluation = HeldOut(self)  # type: ignore[arg-type]
 
     def _call(self, function: Any) -> Any:
-        learner = SimpleNamespace(
-            averaged_adapter=lambda version: "average", adapter=lambda version: f"trained {version}"
-        )
+        policy = SimpleNamespace(payload=lambda version: f"trained {version}")
+        learner = SimpleNamespace(averaged_adapter=lambda version: "average", policy=policy)
         if self.published and self.fails is not None:
             raise self.fails
         return function(learner)
@@ -449,7 +449,6 @@ def test_a_resume_with_other_settings_lists_them(
 
 def begin(settings: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make the folder of a run with a checkpoint; its saved configuration."""
-    monkeypatch.setattr(PolicyRun, "_latest_checkpoint", lambda self: folder / "checkpoints/iteration-000002")
-    monkeypatch.setattr(PolicyRun, "_check_fits", lambda *_: None)
+    monkeypatch.setattr(lifecycle, "latest_checkpoint", lambda *_: folder / "checkpoints/iteration-000002")
     save_config(parse_config(settings), folder / "config.yaml")
     return (folder / "config.yaml").read_text()

@@ -10,6 +10,8 @@ import psutil
 import pytest
 
 from rl_vlm import machine
+from rl_vlm.config import parse_config
+from rl_vlm.runs.memory import slow_type
 
 GIB = 2**30
 
@@ -56,3 +58,16 @@ def test_cached_files_are_free_memory(group: Path) -> None:
     write(group / "job/memory.current", f"{7 * GIB}\n")
     write(group / "job/memory.stat", f"anon {2 * GIB}\nactive_file {GIB}\ninactive_file {4 * GIB}\n")
     assert machine.available_memory() == (8 * GIB, 6 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"), [("fpu avx512f avx512_bf16", True), ("amx_bf16", True), ("asimd bf16", True), ("avx512f", False)]
+)
+def test_instructions_for_bfloat16_are_those_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, has: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.multiplies_bfloat16() is has
+    said = {dtype: slow_type(parse_config({"model": {"dtype": dtype}})) for dtype in ("float32", "bfloat16")}
+    assert not said["float32"] and ("model.dtype=float32" in said["bfloat16"]) is not has

@@ -15,8 +15,8 @@ from task_support import episode
 from rl_vlm.config import RewardSection
 from rl_vlm.envs.errors import EnvError, reward_parts
 from rl_vlm.rollout.env_pool import GroupFailedError
-from rl_vlm.rollout.scoring import REWARD_PARTS, AnsweredGroup, register_reward_part, score_group
-from rl_vlm.types import Trajectory, TrajectoryGroup, TrajectoryStatus
+from rl_vlm.rollout.scoring import REWARD_PARTS, AnsweredGroup, register_reward_part, score_group, try_parts
+from rl_vlm.types import Trajectory, TrajectoryGroup, TrajectoryStatus, UserInputError
 
 TEXT: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: "-".join(map(str, ids))))
 POLICY: Any = SimpleNamespace()
@@ -118,6 +118,16 @@ def test_a_broken_group_reward_costs_the_group_and_says_why(answer: Any, sentenc
     with pytest.raises(GroupFailedError, match=sentence) as failed:
         score(episode("a"), episode("b"), broken=1.0)
     assert failed.value.reason == "reward_part"
+
+
+@pytest.mark.usefixtures("registered")
+def test_parts_are_tried_before_a_run_and_what_only_an_episode_has_is_no_fault() -> None:
+    settings = RewardSection(weights={"tried": 1.0, "format": 1.0})
+    register_reward_part("tried")(lambda answered: [len(one) for one in answered.group])  # it is no list
+    with pytest.raises(UserInputError, match=r"tried does not run: .*test_scoring.py, line"):
+        try_parts(settings, TEXT)
+    register_reward_part("tried")(lambda answered: [one.info["colour"] for one in answered.group.trajectories])
+    try_parts(settings, TEXT)
 
 
 def test_a_part_that_nobody_gives_is_an_error_and_no_silent_zero() -> None:

@@ -16,8 +16,8 @@ from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet, cell_text
+from rl_vlm.rewards.text import behind_thought
 from rl_vlm.types import EncodedImage, Observation, Split
-from rl_vlm.zoo.answers import behind_thought
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, picture_of
 

@@ -16,8 +16,8 @@ from pydantic import Field
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
+from rl_vlm.rewards.text import ReadAnswer, behind_thought
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
-from rl_vlm.zoo.answers import ReadAnswer, behind_thought
 from rl_vlm.zoo.drawing import IMAGE_SIZE, KINDS, MAX_SHAPES, Shape, render, split_of_content, stable_random
 
 MAX_CHARS = 8000
