@@ -293,7 +293,7 @@ class HTTPEndpoint:
         def part_of(part: Part) -> dict[str, Any]:
             if isinstance(part, str):
                 return {"type": "text", "text": part}
-            uri = f"data:image/png;base64,{base64.b64encode(as_encoded([part])[0].png).decode()}"
+            uri = f"data:image/png;base64,{base64.b64encode(as_encoded(part).png).decode()}"
             return {"type": "image", "image": uri} if self._plain else {"type": "image_url", "image_url": {"url": uri}}
 
         message = without_tool_role(message)

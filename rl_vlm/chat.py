@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from rl_vlm.types import EncodedImage, Message, UserInputError, as_encoded
+from rl_vlm.types import EncodedImage, Message, UserInputError, images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +148,7 @@ class ChatCodec:
 
     def _encode(self, rendered: str, messages: Sequence[Message], first_text: int = 0) -> EncodedSpan:
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
-        images = as_encoded([image for message in messages for image in message.images])
+        images = images_of(messages)
         ids: list[int] = []
         plain: list[str] = []
         written: list[int] = []

@@ -130,8 +130,9 @@ class Message:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
-    def images(self) -> tuple[Image.Image | EncodedImage, ...]:
-        return tuple(part for part in self.parts if not isinstance(part, str))
+    def images(self) -> tuple[EncodedImage, ...]:
+        """The images, encoded; the parts are as an environment gave them."""
+        return tuple(as_encoded(part) for part in self.parts if not isinstance(part, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +428,10 @@ def _restored(
     return whole(**fields | {name: type(fields[name])(records)})
 
 
-def as_encoded(images: Sequence[Image.Image | EncodedImage]) -> tuple[EncodedImage, ...]:
-    """Encode the images that are not encoded yet."""
-    return tuple(image if isinstance(image, EncodedImage) else EncodedImage.from_pil(image) for image in images)
+def as_encoded(image: Image.Image | EncodedImage) -> EncodedImage:
+    return image if isinstance(image, EncodedImage) else EncodedImage.from_pil(image)
+
+
+def images_of(messages: Sequence[Message]) -> tuple[EncodedImage, ...]:
+    """All images of a conversation, in order."""
+    return tuple(image for message in messages for image in message.images)

@@ -81,7 +81,7 @@ def _show(console: Console, observation: Observation) -> None:
             if isinstance(part, str):
                 _say(console, part)
                 continue
-            (image,) = as_encoded([part])
+            image = as_encoded(part)
             if console.is_terminal and console.color_system is not None:
                 rows = min(_MAX_ROWS, max(4, console.height - 6))
                 console.print(half_blocks(image.to_pil(), console.width, rows), end="")

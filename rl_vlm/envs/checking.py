@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.isolation import ProcessEnv, pack_observation
-from rl_vlm.types import EncodedImage, Observation, RLVLMError, Split, as_encoded
+from rl_vlm.types import EncodedImage, Observation, RLVLMError, Split, images_of
 
 MAX_STEPS = 200  # of one episode; an environment without an end is cut there
 COMPARED = 2000  # items of each split
@@ -106,7 +106,7 @@ class _Checks:
             if size is not None and size < 1:
                 raise EnvError(f"the split {split} is empty")
         observation = self._reset("train", 0)
-        images = as_encoded([image for message in observation.messages for image in message.images])
+        images = images_of(observation.messages)
         self.report.prompt = as_text(observation)
         self.report.image = images[0] if images else None
         shown = f"{len(self.report.prompt)} characters and {len(images)} image{'s' * (len(images) != 1)}"

@@ -58,7 +58,7 @@ def pack_observation(observation: Observation) -> tuple[list[dict[str, Any]], li
     def packed(part: Part) -> Any:
         if isinstance(part, str):
             return part
-        (image,) = as_encoded([part])
+        image = as_encoded(part)
         blobs.append(image.png)
         return {"width": image.width, "height": image.height}
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup, Turn, as_encoded
+from rl_vlm.types import EncodedImage, Trajectory, TrajectoryGroup, Turn, images_of
 
 _PART = pa.struct([("name", pa.string()), ("value", pa.float64())])
 _TURN = pa.struct(
@@ -72,7 +72,7 @@ def write_trajectories(
     rows, images = [], folder / "images"
     for group, per_group in zip(groups, advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, per_group, strict=True):
-            shown = as_encoded([image for message in trajectory.messages for image in message.images])
+            shown = images_of(trajectory.messages)
             for image in (*trajectory.images, *shown):
                 if not (images / f"{image.sha256}.png").exists():
                     images.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ from rl_vlm.types import (
     TrajectoryGroup,
     TrajectoryStatus,
     Turn,
-    as_encoded,
+    images_of,
     judged_correct,
 )
 
@@ -180,7 +180,7 @@ async def viewed_opening(
     with discard_on_failure(pool, envs):
         ((other, _),) = await pool.reset(envs, task.seed, {"index": task.other_index, "split": task.split})
     pool.give_back(envs)
-    return replaced(images, as_encoded([image for message in other.messages for image in message.images]))
+    return replaced(images, images_of(other.messages))
 
 
 def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[EncodedImage, ...]:

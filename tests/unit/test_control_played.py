@@ -36,7 +36,7 @@ def test_minigrid_is_solved_by_words_over_several_turns():
     assert message.text == (
         "Get to the green goal square. In each of at most 32 turns end your answer with one of these words: left, right, forward."
     )
-    assert np.asarray(message.images[0]).shape == (40, 40, 3)
+    assert np.asarray(message.images[0].to_pil()).shape == (40, 40, 3)
     walk = ["forward", "I go FORWARD.", "right", "forward", "<think>left?</think>forward"]
     steps = [check_step(env.step(text)) for text in walk]
     assert [step[2] for step in steps] == [False] * 4 + [True]
@@ -46,7 +46,9 @@ def test_minigrid_is_solved_by_words_over_several_turns():
         "success": True, "correct": True, "turn": 5, "frames": 5, "well_formed": True, "invalid_actions": 0,
     }  # fmt: skip
     assert steps[0][0].messages[0].text == "Which action: left, right or forward?"
-    assert not np.array_equal(np.asarray(steps[0][0].messages[0].images[0]), np.asarray(message.images[0]))
+    assert not np.array_equal(
+        np.asarray(steps[0][0].messages[0].images[0].to_pil()), np.asarray(message.images[0].to_pil())
+    )
 
 
 def test_a_turn_without_a_word_is_answered_moves_nothing_and_is_counted():
@@ -93,7 +95,7 @@ def test_actions_are_repeated_and_the_last_frames_are_shown():
     assert len(observation.messages[0].images) == 1
     first = check_step(env.step("right"))
     assert len(first[0].messages[0].images) == 3 and first[1] == 4.0 and first[4]["frames"] == 4
-    assert all(np.asarray(image).shape == (64, 64, 3) for image in first[0].messages[0].images)
+    assert all(np.asarray(image.to_pil()).shape == (64, 64, 3) for image in first[0].messages[0].images)
     by_hand = cartpole()
     opened(by_hand)
     frames = [np.asarray(by_hand.step("right")[0].messages[0].images[0]) for _ in range(4)]

@@ -23,7 +23,7 @@ from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks
 from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.runs.evaluate import evaluate_policy_run
-from rl_vlm.types import Message, UserInputError, as_encoded
+from rl_vlm.types import Message, UserInputError
 from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 ITEMS = 6
@@ -70,7 +70,7 @@ def answers() -> dict[str, Any]:
     known = {}
     for index in range(ITEMS):
         observation, _ = env.reset(seed=0, options={"index": index, "split": "test"})
-        (image,) = as_encoded(observation.messages[0].images)
+        (image,) = observation.messages[0].images
         known[image.sha256] = env.step("?")[4]["answer"]
     return known
 

@@ -88,7 +88,7 @@ def test_rows_of_nlvr2_are_asked_and_paid(labels: list[Any], tmp_path: Path) -> 
     assert (env.num_items("train"), env.validate("train")) == (3, 3)
     for index, right in enumerate(("True", "False", "True")):
         message = opening(env, index)
-        assert message.images[0].to_pil().getpixel((0, 0)) == (255, 0, 0)  # type: ignore[union-attr]
+        assert message.images[0].to_pil().getpixel((0, 0)) == (255, 0, 0)
         _, reward, _, _, info = env.step(right)
         assert (reward, info["kind"]) == (1.0, "")
 

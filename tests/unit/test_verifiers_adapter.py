@@ -9,7 +9,7 @@ import pytest
 import rl_vlm
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.envs.foreign.verifiers import from_text
-from rl_vlm.types import UserInputError, as_encoded
+from rl_vlm.types import UserInputError
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs"
 COLOURS = str(FOLDER / "verifiers_colours.py")
@@ -39,7 +39,7 @@ def test_one_answer_is_paid_by_the_rubric_and_its_parts_are_in_the_info():
     system, user = observation.messages
     assert (system.role, system.text) == ("system", "One word.")
     assert user.text == "Item 1: which colour?"
-    assert as_encoded(user.images)[0].to_pil().getpixel((0, 0)) == (0, 0, 220)
+    assert user.images[0].to_pil().getpixel((0, 0)) == (0, 0, 220)
     observation, reward, terminated, truncated, info = check_step(env.step("It is blue, without any doubt."))
     assert (reward, terminated, truncated, observation.messages) == (1.0, True, False, ())
     assert (info["right"], info["short"], info["num_turns"]) == (1.0, 0.0, 1.0)

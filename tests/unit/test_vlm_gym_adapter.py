@@ -9,7 +9,7 @@ import rl_vlm
 from rl_vlm.envs.checking import check_environment
 from rl_vlm.envs.errors import EnvError, check_reset, check_step
 from rl_vlm.envs.foreign.common import held_out
-from rl_vlm.types import UserInputError, as_encoded
+from rl_vlm.types import UserInputError
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "envs" / "vlm_gym"
 NLVR2, CAPTION, GEOSPOT, CREATOR = (
@@ -35,7 +35,7 @@ def test_two_images_and_a_statement():
     env = rl_vlm.make(NLVR2)
     message, _ = opened(env)
     assert message.text == "Look at the two images. train 0: both are red. True or False?"
-    assert [image.getpixel((0, 0)) for image in message.images] == [(200, 30, 30), (200, 30, 30)]
+    assert [image.to_pil().getpixel((0, 0)) for image in message.images] == [(200, 30, 30), (200, 30, 30)]
     observation, reward, terminated, truncated, info = check_step(env.step("True."))
     assert (reward, terminated, truncated, observation.messages) == (1.0, True, False, ())
     assert info["response"] == "true." and info["predicted"] is True
@@ -46,7 +46,7 @@ def test_two_images_and_a_statement():
 def test_a_path_and_a_question():
     env = rl_vlm.make(f"{CAPTION}:VisionCaptionEnv")
     message, _ = opened(env)
-    assert message.text == "What is shown?" and as_encoded(message.images)[0].width == 28
+    assert message.text == "What is shown?" and message.images[0].width == 28
     assert check_step(env.step("A Panda in a bamboo grove."))[1] == 0.5
 
 

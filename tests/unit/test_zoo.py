@@ -16,7 +16,7 @@ from gymnasium.utils.env_checker import check_env
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.registry import ENTRY_POINT_GROUP, make, resolve
 from rl_vlm.registry import provided
-from rl_vlm.types import RLVLMError, UserInputError, as_encoded
+from rl_vlm.types import RLVLMError, UserInputError
 
 GEO3K = str(Path(__file__).parents[1] / "fixtures" / "geo3k")
 CARTPOLE = {"env": "CartPole-v1", "image_size": 64}
@@ -120,7 +120,7 @@ def test_no_picture_is_in_both_splits(
 ) -> None:
     env = make(env_id, **kwargs)
     train, test = (
-        {one.sha256 for index in range(count) for one in as_encoded(shown(env, index=index, split=split)[-1].images)}
+        {one.sha256 for index in range(count) for one in shown(env, index=index, split=split)[-1].images}
         for split, count in zip(("train", "test"), looked_at, strict=True)
     )
     assert len(train) >= least[0] and len(test) >= least[1] and not train & test

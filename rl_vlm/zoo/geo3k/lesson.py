@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 
 from rl_vlm.envs.base import Item
 from rl_vlm.envs.data import Question
-from rl_vlm.types import EncodedImage, Message, as_encoded
+from rl_vlm.types import EncodedImage, Message
 from rl_vlm.zoo.drawing import stable_rng
 from rl_vlm.zoo.geo3k.drawn import AngleStep, Problem, drawn_problem
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
@@ -89,7 +89,7 @@ def _played(
 ) -> list[Exchange]:
     """An episode in which `reply(message, turn)` answers; `picture`: shown in place of the item's own figure."""
     observation, _ = env.reset(options={"index": index, "split": "train"})
-    pixels = np.asarray((picture or as_encoded(observation.messages[-1].images)[0]).to_pil())
+    pixels = np.asarray((picture or observation.messages[-1].images[0]).to_pil())
     exchanges: list[Exchange] = []
     while observation.messages:
         message = observation.messages[-1]
