@@ -81,6 +81,7 @@ def evaluate(
     max_new_tokens: MaxNewTokens = None,
 ) -> None:
     """Measure a policy on the held-out split, or a preference run's agent on its evaluation episodes; print JSON."""
+    config = config or (None if model or env else run_dir)
     changes = {
         "model.path": model,
         "env.id": env,

@@ -108,8 +108,9 @@ def learning_curve(
         kinds.setdefault(name if named else _run_name(run), []).append(path if named else run)
     outputs = out or [Path(DEFAULT_FILE)]
     bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column)
+    smoothed = f" (trailing mean of {window} evaluations)" if window > 1 else ""
     for name, band in bands.items():
-        say(f"{name}: {band.mean[-1]:.3f} at step {band.steps[-1]:.0f}, {band.runs} run(s)")
+        say(f"{name}: {band.mean[-1]:.3f} at step {band.steps[-1]:.0f}{smoothed}, {band.runs} run(s)")
     say(f"Wrote {', '.join(map(str, outputs))}")
 
 

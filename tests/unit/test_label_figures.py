@@ -137,7 +137,7 @@ def test_the_commands_write_the_originals_file_names(tmp_path: Path, monkeypatch
     assert run("plot", "learning-curve", "run=1", "--smooth-window", 1) == 0
     assert "run=1: 1.000 at step 200, 1 run(s)" in output(capsys)
     assert run("plot", "learning-curve", "a=run=1", "a=run=1/eval.csv", "--output", "x.svg") == 0
-    assert "a: 0.750 at step 200, 2 run(s)" in output(capsys)
+    assert "a: 0.750 at step 200 (trailing mean of 5 evaluations), 2 run(s)" in output(capsys)
     assert run("plot", "label-accuracy", "run=1", "--num-bins", 4) == 0
     assert '"accuracy": 1.0' in output(capsys)
     log_csv(tmp_path / "run=1" / "vlm_query_log.csv", (1, 2, -1))
