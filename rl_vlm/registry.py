@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import NoReturn, TypeVar
 
 from rl_vlm.types import UserInputError
 
@@ -17,32 +17,32 @@ def provided(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-class Registry(Generic[T]):
-    """Maps the names that one configuration key accepts to objects; `key` is for error messages."""
+class Registry(dict[str, T]):
+    """Maps the names that one configuration key accepts to objects. An unknown name raises UserInputError, which lists
+    the known ones.
+
+    Args:
+        key: the dotted configuration key, for error messages.
+    """
 
     def __init__(self, key: str) -> None:
+        super().__init__()
         self._key = key
-        self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Make an entry known under a name; a second one replaces the first, as when a plugin is reloaded."""
+        """Make an entry known under a name. A second entry of that name replaces the first, as when a plugin is
+        reloaded."""
 
         def remember(entry: T) -> T:
-            self._entries[name] = entry
+            self[name] = entry
             return entry
 
         return remember
 
-    def get(self, name: str) -> T:
-        """The entry of a name. Raises UserInputError that lists the known names."""
-        if name in self._entries:
-            return self._entries[name]
-        near = difflib.get_close_matches(name, self._entries, n=1)
+    def __missing__(self, name: str) -> NoReturn:
+        near = difflib.get_close_matches(name, self, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserInputError(
-            f"{self._key}: {name!r} is not known; there are {', '.join(self.names())}.{hint} "
+            f"{self._key}: {name!r} is not known; there are {', '.join(sorted(self))}.{hint} "
             "What you registered yourself must be in a module or file that `plugins` names."
         )
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._entries))

@@ -1,4 +1,4 @@
-"""Waiting: for all coroutines or none, and for calls that may hang, whose process still ends."""
+"""Waiting: for all coroutines or none, for calls that are tried again, and for those that may hang."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 JITTER = random.Random()  # of pauses; environments may draw from the global generator, which a retry must not move
 
 
@@ -25,6 +27,19 @@ async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def retried(call: Callable[[], T], errors: tuple[type[Exception], ...], seconds: float) -> T:
+    """The result of `call`. After one of `errors` it is tried again, for about `seconds`; then the error is raised."""
+    started, pause = time.monotonic(), _FIRST_PAUSE_S
+    while True:
+        try:
+            return call()
+        except errors:
+            if time.monotonic() - started + pause > seconds:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 # Calls that may hang, and the end of a process in which one does: Python would wait for it.

@@ -1,11 +1,8 @@
-"""Environments that run elsewhere: their addresses, the token that is sent there, and calls that are tried again."""
+"""Environments that run elsewhere: their addresses, and the token that is sent there."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from rl_vlm.safe_text import keep_secret
@@ -13,9 +10,6 @@ from rl_vlm.types import UserInputError
 
 TOKEN_VARIABLE = "RL_VLM_API_TOKEN"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-
-T = TypeVar("T")
 
 
 def base_url(address: str) -> str:
@@ -56,16 +50,3 @@ def token_header(variable: str) -> dict[str, str]:
 def wrong_token(url: str, why: str = "401") -> UserInputError:
     """The error to raise where a server wants another token."""
     return UserInputError(f"{url} refuses the token ({why}): set the variable that env.kwargs.token_variable names.")
-
-
-def retried(call: Callable[[], T], errors: tuple[type[Exception], ...], seconds: float) -> T:
-    """The result of `call`. After one of `errors` it is tried again, for about `seconds`; then the error is raised."""
-    started, pause = time.monotonic(), _FIRST_PAUSE_S
-    while True:
-        try:
-            return call()
-        except errors:
-            if time.monotonic() - started + pause > seconds:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)

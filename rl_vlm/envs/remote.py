@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header, wrong_token
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header, wrong_token
 from rl_vlm.envs.base import Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, check_metrics
 from rl_vlm.envs.images import ImageError, decode
@@ -20,6 +20,7 @@ from rl_vlm.envs.isolation import EnvClient, EnvLostError, raise_error, unpack_o
 from rl_vlm.frames import Frame, FrameError, pack_frame, unpack_frame
 from rl_vlm.safe_text import excerpt
 from rl_vlm.types import Observation, Split, UserInputError
+from rl_vlm.waiting import retried
 
 MAX_REPLY = 64 * 2**20
 MAX_IMAGES = 64  # of one observation

@@ -75,7 +75,7 @@ class VLMLearner(TorchLearner):
         load_plugins(self._run.plugins)
         super().build()
         self.policy: PolicyModel = self.module[DEFAULT_MODULE_ID].policy
-        self.updater = PolicyUpdater(self.policy, self._run)
+        self.updater, self._published_dtype = PolicyUpdater(self.policy, self._run), self._run.published_dtype
         self.optimizer: torch.optim.Optimizer = self.get_optimizer(DEFAULT_MODULE_ID)
         self._strategy = make_strategy(self._run.learner, self.policy, self.optimizer)
         averaged = self.policy.trained.weights() if self._run.learner.ema_decay else {}
@@ -113,7 +113,7 @@ class VLMLearner(TorchLearner):
                     if taken and decay is not None and batch.learn_policy:
                         move_average(self._average, self.policy.trained.weights(), decay)
             if self._learner_index in (None, 0):
-                result.adapter = self.policy.payload(batch.version, dtype=self._run.published_dtype)
+                result.adapter = self.policy.payload(batch.version, dtype=self._published_dtype)
         give_back(self._run)
         return result
 

@@ -117,7 +117,7 @@ class UpdateResult:
 
 def estimate_advantages(experience: Experience, settings: AlgorithmSection) -> Estimate:
     """By the configured estimator. Raises EstimatorError unless it gives a finite number per sampled token."""
-    estimate = ESTIMATORS.get(settings.estimator)(experience, settings)
+    estimate = ESTIMATORS[settings.estimator](experience, settings)
     for trajectory in experience.trajectories:
         tokens = np.asarray(estimate.advantages.get(trajectory.trajectory_id))
         if tokens.shape != (trajectory.num_sampled,) or not np.isfinite(tokens).all():

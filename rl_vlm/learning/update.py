@@ -114,7 +114,7 @@ class PolicyUpdater:
         self._backbone, self._critic, self._base_model = policy.backbone, policy.critic, policy.trained.base
         self._text, self._builder = policy.text, make_builder(policy, run.learner)
         self._settings, self._temperature = run.algorithm, run.rollout.temperature
-        self._loss = LOSSES.get(run.algorithm.loss)
+        self._loss = LOSSES[run.algorithm.loss]
         measured: Entropy = "value" if run.learner.log_entropy else "none"
         self._entropy: Entropy = "gradient" if run.algorithm.entropy_coef else measured
         # Where the passes of learners wait for each other all must make as many.

@@ -47,6 +47,7 @@ class RolloutWorker:
         self._place, self._num_workers = place, num_workers
         self._text = load_text_side(model, run.model.pixels)
         self._client: PolicyClient | None = None
+        self._rewards = {name: part.reward for name, part in run.env.parts.items() if part.reward.weights}
         self.pools = EnvPools(run)
         self._counted_retries = 0  # calls may overlap, and each reports what is new
         self._opened: dict[str, OpenGroup] = {}
@@ -103,8 +104,10 @@ class RolloutWorker:
             try:
                 with span("group", group=task.group_id, index=task.index, size=task.size, attempt=attempt):
                     group = await run_group(task, self.pools.of(task), client, self._text, rollout, max_context, opened)
+                    if task.env not in self._rewards:
+                        return group
                     with span("reward"):
-                        return await score_group(group, self._run.env.parts[task.env].reward, client, self._text)
+                        return await score_group(group, self._rewards[task.env], client, self._text)
             except GroupFailedError as error:
                 dropped[error.reason] += 1
                 why = str(error)

@@ -272,7 +272,7 @@ async def score_group(
         for one in group.trajectories
     )
     answered = AnsweredGroup(group, answers, settings, policy, text)
-    paid = {name: await _paid(name, answered) for name in names if name in REWARD_PARTS.names()}
+    paid = {name: await _paid(name, answered) for name in names if name in REWARD_PARTS}
     scored = []
     for place, one in enumerate(group.trajectories):
         info = dict(one.info)
@@ -294,8 +294,8 @@ def try_parts(settings: RewardSection, text: TextSide) -> None:
     made = [Trajectory(str(k), ids, mask, logprobs, turns[k], TrajectoryStatus.COMPLETED) for k in range(2)]
     nobody: Any = None  # those that ask the policy are coroutine functions
     answered = AnsweredGroup(TrajectoryGroup("made", 0, made), (("0",), ("1",)), settings, nobody, text)
-    for name in set(settings.weights) & set(REWARD_PARTS.names()):
-        if not inspect.iscoroutinefunction(part := REWARD_PARTS.get(name)):
+    for name in set(settings.weights) & REWARD_PARTS.keys():
+        if not inspect.iscoroutinefunction(part := REWARD_PARTS[name]):
             try:
                 part(answered)
             except (AttributeError, TypeError) as error:
@@ -306,7 +306,7 @@ def try_parts(settings: RewardSection, text: TextSide) -> None:
 
 async def _paid(name: str, answered: AnsweredGroup) -> Noted:
     try:
-        found: Any = REWARD_PARTS.get(name)(answered)
+        found: Any = REWARD_PARTS[name](answered)
         if inspect.isawaitable(found):
             found = await found
         noted = found if isinstance(found, Noted) else Noted(found, [{}] * len(answered.group))
@@ -335,7 +335,7 @@ def _weighted(one: Trajectory, settings: RewardSection, at_the_end: dict[str, fl
         turns.append(replace(turn, reward=reward, parts=tuple(parts.items())))
     missing = set(settings.weights) - {name for turn in turns for name, _ in turn.parts}
     if missing and one.status is TrajectoryStatus.COMPLETED:
-        known = sorted({name for turn in turns for name, _ in turn.parts} | set(REWARD_PARTS.names()))
+        known = sorted({name for turn in turns for name, _ in turn.parts} | REWARD_PARTS.keys())
         raise GroupFailedError(
             "reward_part",
             f"env.reward.weights names {', '.join(sorted(missing))}, and the parts here are {', '.join(known)}: "

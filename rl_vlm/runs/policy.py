@@ -113,11 +113,11 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
         raise UserInputError(
             f"learner.strategy {config.learner.strategy} needs the package deepspeed: pip install 'rl-vlm[deepspeed]'."
         )
-    ESTIMATORS.get(config.algorithm.estimator)
+    _ = ESTIMATORS[config.algorithm.estimator]  # raises for an unknown one
     if config.algorithm.loss not in BUILTIN_LOSSES:
         from rl_vlm.learning.losses import LOSSES  # imports torch
 
-        LOSSES.get(config.algorithm.loss)
+        _ = LOSSES[config.algorithm.loss]
     quiet_libraries()
     folder = resolve_model(config.model.path)
     text = load_text_side(folder, config.model.pixels)

@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.section import claim
-from rl_vlm.envs.address import retried
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import (
     MOST_CALLS,
@@ -33,7 +32,7 @@ from rl_vlm.serving.registry import (
 )
 from rl_vlm.serving.replica import VLMServer
 from rl_vlm.types import RLVLMError
-from rl_vlm.waiting import within
+from rl_vlm.waiting import retried, within
 
 _DELETE_S = 90.0  # Serve itself waits for 60
 _HEALTH_CHECK_S = 5.0

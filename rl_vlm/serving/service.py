@@ -30,7 +30,6 @@ from ray.serve.exceptions import RayServeException
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config import CommonConfig
-from rl_vlm.envs.address import retried
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.serving.deploy import (
@@ -44,6 +43,7 @@ from rl_vlm.serving.deploy import (
 )
 from rl_vlm.serving.registry import OWN, PolicyKey, Published, PublishReport, app_name, shared_id, start_registry
 from rl_vlm.types import UserInputError
+from rl_vlm.waiting import retried
 
 logger = logging.getLogger(__name__)
 

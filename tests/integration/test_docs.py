@@ -84,7 +84,7 @@ def test_the_group_reward_that_is_shown_pays_rare_answers(tmp_path: Path) -> Non
     (tmp_path / "rare.py").write_text(block)
     load_plugins([str(tmp_path / "rare.py")])
     answered = SimpleNamespace(answers=(("a",), ("x", "a"), ("b",), ("a",)))
-    assert REWARD_PARTS.get("rare")(answered) == [0.25, 0.25, 0.75, 0.25]  # type: ignore[arg-type]
+    assert REWARD_PARTS["rare"](answered) == [0.25, 0.25, 0.75, 0.25]  # type: ignore[arg-type]
 
 
 def test_the_command_for_slimes_environments_passes_a_dry_run(tiny_folder: Path) -> None:

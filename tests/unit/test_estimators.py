@@ -113,7 +113,7 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
     rewards = [1.0, 0.0, 0.5, 1.0]
     group = group_of(rewards, [1, 2, 3, 4])
     made = make_experience([group], planned_by(AlgorithmSection()), np.random.default_rng(0))
-    for number, tokens in enumerate(ESTIMATORS.get("rloo")(made, AlgorithmSection()).advantages.values()):
+    for number, tokens in enumerate(ESTIMATORS["rloo"](made, AlgorithmSection()).advantages.values()):
         others = np.delete(rewards, number).mean()
         assert tokens.dtype == np.float32 and tokens.tolist() == pytest.approx(
             [rewards[number] - others] * (number + 1)
@@ -152,7 +152,7 @@ def by_name(arrays: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def estimate(name: str, experience: Experience, **changes: Any) -> Estimate:
-    return ESTIMATORS.get(name)(experience, AlgorithmSection(estimator=name, **changes))
+    return ESTIMATORS[name](experience, AlgorithmSection(estimator=name, **changes))
 
 
 GROUPS: list[list[list[TurnSpec]]] = [

@@ -91,7 +91,7 @@ RATIOS = [0.01, 0.5, 0.9, 1.0, 1.1, 2.0, 4.0, 30.0]
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_cispo_by_hand(ratio: float, advantage: float) -> None:
     """arXiv 2506.13585: the weight is min(r, cap) without a gradient; the gradient is that of log π, for every token."""
-    terms, slope = of_one_token(LOSSES.get("cispo"), ratio, advantage, loss="cispo", cispo_cap=3.0)
+    terms, slope = of_one_token(LOSSES["cispo"], ratio, advantage, loss="cispo", cispo_cap=3.0)
     weight = min(ratio, 3.0)
     assert terms.loss.item() == pytest.approx(-weight * advantage * (math.log(ratio) - 2), abs=1e-12)
     assert slope == pytest.approx(-weight * advantage, abs=1e-12)
@@ -102,7 +102,7 @@ def test_cispo_by_hand(ratio: float, advantage: float) -> None:
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_sapo_by_hand(ratio: float, advantage: float) -> None:
     """arXiv 2511.20347: the gate 4 σ(τ(r - 1)) / τ; its slope is 4 p (1 - p) with p = σ(τ(r - 1)), 1 where r is 1."""
-    terms, slope = of_one_token(LOSSES.get("sapo"), ratio, advantage, loss="sapo", sapo_tau_pos=0.7, sapo_tau_neg=1.6)
+    terms, slope = of_one_token(LOSSES["sapo"], ratio, advantage, loss="sapo", sapo_tau_pos=0.7, sapo_tau_neg=1.6)
     tau = 0.7 if advantage > 0 else 1.6
     p = 1 / (1 + math.exp(-tau * (ratio - 1)))
     assert terms.loss.item() == pytest.approx(-4 / tau * p * advantage, rel=1e-6)
@@ -116,7 +116,7 @@ def test_at_the_first_step_every_loss_has_the_gradient_of_the_policy(loss: str) 
     advantage = torch.tensor([-2.0, 0.5, 1.0], dtype=torch.float64)
     old = torch.tensor([-0.1, -3.0, -1.0], dtype=torch.float64)
     new = old.clone().requires_grad_()
-    terms = LOSSES.get(loss)(token_batch(new, old, advantage, torch.arange(3)), AlgorithmSection(loss=loss))
+    terms = LOSSES[loss](token_batch(new, old, advantage, torch.arange(3)), AlgorithmSection(loss=loss))
     terms.loss.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx((-advantage).tolist(), rel=1e-6)
@@ -165,7 +165,7 @@ def test_the_sequence_ratio_by_hand() -> None:
     old = torch.zeros(3, dtype=torch.float64)
     new = torch.tensor([0.1, 0.3, -0.05], dtype=torch.float64, requires_grad=True)
     tokens = token_batch(new, old, torch.tensor([1.0, 1.0, -2.0], dtype=torch.float64), torch.tensor([0, 0, 1]))
-    terms = LOSSES.get("gspo")(tokens, AlgorithmSection(clip_low=0.2, clip_high=0.3))
+    terms = LOSSES["gspo"](tokens, AlgorithmSection(clip_low=0.2, clip_high=0.3))
     terms.loss.sum().backward()
     first, second = math.exp(0.2), math.exp(-0.05)
     assert terms.ratio.tolist() == pytest.approx([first, first, second])

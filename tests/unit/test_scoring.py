@@ -38,9 +38,10 @@ def with_parts(one: Trajectory, *parts: dict[str, float], well_formed: tuple[boo
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    before = dict(REWARD_PARTS._entries)
+    before = dict(REWARD_PARTS)
     yield
-    REWARD_PARTS._entries = before
+    REWARD_PARTS.clear()
+    REWARD_PARTS.update(before)
 
 
 def test_without_weights_a_group_stays_as_it_is() -> None:

@@ -20,13 +20,14 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, retried, token_header, wrong_token
+from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header, wrong_token
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
 from rl_vlm.envs.images import ImageError, decode, image_bytes
 from rl_vlm.envs.isolation import check_plain
 from rl_vlm.safe_text import one_line, without_thoughts
 from rl_vlm.types import EncodedImage, Observation, RLVLMError, UserInputError
+from rl_vlm.waiting import retried
 
 MAX_MESSAGE = 32 * 2**20
 MAX_SHOWN = 20_000  # characters of an observation
