@@ -28,7 +28,7 @@ from rl_vlm.http.reader import RequestReader, return_freed_memory
 from rl_vlm.http.replies import ChatReply
 from rl_vlm.http.schema import ChatRequest, GenerateRequest, parse_body
 from rl_vlm.models.loading import TextSide
-from rl_vlm.safe_text import without_thoughts
+from rl_vlm.safe_text import one_line, without_thoughts
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.follower import ReplicaState
 from rl_vlm.serving.replica import ReplicaUnavailableError
@@ -271,7 +271,7 @@ class ServeBackend(PolicyClient):
                 pause = JITTER.uniform(0, min(2.0, 0.05 * 2**attempt))
                 if started or refused or time.monotonic() + pause >= deadline:
                     what = "The replica refused" if refused else "The replica died while it answered"
-                    raise GenerationFailedError(f"{what} the request: {_sentence(cause)}") from error
+                    raise GenerationFailedError(f"{what} the request: {one_line(cause or error)}") from error
             except BaseException:  # the client is gone
                 response.cancel()
                 raise
@@ -296,8 +296,3 @@ class ServeBackend(PolicyClient):
             lines += [f"{name}{{{of}}} {float(value)}" for name, value in numbers.items()]
             lines += [f'errors{{{of},kind="{kind}"}} {count}' for kind, count in report["errors"].items()]
         return "".join(f"rl_vlm_replica_{line}\n" for line in lines)
-
-
-def _sentence(error: BaseException | None) -> str:
-    """The first line of an error: Ray appends the traceback of another process."""
-    return next(iter(str(error or "").strip().splitlines()), "")

@@ -53,11 +53,11 @@ def test_minigrid_is_solved_by_words_over_several_turns():
 
 def test_a_turn_without_a_word_is_answered_moves_nothing_and_is_counted():
     env = minigrid()
-    before = np.asarray(opened(env)[0].messages[0].images[0])
+    before = np.asarray(opened(env)[0].messages[0].images[0].to_pil())
     for number, text in enumerate(("", "forward or so", "pickup"), 1):
         observation, reward, terminated, truncated, info = check_step(env.step(text))
         assert observation.messages[0].text == "No action was found. End with left, right or forward."
-        assert np.array_equal(np.asarray(observation.messages[0].images[0]), before)
+        assert np.array_equal(np.asarray(observation.messages[0].images[0].to_pil()), before)
         assert (reward, terminated, truncated) == (0.0, False, False)
         assert (info["invalid_actions"], info["frames"], info["well_formed"]) == (number, 0, False)
 
@@ -98,9 +98,9 @@ def test_actions_are_repeated_and_the_last_frames_are_shown():
     assert all(np.asarray(image.to_pil()).shape == (64, 64, 3) for image in first[0].messages[0].images)
     by_hand = cartpole()
     opened(by_hand)
-    frames = [np.asarray(by_hand.step("right")[0].messages[0].images[0]) for _ in range(4)]
+    frames = [np.asarray(by_hand.step("right")[0].messages[0].images[0].to_pil()) for _ in range(4)]
     for shown, single in zip(first[0].messages[0].images, frames[1:], strict=True):
-        assert np.array_equal(np.asarray(shown), single)
+        assert np.array_equal(np.asarray(shown.to_pil()), single)
     env.close(), by_hand.close()
 
 

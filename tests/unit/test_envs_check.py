@@ -86,7 +86,7 @@ def test_the_environment_of_the_docs_passes_in_25_lines(tmp_path):
     assert report.ok, report.findings
     env = rl_vlm.make(str(tmp_path / "brighter.py"))
     for index in range(10):
-        pixels = np.asarray(env.reset(options={"index": index})[0].messages[0].images[0]).mean(axis=(0, 2))
+        pixels = np.asarray(env.reset(options={"index": index})[0].messages[0].images[0].to_pil()).mean(axis=(0, 2))
         brighter = "left" if pixels[:28].mean() > pixels[28:].mean() else "right"
         assert env.step(f"{brighter}.")[1:4] == (1.0, True, False)
 

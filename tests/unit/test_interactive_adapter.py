@@ -33,7 +33,7 @@ def assert_plays_well(env: VisionEnv):
     (message,) = observation.messages
     assert message.role == "user" and len(message.images) == 1 and "parallelogram" in message.text
     look, low, right = (check_step(env.step(text)) for text in ("let me look", "perhaps 20", "then 22"))
-    assert look[0].messages[0].images[0].getpixel((0, 0)) == (0, 0, 0)
+    assert look[0].messages[0].images[0].to_pil().getpixel((0, 0)) == (0, 0, 0)
     assert (look[0].messages[0].role, look[0].messages[0].text) == ("user", "Look again.")
     assert low[0].messages[0].text == "Larger."
     assert [step[1] for step in (look, low, right)] == [0.0, 0.0, 1.0]

@@ -207,7 +207,7 @@ def test_what_is_written_agrees_with_minigrids_own_state(env: Any) -> None:
         for _ in range(5):
             inner = env._inner.unwrapped
             room = Room(6, tuple(int(x) - 1 for x in inner.agent_pos), tuple(HEADINGS)[inner.agent_dir], (3, 3))
-            shown = np.asarray(observation.messages[0].images[0])
+            shown = np.asarray(observation.messages[0].images[0].to_pil())
             assert np.array_equal(shown, rooms.render(room))
             word = WORDS[rng.integers(3)]
             observation, _, ended, _, info = env.step(described(room, word))
