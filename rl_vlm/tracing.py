@@ -151,13 +151,10 @@ def adopt(spans: Iterable[Span]) -> None:
         scope[1].extend(spans)
 
 
-def collector_is_named() -> bool:
-    """Whether OpenTelemetry's environment variables name a collector."""
-    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_ENDPOINT", "ENDPOINT"))
-
-
-def collector() -> BatchSpanProcessor:
-    """Sends spans to that collector in the background."""
+def collector() -> BatchSpanProcessor | None:
+    """Sends spans in the background to the collector that OpenTelemetry's environment variables name, if they do."""
+    if not any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_ENDPOINT", "ENDPOINT")):
+        return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 

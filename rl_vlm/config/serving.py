@@ -162,12 +162,12 @@ class ServingSection(Section):
     # Of the linear weights: nf4 (engine transformers, needs bitsandbytes) or fp8 (vllm on a GPU).
     quantization: Literal["none", "nf4", "fp8"] = "none"
     request_timeout_s: Positive = 300.0
-    # How long loading new weights may take, or fail until the replica is replaced, and a request waits for its version.
+    # How long a request waits for its version, a load of weights may take, and a replica's loads may keep failing.
     publish_timeout_s: Positive = 60.0
     startup_timeout_s: Positive = 600.0
     # An engine that has produced nothing for this long must generate a token, to prove that it can.
     probe_after_s: Positive = 15.0
-    # How long that token may take, or any half of a layer of the model (vLLM: any step); a second failure replaces it.
+    # How long that token may take while no part of a layer is computed. The second failure replaces the replica.
     probe_timeout_s: Positive = 10.0
     vllm: VLLMSection = VLLMSection()
 

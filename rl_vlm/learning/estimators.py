@@ -136,7 +136,7 @@ def group_advantages(
     "none" does not (Dr. GRPO: arXiv 2503.20783).
     """
     rewards = np.asarray(rewards, dtype=np.float64)
-    if are_equal(rewards):  # but for rounding, which divided by its own deviation would be a signal
+    if are_equal(rewards):  # rounding noise divided by its own tiny deviation would look like a signal
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if normalization == "std":

@@ -204,8 +204,7 @@ class RunRecorder:
             line = json.dumps(tracing.document(spans), separators=(",", ":")).encode() + b"\n"
             append_whole(self.folder / "traces" / f"iteration-{iteration:06d}.jsonl", line)
         with self._guard("the trace to the collector", Exception):
-            if self._collector is None and tracing.collector_is_named():
-                self._collector = tracing.collector()
+            self._collector = self._collector or tracing.collector()
             if self._collector is not None:
                 for span in spans:
                     self._collector.on_end(span)

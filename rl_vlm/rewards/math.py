@@ -203,7 +203,7 @@ def _same_items(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Rea
     kinds = {(given.opening, given.closing), (expected.opening, expected.closing)}
     if len(given.items) != len(expected.items) or (len(kinds) > 1 and kinds != {("", ""), ("\\{", "\\}")}):
         return Reason.WRONG
-    if expected.order or given.order == "both":  # an answer's own braces do not free it from the order of the truth
+    if expected.order or given.order == "both":  # only a set on the truth's side, or "both", frees the order
         return _same_set(given.items, expected.items, budget)
     ours, theirs = (_in_order_of_names(side.items) for side in (given, expected))
     for item, wanted in zip(ours, theirs, strict=True):

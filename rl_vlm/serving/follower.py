@@ -376,14 +376,14 @@ class Follower:
     async def _notify(self) -> None:
         """Let requests come once what must be loaded before is loaded, and look again at those that wait."""
         known = self.policies.values()
-        if not self.eager or (known and not any(policy.behind for policy in known)):  # its run may join in a moment
+        if not self.eager or (known and not any(policy.behind for policy in known)):  # `known` fills as the run joins
             self.life.started = True
         async with self.changed:
             self.changed.notify_all()
 
     def serves(self, name: str, min_version: int) -> bool:
         """Whether a request for this version may start now; a newer one is then loaded soon. Raises NotLoadedError."""
-        policy = self.policies.get(name)  # its run may join in a moment
+        policy = self.policies.get(name)  # None until its run has joined
         if policy is None or min_version == BASE_MODEL:
             return policy is not None
         policy.in_use = True

@@ -34,6 +34,18 @@ def evaluate(run: PolicyConfig, folder: Path) -> float:
     return mean
 
 
+@pytest.mark.timeout(400)
+def test_a_short_run_with_a_served_labeller_goes_through_all_its_stages(tmp_path: Path) -> None:
+    """Labels, reward model, relabelling, evaluation, records: what the proofs below do for minutes."""
+    settings = ("preference.total_steps=1600", "preference.evaluation.every=800")
+    run = finished(tmp_path / "run", *settings, config=CARTPOLE)
+    assert run.result()["status"] == "done" and "Labels so far:" in run.output()
+    labels = [label for _, labels in LabelStore(tmp_path / "run/labels").sessions() for label in labels]
+    decided = [label for label in labels if label.is_decided]
+    assert len(decided) > 20 and not any(label.error for label in decided)
+    assert {"curve.png", "eval.csv", "vlm_query_log.csv"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
 @pytest.mark.acceptance
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1, 2])
