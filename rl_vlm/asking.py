@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError
 
 from rl_vlm.config.labels import EndpointSection
-from rl_vlm.engines.base import BASE_MODEL, Engine
+from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.address import is_loopback, token_header, url_host
 from rl_vlm.safe_text import excerpt, keep_secret
 from rl_vlm.types import (
@@ -84,19 +84,9 @@ Ask = Callable[[Question], Awaitable[Answer]]
 
 
 class Client(Protocol):
-    """The served policy's client, or an engine in this process."""
+    """The served policy's client, or anything that answers as it does."""
 
     async def generate(self, request: GenerationRequest) -> Completion: ...
-
-
-class EngineClient:
-    """An engine in this process as a client: requests of one moment run in one batch."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        return (await self._engine.generate([request]))[0]
 
 
 class Endpoint(Protocol):

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import LearnerSection, PolicyConfig, RolloutSection, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
+from rl_vlm.engines.base import Engine
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
@@ -246,3 +247,13 @@ def plan_update(
     means = {name: tokens.mean() if len(tokens) else 0.0 for name, tokens in estimate.advantages.items()}
     advantages = [np.array([means[one.trajectory_id] for one in group.trajectories]) for group in groups]
     return Plan(update_batches(shares, estimate), advantages)
+
+
+class EngineClient:
+    """An engine in this process as a client: requests of one moment run in one batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return (await self._engine.generate([request]))[0]

@@ -192,6 +192,8 @@ class EpisodeEnv(VisionEnv):
             raise UserInputError(f"{self.name}: an action is text, not {type(action).__name__}.")
         self.turn += 1
         reply = self.reply(action)
+        if not isinstance(reply, Reply):
+            raise UserInputError(f"{self.name}: reply() must return a Reply, not {type(reply).__name__}.")
         cut = reply.message is not None and self.is_last_turn
         self._open = reply.message is not None and not cut
         truncated = reply.truncated or cut

@@ -121,7 +121,7 @@ class WeightPayload:
     FOLDER: ClassVar[str]  # inside a run or a checkpoint, with the files TENSORS and CONFIG
     TENSORS: ClassVar[str]
     CONFIG: ClassVar[str]
-    TENSOR_NAME: ClassVar[str]  # a part of the name of some tensor
+    ENDINGS: ClassVar[tuple[str, ...]]  # of the tensors' names
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Out of band from pickle protocol 5 on: Ray lets all processes of a node read the same bytes in place."""
@@ -153,8 +153,9 @@ class WeightPayload:
             _, header = _read_header(tensors)
         except (ValueError, TypeError, RecursionError) as error:
             raise UserInputError(f"{cls.TENSORS} of {where} cannot be read ({error}).") from error
-        if not any(cls.TENSOR_NAME in name for name in header):
-            raise UserInputError(f"{cls.TENSORS} of {where} holds no tensors of its kind: it is empty or damaged.")
+        wrong = next((name for name in header if not name.endswith(cls.ENDINGS)), "" if header else "nothing")
+        if wrong:
+            raise UserInputError(f"{cls.TENSORS} of {where} holds {wrong}: only LoRA of linear layers is taken.")
 
     def verify(self) -> Self:
         """Self. Raises UserInputError unless the bytes match the hash."""
@@ -266,7 +267,7 @@ class AdapterPayload(WeightPayload):
     FOLDER: ClassVar[str] = "adapter"
     TENSORS: ClassVar[str] = "adapter_model.safetensors"
     CONFIG: ClassVar[str] = "adapter_config.json"
-    TENSOR_NAME: ClassVar[str] = ".lora_"
+    ENDINGS: ClassVar[tuple[str, ...]] = (DOWN, UP)
 
     @classmethod
     def build(
@@ -289,7 +290,7 @@ class FullPayload(WeightPayload):
     FOLDER: ClassVar[str] = "weights"
     TENSORS: ClassVar[str] = "model.safetensors"
     CONFIG: ClassVar[str] = "full_weights.json"
-    TENSOR_NAME: ClassVar[str] = ""
+    ENDINGS: ClassVar[tuple[str, ...]] = ("",)
 
     @classmethod
     def build(cls, version: int, state: Mapping[str, Tensor], base: str, dtype: str | None = None) -> FullPayload:
@@ -366,7 +367,7 @@ def find_trained(*named: Path | str | None) -> Path | None:
             "adapter/ and no weights/."
         )
     if not is_full(trained):
-        LoraSettings.read(trained, (trained / AdapterPayload.CONFIG).read_text())
+        AdapterPayload.read(trained, 1)
     return trained
 
 

@@ -55,7 +55,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 # How data sets wrap a truth: marked as the answer at the end of a solution, or in marks of text or of a list.
-_TRUTH_TAG = re.compile(r"<answer>([^<>]*)", re.IGNORECASE)
+_TRUTH_TAG = re.compile(r"(?i)(?:<\|?(?:answer|begin_of_box)\|?>|\[answer\])([^<>]*?)(?=<|\[/answer\]|\Z)")
 _TRUTH_MARK = re.compile(
     r"####|\b(?:answer|ans|solution)(?:\*\*)?(?: is)?\s*[:：=]|\banswer is\b|答案\s*[:：]", re.IGNORECASE
 )
@@ -73,7 +73,7 @@ def bare_truth(text: str) -> str:
         elif tagged:
             text = tagged[-1]
         elif len(marked) > 1:
-            text = marked[-1].strip().strip("*")
+            text = marked[-1].strip().strip("*").rstrip("*.")
         elif quoted := _QUOTED_TRUTH.fullmatch(text):
             text = quoted["emphasised"] or quoted["quoted"]
         else:
@@ -97,7 +97,7 @@ _COMMAND = re.compile(r"\\([A-Za-z]+|.?)", re.DOTALL)
 _CHARACTERS = re.compile(r"[A-Za-z0-9\\{}()\[\]^_+\-/=<>.,!|&: ]+")
 # No algebra: words, E notation, point names such as ABC (where the order matters), numbers side by side, 1.2.3, 9!!.
 _NOT_ALGEBRA = re.compile(
-    r"[A-Za-z]{4}|[A-Z]{2}|[0-9]_|[0-9]\.?[eE][+-]?[0-9]|[0-9] [0-9]|:.*:|\.[0-9]*\.|!\s*!|[})\]!]!"
+    r"[A-Za-z]{4}|[A-Z]{2}|[0-9]_|[0-9]\.?[eE][+-]?[0-9]|[0-9]\.? [0-9]|:.*:|\.[0-9]*\.|!\s*!|[})\]!]!"
 )
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[pb]matrix\}|\\mathbb\{[A-Z]\}")
 _INTEGER = re.compile(r"[0-9]+")

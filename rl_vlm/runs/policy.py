@@ -14,6 +14,7 @@ from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
 from rl_vlm.envs.base import VisionEnv
+from rl_vlm.envs.errors import place_of
 from rl_vlm.envs.isolation import check_plain
 from rl_vlm.envs.registry import make_part, portable_id, train_size
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
@@ -139,10 +140,9 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
 
 
 def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
-    env_id = config.env.parts[name].id
-    env = _make_part(config, name)
-    summary: dict[str, Any] = {}
+    env_id, summary, env = config.env.parts[name].id, dict[str, Any](), None
     try:
+        env = _make_part(config, name)
         for split in ("train", config.evaluation.split):
             validate = getattr(env, "validate", None)
             if callable(validate):
@@ -162,10 +162,12 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
             summary |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
     except UserInputError:
         raise
-    except RLVLMError as error:
-        raise UserInputError(f"The environment {env_id} does not open: {error}") from error
+    except Exception as error:  # it is a user's code, which may raise anything
+        kind = "" if isinstance(error, RLVLMError) else f"{type(error).__name__}: "
+        raise UserInputError(f"The environment {env_id} does not open: {kind}{error}{place_of(error)}") from error
     finally:
-        env.close()
+        if env is not None:
+            env.close()
     return summary
 
 

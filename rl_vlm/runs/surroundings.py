@@ -6,6 +6,7 @@ import importlib.util
 import ipaddress
 import os
 import resource
+import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -15,10 +16,12 @@ from rl_vlm.machine import available_cores
 from rl_vlm.types import RLVLMError, UserInputError
 
 _CONNECT_S = 10.0
-_LEAST_ADDRESSES = 10 << 30  # bytes that a process of Ray or torch maps, most of which it never touches
+# Bytes that a process may map, most of which are never touched, and files that it may open.
+_LIMITS = (("-v", resource.RLIMIT_AS, 10 << 30, "unlimited"), ("-n", resource.RLIMIT_NOFILE, 512, "4096"))
+_LEAST_FREE = 64 << 20  # bytes of a folder for Ray or a cache
 _LONGEST_SOCKET = 107  # characters of a Unix socket's path
 _FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
-_PROBLEM = "cannot be written, or is too long for the names of Ray's sockets"
+_PROBLEM = "cannot be written, is full, or is too long for the names of Ray's sockets"
 
 
 class ClusterError(RLVLMError):
@@ -74,13 +77,13 @@ def ray_folder() -> tuple[Path, str]:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made where it is missing."""
+    """Whether a folder, which is made where it is missing, takes files and has some room for them."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        return shutil.disk_usage(folder).free >= _LEAST_FREE
     except OSError:
         return False
-    return True
 
 
 def joins_cluster() -> bool:
@@ -102,11 +105,11 @@ def gpu_sizes() -> list[float]:
 
 def check_resources(config: CommonConfig) -> None:
     """Raise UserInputError when a private cluster on this machine could never hold the run."""
-    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < _LEAST_ADDRESSES:
-        raise UserInputError(
-            f"A process may map {limit / 2**30:.1f} GiB here (`ulimit -v`), and Ray and torch map far more than they "
-            "use: run `ulimit -v unlimited` first."
-        )
+    for option, kind, lowest, enough in _LIMITS:
+        if 0 <= resource.getrlimit(kind)[0] < lowest:
+            raise UserInputError(
+                f"Ray and torch need more than `ulimit {option}` allows here: run `ulimit {option} {enough}` first."
+            )
     gpus, least = gpu_sizes() if config.needed_gpus else [], config.model.least_gpu_gib
     check_counts(config, config.resources.num_cpus or available_cpus(), len(gpus))
     if gpus and least and min(gpus) < least:

@@ -9,9 +9,10 @@ from random import Random
 
 import numpy as np
 import pytest
+from core_support import EngineClient
 from runs import ROOT, finished
 
-from rl_vlm.asking import EngineClient, ServedEndpoint
+from rl_vlm.asking import ServedEndpoint
 from rl_vlm.config import load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.loading import load_text_side, resolve_model

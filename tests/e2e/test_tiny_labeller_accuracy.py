@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from core_support import EngineClient
 
-from rl_vlm.asking import EngineClient, ServedEndpoint
+from rl_vlm.asking import ServedEndpoint
 from rl_vlm.config import LabelsSection
 from rl_vlm.control_envs.cartpole import ContinuousCartPole
 from rl_vlm.engines.transformers_engine import TransformersEngine

@@ -40,16 +40,17 @@ def test_a_run_that_asks_for_too_much_is_told_about_its_own_actors() -> None:
         check_resources(parse_config(grpo))
 
 
-def test_a_small_address_space_is_told_before_ray_aborts() -> None:
-    code = """if True:
+@pytest.mark.parametrize(("limit", "said"), [("AS, (4 << 30,) * 2", "-v unlimited"), ("NOFILE, (64,) * 2", "-n 4096")])
+def test_small_limits_of_the_shell_are_told_before_ray_aborts(limit: str, said: str) -> None:
+    code = f"""if True:
         import resource
         from rl_vlm.config import parse_config
         from rl_vlm.runs.ray_session import check_resources
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-        check_resources(parse_config({}))
+        resource.setrlimit(resource.RLIMIT_{limit})
+        check_resources(parse_config({{}}))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode and "ulimit -v unlimited" in done.stderr.splitlines()[-1]
+    assert done.returncode and f"run `ulimit {said}` first" in done.stderr.splitlines()[-1]
 
 
 @pytest.fixture

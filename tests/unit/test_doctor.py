@@ -201,6 +201,27 @@ def test_a_dry_run_needs_neither_torch_nor_ray(tiny_folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (
+            "def __init__(self):\n        raise RuntimeError('no licence')",
+            r"does not open: RuntimeError: no licence \(own.py, line 4\)",
+        ),
+        ("def num_items(self, split):\n        return 'many'", "does not open: TypeError"),
+    ],
+)
+def test_an_environment_that_cannot_be_opened_is_bad_input(
+    tmp_path: Path, tiny_folder: Path, written: str, said: str
+) -> None:
+    (tmp_path / "own.py").write_text(
+        f"from rl_vlm.envs.base import EpisodeEnv\nclass Own(EpisodeEnv):\n    {written}\n"
+    )
+    overrides = [f"model.path={tiny_folder}", f"env.id={tmp_path}/own.py:Own", "env.kwargs={}"]
+    with pytest.raises(UserInputError, match=said):
+        inspect_run(load_config(ROOT / "configs/quickstart.yaml", overrides))
+
+
 def test_damaged_weights_are_bad_input(tiny_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     weights = folder / "model.safetensors"

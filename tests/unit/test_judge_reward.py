@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_support import EngineClient
 from PIL import Image
 from tables import table
 from task_support import episode
 
-from rl_vlm.asking import Answer, Ask, EndpointError, EngineClient, Question
+from rl_vlm.asking import Answer, Ask, EndpointError, Question
 from rl_vlm.config import RewardSection, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from core_support import plain_model, processor, text_side
+from core_support import EngineClient, plain_model, processor, text_side
 from hypothesis import given
 from hypothesis import strategies as st
 from label_support import pair, random_pairs, segment
 from PIL import Image
 from tables import table
 
-from rl_vlm.asking import Answer, Ask, EndpointError, EngineClient, Question, ServedEndpoint
+from rl_vlm.asking import Answer, Ask, EndpointError, Question, ServedEndpoint
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
