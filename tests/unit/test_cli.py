@@ -11,9 +11,11 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from core_support import adapted_policy
 from pydantic_core import to_jsonable_python
+from safetensors.numpy import save_file
 
 from rl_vlm.cli import app as cli
 from rl_vlm.config import load_config, save_config
@@ -92,6 +94,8 @@ def failure(capsys) -> str:
 def adapter_folder(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    matrices = {f"layer.lora_{side}.weight": np.zeros((4, 4), np.float32) for side in "AB"}
+    save_file(matrices, folder / "adapter_model.safetensors")
     return folder
 
 
