@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_vlm.asking import EngineClient
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.registry import make
@@ -26,7 +25,17 @@ from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool
 from rl_vlm.rollout.episodes import run_group
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import Split, TrajectoryGroup
+from rl_vlm.types import Completion, GenerationRequest, Split, TrajectoryGroup
+
+
+class EngineClient:
+    """The engine as the client that episodes ask: requests of one moment run in one batch."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return (await self._engine.generate([request]))[0]
 
 
 class OneProcess:
