@@ -164,7 +164,7 @@ class TrajectoryStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Penalties: see `engines/penalties.py`."""
+    """How to sample. Penalties: see `penalise` in `engines/rows.py`."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy

@@ -90,7 +90,7 @@ class EndpointPlayer:
                 envs += await pool.borrow(task.size)
                 openings = await pool.reset(envs, task.seed, {"index": task.index, "split": task.split})
                 first = openings[0][0].messages
-                shown = _withimages_of(first, await viewed_opening(images_of(first), task, pool))
+                shown = _with_images(first, await viewed_opening(images_of(first), task, pool))
                 pairs = zip(envs, openings, strict=True)
                 episodes = [Conversation(env, list(shown), dict(info)) for env, (_, info) in pairs]
                 await all_ended([self._play_out(task, sample, one, pool) for sample, one in enumerate(episodes)])
@@ -112,7 +112,7 @@ class EndpointPlayer:
             observation = episode.receive(result)
             if observation is None:
                 return
-            episode.messages += _withimages_of(observation.messages, viewed(images_of(observation.messages), task))
+            episode.messages += _with_images(observation.messages, viewed(images_of(observation.messages), task))
 
     async def _answer(self, task: RolloutTask, sample: int, episode: Conversation, budget: int) -> Answer:
         messages, turn = tuple(episode.messages), episode.num_turns
@@ -128,7 +128,7 @@ class EndpointPlayer:
         self._pools.close()
 
 
-def _withimages_of(messages: Sequence[Message], images: Iterable[EncodedImage]) -> list[Message]:
+def _with_images(messages: Sequence[Message], images: Iterable[EncodedImage]) -> list[Message]:
     """The messages with other images in the places of their own, in order."""
     left = iter(images)
     return [

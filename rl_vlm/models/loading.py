@@ -76,8 +76,9 @@ def resolve_model(name: str, seed: int = 0) -> Path:
         ) from error
 
 
-def check_weights(name: str) -> None:
-    """Raise UserInputError for a model without weights, of which a dry run needs the shapes alone, or damaged ones."""
+def check_weights(name: str) -> Path:
+    """The folder of a model. Raises UserInputError where weights, which a dry run does not need, are missing or
+    damaged."""
     folder = resolve_model(name)
     files = list(folder.glob("*.safetensors"))
     if not files:
@@ -87,6 +88,7 @@ def check_weights(name: str) -> None:
             safe_open(file, framework="numpy")  # reads the header
         except (OSError, SafetensorError) as error:
             raise UserInputError(f"The weights {file} cannot be read ({error}): fetch the model again.") from error
+    return folder
 
 
 def from_folder(auto: Any, folder: Path, **options: Any) -> Any:

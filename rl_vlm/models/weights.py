@@ -11,7 +11,7 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def write_tensors(path: Path, state: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def tree_digest(content: bytes | memoryview | mmap.mmap) -> str:
+def tree_digest(content: bytes | memoryview) -> str:
     """SHA-256 in hexadecimal; of more than PIECE bytes, that of the SHA-256s of their pieces, which threads compute."""
     view = memoryview(content)
     if len(view) <= PIECE:
@@ -78,8 +78,12 @@ def tree_digest(content: bytes | memoryview | mmap.mmap) -> str:
 
 def file_digest(path: Path) -> str:
     """`tree_digest` of a file's content. Raises OSError, and ValueError for an empty file."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return tree_digest(content)
+    return tree_digest(_mapped(path))
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _layout(state: Mapping[str, Tensor], dtype: str | None = None) -> tuple[bytes, dict[str, tuple[int, int, dtype]]]:
@@ -137,12 +141,18 @@ class WeightPayload:
     @classmethod
     def read(cls, folder: Path, version: int, policy: str = POLICY) -> Self:
         """Read what `write` wrote, or an adapter folder of peft. Raises UserInputError."""
+        tensors, config_json = cls.checked(folder, Path.read_bytes)
+        return cls(version, tensors, config_json, tree_digest(tensors), policy)
+
+    @classmethod
+    def checked(cls, folder: Path, load: Callable[[Path], Any]) -> tuple[Any, str]:
+        """The tensors' file by `load`, and the configuration. Raises UserInputError unless they are of this kind."""
         try:
-            tensors, config_json = (folder / cls.TENSORS).read_bytes(), (folder / cls.CONFIG).read_text()
+            tensors, config_json = load(folder / cls.TENSORS), (folder / cls.CONFIG).read_text()
         except (OSError, ValueError) as error:
             raise UserInputError(f"{folder} holds no {cls.TENSORS} with its {cls.CONFIG} ({error}).") from error
         cls.check(folder, config_json, tensors)
-        return cls(version, tensors, config_json, tree_digest(tensors), policy)
+        return tensors, config_json
 
     @classmethod
     def check(cls, where: Any, config_json: str, tensors: bytes | memoryview) -> None:
@@ -153,9 +163,10 @@ class WeightPayload:
             _, header = _read_header(tensors)
         except (ValueError, TypeError, RecursionError) as error:
             raise UserInputError(f"{cls.TENSORS} of {where} cannot be read ({error}).") from error
-        wrong = next((name for name in header if not name.endswith(cls.ENDINGS)), "" if header else "nothing")
-        if wrong:
-            raise UserInputError(f"{cls.TENSORS} of {where} holds {wrong}: only LoRA of linear layers is taken.")
+        if not header:
+            raise UserInputError(f"{cls.TENSORS} of {where} holds no tensors: it is empty or damaged.")
+        if wrong := [name for name in header if not name.endswith(cls.ENDINGS)]:
+            raise UserInputError(f"{cls.TENSORS} of {where} holds {wrong[0]}: only LoRA of linear layers is taken.")
 
     def verify(self) -> Self:
         """Self. Raises UserInputError unless the bytes match the hash."""
@@ -367,7 +378,7 @@ def find_trained(*named: Path | str | None) -> Path | None:
             "adapter/ and no weights/."
         )
     if not is_full(trained):
-        AdapterPayload.read(trained, 1)
+        AdapterPayload.checked(trained, _mapped)  # of which the header alone is read
     return trained
 
 

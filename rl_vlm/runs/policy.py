@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -139,10 +139,28 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     return summary | memory_needs(config, folder)
 
 
-def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
-    env_id, summary, env = config.env.parts[name].id, dict[str, Any](), None
+@contextmanager
+def _opened(
+    config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None, where: str = ""
+) -> Iterator[VisionEnv]:
+    """An environment, closed at the end; what its code raises inside is a UserInputError that begins with `where`."""
+    part = config.env.parts[name]
     try:
-        env = _make_part(config, name)
+        if config.env.isolation == "process":
+            portable_id(part.id)
+            check_plain(part.id, part.make_kwargs(changes))
+        with closing(make_part(config.env, name, changes)) as env:
+            yield env
+    except UserInputError as error:
+        raise UserInputError(f"{where}: {error}" if where else str(error)) from error
+    except Exception as error:  # it is a user's code, which may raise anything
+        said = str(error) if isinstance(error, RLVLMError) else f"{type(error).__name__}: {error}{place_of(error)}"
+        raise UserInputError(f"{where or f'The environment {part.id} does not open'}: {said}") from error
+
+
+def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, Any]:
+    env_id, summary = config.env.parts[name].id, dict[str, Any]()
+    with _opened(config, name) as env:
         for split in ("train", config.evaluation.split):
             validate = getattr(env, "validate", None)
             if callable(validate):
@@ -160,39 +178,20 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
                     f"{config.serving.max_context}: raise it, or shrink the images."
                 )
             summary |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
-    except UserInputError:
-        raise
-    except Exception as error:  # it is a user's code, which may raise anything
-        kind = "" if isinstance(error, RLVLMError) else f"{type(error).__name__}: "
-        raise UserInputError(f"The environment {env_id} does not open: {kind}{error}{place_of(error)}") from error
-    finally:
-        if env is not None:
-            env.close()
     return summary
-
-
-def _make_part(config: PolicyConfig, name: str, changes: Mapping[str, Any] | None = None) -> VisionEnv:
-    if config.env.isolation == "process":
-        part = config.env.parts[name]
-        portable_id(part.id)
-        check_plain(part.id, part.make_kwargs(changes))
-    return make_part(config.env, name, changes)
 
 
 def _open_changed(
     config: PolicyConfig, name: str, where: str, split: Split, changes: Mapping[str, Any], items: int | None = None
 ) -> None:
     """Open an environment with the arguments that the key `where` changes; a run draws from `items` of it."""
-    try:
-        with closing(_make_part(config, name, changes)) as env:
-            size = env.num_items(split)
-            if items is not None and size is not None and size < items:
-                raise UserInputError(
-                    f"the {split} split has {size} items and the run draws from {items}: set env.num_items."
-                )
-            env.reset(seed=0, options={"index": 0, "split": split})
-    except RLVLMError as error:
-        raise UserInputError(f"{where}: {error}") from error
+    with _opened(config, name, changes, where) as env:
+        size = env.num_items(split)
+        if items is not None and size is not None and size < items:
+            raise UserInputError(
+                f"the {split} split has {size} items and the run draws from {items}: set env.num_items."
+            )
+        env.reset(seed=0, options={"index": 0, "split": split})
 
 
 class PolicyRun(RunLifecycle):

@@ -20,14 +20,7 @@ from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp, ServeBackend
 from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
-from rl_vlm.models.loading import (
-    TextSide,
-    check_quantization,
-    check_weights,
-    load_text_side,
-    quiet_libraries,
-    resolve_model,
-)
+from rl_vlm.models.loading import TextSide, check_quantization, check_weights, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import AdapterPayload, WeightPayload, find_trained, read_payload, trained_folder
 from rl_vlm.runs.evaluate import run_for
@@ -87,8 +80,7 @@ def plan(
     token = os.environ.get(TOKEN_VARIABLE) or None
     check_exposure(config.http.host, token)
     check_quantization(config.serving.quantization)
-    check_weights(config.model.path)
-    model = resolve_model(config.model.path)
+    model = check_weights(config.model.path)
     if (path / "config.yaml").is_file() and not any(one.startswith("serving.max_context=") for one in settings):
         config = _with_usual_context(config, model)
     name = config.http.model_name or (config.model.path if not Path(config.model.path).is_dir() else model.name)

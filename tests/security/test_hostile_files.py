@@ -51,7 +51,7 @@ def adapter(folder, tensors=None, text=None, **changes):
         *[({"r": rank}, "r: ") for rank in (0, -1, 1.5, True, None, 10**40)],
         *[({"lora_alpha": alpha}, "lora_alpha: ") for alpha in (float("inf"), float("nan"), "8", 10**400)],
         *[({"peft_type": kind}, "LORA") for kind in ("PROMPT_TUNING", ["LORA"])],
-        *[({"tensors": tensors}, "only LoRA") for tensors in ({}, {"embeddings": zeros(2, 8)})],
+        *[({"tensors": tensors}, "only LoRA|holds no tensors") for tensors in ({}, {"embeddings": zeros(2, 8)})],
         *[({"text": text}, "adapter_config") for text in ("[]", "[" * 100_000, "{", " " * (5 * 2**20))],
     ],
 )
@@ -72,7 +72,7 @@ def test_a_header_beyond_the_file_is_refused(tmp_path):
     folder = adapter(tmp_path / "a")
     for tensors in (b"", b"\xff" * 8, b"\xff" * 100, (2**40).to_bytes(8, "little") + b"{}"):
         (folder / "adapter_model.safetensors").write_bytes(tensors)
-        with pytest.raises(UserInputError, match="holds nothing|cannot be read"):
+        with pytest.raises(UserInputError, match="holds no tensors|cannot be read"):
             AdapterPayload.read(folder, 1)
 
 
