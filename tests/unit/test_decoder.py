@@ -159,6 +159,17 @@ def test_rows_of_different_lengths_survive_many_retirements(text: TextSide, endl
             assert close(sample.logprobs, other.logprobs)
 
 
+def test_more_prompt_tokens_than_one_prefill_takes_give_the_same(
+    text: TextSide, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = mixed_requests(text, np.random.default_rng(4), max_new_tokens=6, seeds=(5,))
+    expected = run(decoder_of(backbone_of(model, text), text), (0, requests))
+    monkeypatch.setattr("rl_vlm.engines.decoder.PREFILL_TOKENS", 50)
+    found = run(decoder_of(backbone_of(model, text), text), (0, requests))
+    for name, answer in expected.items():
+        assert found[name].samples[0].token_ids.tolist() == answer.samples[0].token_ids.tolist()
+
+
 def test_samples_with_seeds_repeat_and_samples_without_differ(text: TextSide, endless: Backbone) -> None:
     def tokens(**sampling: Any) -> list[list[int]]:
         answer = run(decoder_of(endless, text), (0, [request(text, ["hi"], max_new_tokens=16, **sampling)]))["r"]

@@ -120,6 +120,12 @@ def test_what_is_no_cache_is_refused_and_runs_nothing(
     assert not (tmp_path / "PROOF").exists()
 
 
+def test_an_unrestricted_reader_would_have_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(by_hand("cos", "system", "(S'touch PROOF'", "tR"))
+    assert (tmp_path / "PROOF").exists()  # the check above can fail
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_further_epochs_compare_with_the_same_old_policy(loop: Loop) -> None:
         expected = max(float((new - old).exp().max()) for new, old in zip(now, before, strict=True))
         assert stats["policy/ratio_max"] == pytest.approx(expected, rel=1e-6)
         assert (stats["policy/ratio_max"] == 1.0) is (epoch == 0)
+
+
+def test_a_forward_pass_that_does_not_repeat_itself_shows_in_the_ratio(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the exact ones above are a finding and not a matter of course."""
+    passes, logprobs = itertools.count(1), loop.updater.logprobs
+
+    def unsteady(*given: Any) -> tuple[Tensor, Any, Any]:
+        found, *rest = logprobs(*given)
+        return found + 0.01 * next(passes), *rest
+
+    monkeypatch.setattr(loop.updater, "logprobs", unsteady)
+    stats = UpdateStats()
+    for micro in (micro for minibatch in loop.updater.pack(loop.batch(loop.sample(4))) for micro in minibatch):
+        loop.updater.loss(micro, stats)
+    assert stats["policy/ratio_max"] > 1.001
 
 
 def test_importance_weights_correct_from_the_engine_to_the_old_policy(loop: Loop) -> None:

@@ -90,11 +90,8 @@ def kept_between_updates(config: CommonConfig, shape: ModelShape) -> int:
 
 
 def _weights(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
-    learner, layers, detail = (
-        config.learner,
-        shape.text.parameters,
-        f"{amount(shape.parameters)} in {config.model.dtype}",
-    )
+    learner, layers = config.learner, shape.text.parameters
+    detail = f"{amount(shape.parameters)} in {config.model.dtype}"
     if learner.shards_layers:
         gathered = _GATHERED * layers // shape.text.layers
         shard = 0 if learner.offload_params else layers // max(learner.num_learners, 1)
