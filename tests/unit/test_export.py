@@ -146,7 +146,7 @@ def test_wrong_sources_are_named(tiny, tmp_path):
     with pytest.raises(UserInputError, match="neither"):
         export_model(tmp_path, tmp_path / "out")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "NONSENSE"}')
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(8))
     with pytest.raises(UserInputError, match="LORA"):
         export_model(tmp_path, tmp_path / "out" / "model", str(tiny))
 
