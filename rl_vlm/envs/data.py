@@ -30,8 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
-from rl_vlm.rewards.math import bare_truth
-from rl_vlm.rewards.normalize import is_oversized
+from rl_vlm.rewards.math import bare_truth, is_bare
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
@@ -310,13 +309,10 @@ class Row:
         return text
 
     def truth(self, column: str) -> str:
-        """The right answer in a cell, without what data sets wrap it in (see `bare_truth`).
-
-        What is left must be a short value on one line; otherwise no answer could be right.
-        """
+        """The right answer in a cell, without what data sets wrap it in (see `bare_truth`)."""
         truth = bare_truth(self.text(column))
-        if not truth or "\n" in truth or is_oversized(truth):
-            raise BadRowError(f"the {column} {truth[:80]!r} is no short value on one line: store the bare value.")
+        if not is_bare(truth):
+            raise BadRowError(f"the {column} {truth[:80]!r} is no bare value: store what the policy has to answer.")
         return truth
 
 

@@ -57,14 +57,26 @@ def extract_boxed(text: str) -> str | None:
 # How data sets wrap a truth: marked as the answer at the end of a solution, or in marks of text or of a list.
 _TRUTH_TAG = re.compile(r"(?i)(?:<\|?(?:answer|begin_of_box)\|?>|\[answer\])([^<>]*?)(?=<|\[/answer\]|\Z)")
 _TRUTH_MARK = re.compile(
-    r"####|\b(?:answer|ans|solution)(?:\*\*)?(?: is)?\s*[:：=]|\banswer is\b|答案\s*[:：]", re.IGNORECASE
+    r"####|\\text\{\s*answer\s*:\s*\}|\b(?:answer|ans|solution|result|option|choice)(?:\*\*)?(?: is)?\s*[:：=]|"
+    r"\banswer is\b|\bans\.|答案?(?:\s*[:：]|[为是])|\b(?:option|choice)\b(?=\s*\(?[A-J]\)?$)",
+    re.IGNORECASE,
 )
-_QUOTED_TRUTH = re.compile(r"""(?s)(\*{1,3}|_{1,2}|`+)(?P<emphasised>.+)\1|\[?(["'])(?P<quoted>[^"']+)\3\]?""")
+_QUOTED_TRUTH = re.compile(  # the last group that took part is the value
+    r"""(?s)(\*{1,3}|_{1,2}|`+)(.+)\1|\[?(?:(["'])([^"']+)\3|“([^”]+)”|‘([^’]+)’|«([^»]+)»)\]?|"""
+    r"""<(\w+)>([^<>]*)</\8>|\{\s*["']?\w+["']?\s*:\s*["']?([^:{},"']+)["']?\}"""
+)
+# What no bare value holds: marks as above that did not come off, a key or an option's letter before the value, a number
+# in a sentence, an option behind a number, entities and emoji, and what stands for no value.
+_NOT_BARE = re.compile(
+    r"""["“”„«»`]|</?[\w|][^<>]*>|\[/?[A-Za-z]{3,}\]|[^\W\d_]["')}*]*\s*(?:：|:\s+\S|:\s*[-\d"'{\[\\$])|"""
+    r"^\(?[A-J][).]\s+\S|\d\s+\((?:[A-J]|[A-Za-z]{3,})\)$|\\begin\{align|&\w+;|[\u2600-\u27bf\U0001f000-\U0001faff]|^(?:nan|NaN|None|null|N/A)$|"
+    r"\b(?i:is|are|was|equals|therefore|thus|hence|so|answer|about|approximately)\b(?=.*[\d=])"
+)
 
 
 def bare_truth(text: str) -> str:
     r"""The value of a truth as data sets store it: `145` of `<answer> 145 </answer>`, `\boxed{145}`, `#### 145`,
-    `Answer: 145`, `**145**` and `['145']`. A text without such marks is the value itself."""
+    `Answer: 145`, `**145**`, `['145']` and `{"answer": 145}`. A text without such marks is the value itself."""
     for _ in range(4):  # such as a box in a tag in bold type
         text = text.strip()
         tagged, marked = _TRUTH_TAG.findall(text), _TRUTH_MARK.split(text.rpartition("\n")[2])
@@ -72,13 +84,20 @@ def bare_truth(text: str) -> str:
             text = boxed
         elif tagged:
             text = tagged[-1]
+        elif quoted := _QUOTED_TRUTH.fullmatch(text):
+            text = next((group for group in reversed(quoted.groups()) if group), "")
         elif len(marked) > 1:
             text = marked[-1].strip().strip("*").rstrip("*.")
-        elif quoted := _QUOTED_TRUTH.fullmatch(text):
-            text = quoted["emphasised"] or quoted["quoted"]
         else:
             break
     return text.strip()
+
+
+def is_bare(truth: str) -> bool:
+    """Whether a truth can be what a policy answers: one short line with its brackets closed, and no wrapping left."""
+    opened, closed = (sum(map(truth.count, brackets)) for brackets in ("([{", ")]}"))
+    short = bool(truth) and "\n" not in truth and not is_oversized(truth)
+    return short and opened == closed and not _NOT_BARE.search(truth)
 
 
 # Which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers. This

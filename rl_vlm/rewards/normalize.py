@@ -69,7 +69,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![0-9.^{/])([0-9]+) ([0-9]+) ?/ ?([0-9]+)(?![0-9])", r"\1\\frac{\2}{\3}"),  # 2 3/4
         (rf"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|displaystyle|textstyle|limits){_END}", " "),
         (rf"\\(?:m?left|m?right|[bB]igg?[lrm]?){_END} ?", ""),
-        (r"\\(?:math(?:bf|it|sf|normal)|boldsymbol|bm) ?\{([^{}]*)\}", r"\1"),
+        (r"\\(?:math(?:bf|it|sf|normal)|boldsymbol|bm|underline) ?\{([^{}]*)\}", r"\1"),
         (rf"\\[dtc]frac{_END}", r"\\frac"),
         (r"\\(?:mathrm|operatorname\*?|text) ?\{ ?(\\[A-Za-z]+|[ei]) ?\}", r"\1 "),
         (rf"\\(?:mathrm|operatorname\*?) ?\{{ ?({_FUNCTIONS}) ?\}}", r"\\\1 "),

@@ -78,16 +78,14 @@ _TO_THE_JUDGE = re.compile(
             r"\b(?:best|better|right|correct|winning)\s+(?:one\s+)?(?:caption|answer|choice|option|text|description)\b",
             r"\b(?:caption|answer|choice|option|text|description)\s*(?:no\.?|number|\#)?\s*(?:[12]|one|two|(?-i:[AB]))\b",
             r"(?:选择|wähle|choisis(?:sez)?|eli[gj][ae]|escolha|scegli|выбери)\W*(?:[12]|la |el |le |die |den )",
-            r"\b(?:human|user|system|assistant|grade|score|verdict|winner)\s*[:=\]]|###|\{(?:first|second)\}|\bnote "
-            r"to\b",
-            r"\b(?:10/10|100 ?%|top score|trust me|ground truth|verified by|the winner is|the reference|vote "
-            r"for)(?!\w)",
+            r"\b(?:human|user|system|assistant|grade|score|verdict|winner)\s*[:=\]]|###|\{(?:first|second)\}",
+            r"\b(?:10/10|100 ?%|top score|trust me|ground truth|verified by|the winner is|the reference)(?!\w)",
             r"\b(?:is|are) (?:the )?(?:better|best|winner|wrong|incorrect)\b|\bthe (?:other|first|second) (?:one )?is "
             r"(?:better|best|wrong|right)\b",
             r"\b(?:caption|answer|option|description)s?\s+(?:is|are|was|must|should|deserves?|wins?|fits?|describes?)\b",
             r"\b(?:this|my|first|second|other|above|previous|next)\s+(?:caption|answer|choice|option|text|description)\b",
             r"\b(?:ignore|disregard|forget|override)\b.{0,40}\b(?:image|picture|instructions?|captions?|previous|above|below|other|rest|question|rules?)\b",
-            r"\b(?:which|what)\s+(?:one\s+)?(?:caption|text|answer|fits|describes|is better)\b",
+            r"\b(?:which|what) (?:one )?(?:caption|text|answer|fits|describes|is better)\b|\b(?:note to|vote for)\b",
             r"\b(?:judge|grader|evaluator|reviewer|assistant|system prompt|instructions?)\b\s*[:,]",
             r"\b(?:you (?:must|should|will|have to|are (?!looking|seeing))|as an ai|full (?:score|marks)|score (?:of "
             r")?1)\b",

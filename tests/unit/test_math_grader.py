@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from rl_vlm.rewards.math import Grade, Reason, bare_truth, compare, extract_boxed, grade_turns, is_equal
+from rl_vlm.rewards.math import Grade, Reason, bare_truth, compare, extract_boxed, grade_turns, is_bare, is_equal
 from rl_vlm.rewards.normalize import normalize_answer
 
 contents = st.recursive(
@@ -131,6 +131,12 @@ def test_the_last_box_with_balanced_braces(text: str, content: str | None) -> No
 def test_a_truth_is_read_without_its_wrapping(stored: str, value: str) -> None:
     assert bare_truth(stored) == value
     assert bare_truth(value) == value
+    assert is_bare(value)
+
+
+@pytest.mark.parametrize("truth", TABLES["truths_that_no_answer_equals"])
+def test_a_truth_that_no_answer_equals_is_no_bare_value(truth: str) -> None:
+    assert not is_bare(bare_truth(truth))
 
 
 @pytest.mark.parametrize("unit", ["answer: ", "<answer>", "#### ", "**", "'", "answer is\n", "\\boxed{"])

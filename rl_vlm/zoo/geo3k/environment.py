@@ -32,8 +32,7 @@ _FULL = (
 )
 _FULL_TOOL = (
     "\n\nYou have one tool. calc_score compares a value with the reference and tells you whether it is right. Call it "
-    "at "
-    "least once before you finish, with the bare value as digits or LaTeX:\n"
+    "at least once before you finish, with the bare value as digits or LaTeX:\n"
     '<tool_call>\n{"name": "calc_score", "arguments": {"answer": "42"}}\n</tool_call>\n'
     "The message with the call also holds the line Answer: \\boxed{42}. If the value was wrong, find the mistake and "
     "try again. If it was right, repeat the Answer line without a call. You have %d messages in all."

@@ -31,8 +31,7 @@ _AFFIXES: dict[str, re.Pattern[str]] = {
     "country": re.compile(r"^(?:the )(?=.)"),
     "region": re.compile(
         rf"^(?:the )?(?:(?:free |federal |autonomous )?(?:{_LEVELS}|city|land) of |(?:city state|land|provincia "
-        r"de|estado de) )(?=.)"
-        rf"|^the (?=.)|(?<=.) (?:autonomous )?(?:{_LEVELS})$"
+        rf"de|estado de) )(?=.)|^the (?=.)|(?<=.) (?:autonomous )?(?:{_LEVELS})$"
     ),
     "city": re.compile(r"^(?:the )?(?:city|town|village|municipality) of (?=.)|(?<=.) city$"),
 }

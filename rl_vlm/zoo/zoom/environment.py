@@ -265,8 +265,7 @@ BRIEF = "Which pattern?"  # in place of the question of drawn pictures
 PROMPTS = {
     "full": (
         "\nYou see the picture reduced, so that small things may be lost. To look closer, call {tool} with the left "
-        "and top edge, width and "
-        "height of a part, in thousandths of the picture:\n<tool_call>\n"
+        "and top edge, width and height of a part, in thousandths of the picture:\n<tool_call>\n"
         '{{"name": "{tool}", "arguments": {{"x": 250, "y": 0, "w": 500, "h": 500}}}}\n</tool_call>\n'
         "and end your turn; you then get that part enlarged. A call costs {cost:g} of the reward of 1 for the right "
         "answer, so call only where "
