@@ -104,8 +104,7 @@ def _link(source: str, target: str) -> None:
 
 
 def open_own(path: str | Path) -> BinaryIO:
-    """Open a file for appending, unbuffered. Raises UserInputError for a symbolic link, which could lead to any
-    file."""
+    """Open a file for appending, unbuffered. Raises UserInputError for a symbolic link, which may lead anywhere."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return cast(BinaryIO, open(os.open(path, flags, 0o666), "ab", buffering=0))

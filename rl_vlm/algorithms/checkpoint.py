@@ -104,8 +104,7 @@ def save_checkpoint(
     checkpoints: Path, name: str, write: Callable[[Path], None], keep: int, history: Path | None = None
 ) -> Path:
     """Let `write` fill `checkpoints/<name>`, which appears complete, then delete all but the newest `keep`. With
-    `history` every checkpoint stays in that folder, and `checkpoints` gets a copy of the latest alone. Raises
-    OSError."""
+    `history` every checkpoint stays there, and `checkpoints` gets a copy of the latest. Raises OSError."""
     target = checkpoints / name
     with replace_folder(target if history is None else history / name) as draft:
         write(draft)

@@ -348,8 +348,7 @@ _KL_RATE, _KL_BOUNDS = 1.5, (1e-5, 0.5)
 
 
 def adapted_kl_coef(coefficient: float, kl: float, settings: AlgorithmSection) -> float:
-    """The KL coefficient after an iteration with that KL per token: larger above twice the target, smaller below
-    half."""
+    """The KL coefficient after an iteration of that KL per token: larger above twice its target, smaller below half."""
     if settings.kl_target is None:
         return coefficient
     if kl > 2 * settings.kl_target:

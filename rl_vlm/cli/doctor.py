@@ -26,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 from rl_vlm.files import cache_place
 from rl_vlm.machine import available_cores, available_memory, multiplies_bfloat16
 from rl_vlm.monitoring.top import token_file
-from rl_vlm.runs.surroundings import ClusterError, can_write, cluster_address, is_loopback, ray_folder
+from rl_vlm.runs.surroundings import ClusterError, can_write, check_limits, cluster_address, is_loopback, ray_folder
 from rl_vlm.types import UserInputError
 
 Status = Literal["ok", "warn", "fail"]
@@ -233,6 +233,10 @@ _WORKERS = "ray::"  # begins the name of what they start
 def ray_checks() -> Iterator[Check]:
     """Ray's folder, the cluster to join, the token's file, and the ports of the nodes of Ray on this machine."""
     remedy = "Set RAY_TMPDIR to a short folder that is yours."
+    try:
+        check_limits()
+    except UserInputError as error:
+        yield Check("limits", "fail", str(error))
     try:
         folder, moved = ray_folder()
         yield _check("ray folder", not moved, moved or str(folder), remedy)

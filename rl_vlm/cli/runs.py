@@ -78,8 +78,8 @@ def _print_findings(name: str, findings: Mapping[str, Any], obstacles: Sequence[
         say(f"{key}: {value}")
     for sentence in obstacles:
         say(f"not here: {sentence}")
-    here = ", but the run would not start here" if obstacles else ""
-    say(f"{name}: nothing is wrong with the configuration, the model and the data{here}.")
+    sound = "nothing is wrong with the configuration, the model and the data"
+    say(f"{name}: {'the run would not start here' if obstacles else sound}.")
 
 
 def _run_folder(name: str, run_dir: str | None, config: Path, resume: bool, overwrite: bool) -> str:

@@ -123,8 +123,7 @@ def import_mujoco() -> Any:
 
 
 def _load_triton() -> None:
-    """Load Triton, as torch does later, before Mesa: both contain LLVM, and Triton's after Mesa's crashes the
-    process."""
+    """Load Triton, as torch does later, before Mesa: both contain LLVM, and Triton's after Mesa's crashes."""
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
 

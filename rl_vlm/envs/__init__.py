@@ -1,2 +1,1 @@
-"""Vision environments: the interface, their registry, data sets, images, and environments from elsewhere
-(`foreign/`)."""
+"""Vision environments: the interface, their registry, data sets, images, and foreign environments."""

@@ -105,7 +105,7 @@ class EnvWorker:
         """The reply to one request; whatever the environment raises becomes an error reply."""
         try:
             return self._carry_out(request)
-        except Exception as error:
+        except BaseException as error:  # user code may even exit
             kind = "input" if isinstance(error, UserInputError) else "env"
             name = "" if isinstance(error, UserInputError | EnvError) else f"{type(error).__name__}: "
             place = place_of(error) if name else ""
@@ -185,7 +185,7 @@ def raise_error(reply: dict[str, Any], what: str) -> None:
         raise EnvError(f"{what}: {reply['error']}")
 
 
-def short_line(error: Exception) -> str:
+def short_line(error: BaseException) -> str:
     """An exception's message as one bounded line."""
     return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
 

@@ -91,8 +91,7 @@ class ItemPrompts:
         self._envs = [(env, part_size(part, env, self._split)) for env, part in made]
 
     def take(self, numbers: Sequence[int]) -> list[tuple[Message, ...]]:
-        """What these items show first. Numbers wrap around at the split's end; a mixture's environments come in
-        turns."""
+        """What these items show first. Numbers wrap around at the split's end; a mixture takes turns."""
         found = []
         for number in numbers:
             rank, place = divmod(number, len(self._envs))

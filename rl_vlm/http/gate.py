@@ -89,7 +89,7 @@ class Gate:
     def __init__(
         self, routes: Sequence[Route], limits: HTTPSection, token: str | None, content_type: str = JSON
     ) -> None:
-        self._app, self._paths = Router(routes), {route.path for route in routes}
+        self._app, self._paths = Router(routes), {route.path: route.methods or () for route in routes}
         self._limits, self._content_type = limits, content_type
         self._token = token.encode() if token is not None else None
         self.in_flight = 0
@@ -161,8 +161,11 @@ class Gate:
         if self.in_flight >= self._limits.max_queue:
             raise RequestError(429, f"{self.in_flight} requests are waiting or running: try again later.")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["path"] in self._paths and kind != self._content_type:
-            raise RequestError(400, f"The body must be sent with the header Content-Type: {self._content_type}.")
+        if "POST" in self._paths.get(scope["path"], ()):
+            if kind != self._content_type:
+                raise RequestError(400, f"The body must be sent with the header Content-Type: {self._content_type}.")
+            if headers.get("content-encoding", "identity") != "identity":
+                raise RequestError(415, "A body must not be compressed: send it without Content-Encoding.")
         loop = asyncio.get_running_loop()
         scope[DEADLINE] = deadline = loop.time() + self._limits.deadline_s
         # ASGI 2.4: the application need not listen for a disconnect itself.

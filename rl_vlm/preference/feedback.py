@@ -1,5 +1,4 @@
-"""Labelling sessions (PEBBLE): which segments are asked about, what the labeller answers, and what is learned from
-it."""
+"""Labelling sessions (PEBBLE): which segments are asked about, what is answered, and what is learned from it."""
 
 from __future__ import annotations
 

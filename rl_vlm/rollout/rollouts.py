@@ -210,8 +210,7 @@ class Rollouts:
             parts.append(self._sampler.finish(self.stop_requested))
         result = merged(parts, sum)
         self._count_failures(result)
-        if died := result.dropped.get("runner_died"):
-            self.dropped["runner_died"] += died
+        self.dropped += Counter(runner_died=result.dropped.get("runner_died", 0), test_items=len(result.lost))
         return result.groups, result
 
     def _add(self, result: RolloutResult) -> list[TrajectoryGroup]:

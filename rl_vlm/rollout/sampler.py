@@ -94,8 +94,7 @@ class EnvRunners:
 
 @dataclass(slots=True)
 class _Call:
-    """Tasks that one call samples. At `due`, on the clock of `Sampler._waited_s`, they are lost; None before they
-    run."""
+    """Tasks that one call samples. At `due`, by `Sampler._waited_s`, they are lost; None before they run."""
 
     tasks: list[RolloutTask]  # none where episodes are opened ahead
     timeout_s: float = 0.0
@@ -237,8 +236,7 @@ class Sampler:
         return call.life == self.runners.lives[call.runner]
 
     def _place(self) -> set[ray.ObjectRef]:
-        """The calls that have one of their runner's places; their clocks run. One that is sent anew keeps its
-        deadline."""
+        """The calls that have one of their runner's places; their clocks run. One sent anew keeps its deadline."""
         ahead: Counter[int] = Counter()
         placed = set()
         for ref, call in self._open.items():

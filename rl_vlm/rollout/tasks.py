@@ -204,8 +204,7 @@ class SolveRateItems:
         return {"drawn": self._drawn, "rates": self.rates.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state. Raises UserInputError when the data have become fewer than the items that it
-        knows."""
+        """Go back to a saved state. Raises UserInputError when the data are fewer than the items that it knows."""
         last = max((int(key) for key, *_ in state["rates"]), default=-1)
         if last >= self._num_items:
             raise UserInputError(

@@ -96,8 +96,7 @@ class PlainGenerateError(RLVLMError):
 async def measure_throughput(
     config: PolicyConfig, run_id: str, adapter: Path | None, runs: int, compare_hf: bool
 ) -> dict[str, Any]:
-    """Ask prompts of the evaluation greedily, for exactly `rollout.max_new_tokens_per_turn` new tokens, at batch 1 and
-    8.
+    """Ask prompts of the evaluation greedily, for exactly `rollout.max_new_tokens_per_turn` tokens, at batch 1 and 8.
 
     All go to one replica, which must have loaded the adapter as version 1. No prompt is asked twice while the split has
     others, so that no image is in a cache. Times are from messages to tokens. Runs of both sides alternate, and which

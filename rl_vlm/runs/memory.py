@@ -20,8 +20,7 @@ _STORE_MIB = 256  # of the object store of a small run
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shapes of `model.path`; of a hub name that is not here, only config.json is fetched. Raises
-    UserInputError."""
+    """The shapes of `model.path`; of a hub name only config.json is fetched. Raises UserInputError."""
     if model in builtin_models():  # building it takes minutes
         return ModelShape.from_config(builtin_models()[model].config())
     try:

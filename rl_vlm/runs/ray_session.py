@@ -183,8 +183,7 @@ def _keeping_our_signal_handler() -> Iterator[None]:
 
 @contextmanager
 def ray_cluster(config: CommonConfig, more: Mapping[str, float] | None = None) -> Iterator[None]:
-    """Connect to Ray for the length of a run. A private cluster offers `more` custom resources and ends with the
-    run."""
+    """Connect to Ray for the length of a run. A private cluster offers `more` custom resources and ends with it."""
     if ray.is_initialized():
         yield
         return

@@ -103,13 +103,18 @@ def gpu_sizes() -> list[float]:
     return [torch.cuda.get_device_properties(k).total_memory / 2**30 for k in range(torch.cuda.device_count())]
 
 
-def check_resources(config: CommonConfig) -> None:
-    """Raise UserInputError when a private cluster on this machine could never hold the run."""
+def check_limits() -> None:
+    """Raise UserInputError for limits of the shell under which Ray or torch would end without a word."""
     for option, kind, lowest, enough in _LIMITS:
         if 0 <= resource.getrlimit(kind)[0] < lowest:
             raise UserInputError(
                 f"Ray and torch need more than `ulimit {option}` allows here: run `ulimit {option} {enough}` first."
             )
+
+
+def check_resources(config: CommonConfig) -> None:
+    """Raise UserInputError when a private cluster on this machine could never hold the run."""
+    check_limits()
     gpus, least = gpu_sizes() if config.needed_gpus else [], config.model.least_gpu_gib
     check_counts(config, config.resources.num_cpus or available_cpus(), len(gpus))
     if gpus and least and min(gpus) < least:

@@ -48,8 +48,7 @@ def homes(key: PolicyKey, caller: int, num_callers: int, serving: ServingSection
 
 
 class AffinityRouter(FIFOMixin, RequestRouter):
-    """The handle's `session_id` is the id of the replica that holds the conversation, a home (`home_session`), or
-    empty.
+    """The handle's `session_id` is the id of the replica with the conversation, a home (`home_session`), or empty.
 
     A replica that is gone, or full, falls back to the least loaded one by what this process has in flight and what
     replicas reported; ties go round in turn, so equal calls spread evenly.

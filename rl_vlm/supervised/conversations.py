@@ -146,8 +146,7 @@ TooLong = Literal["leave_out", "truncate"]
 
 
 class ConversationEncoder:
-    """Encodes conversations span by span, as rollouts are; every assistant turn with its end-of-turn token is
-    learned."""
+    """Encodes conversations span by span, as rollouts are; assistant turns are learned with their end-of-turn."""
 
     def __init__(self, text: TextSide, max_length: int, too_long: TooLong = "leave_out") -> None:
         self._text, self._max_length, self._too_long = text, max_length, too_long

@@ -68,9 +68,6 @@ def fixed(text: TextSide, name: str = "fixed", **more: Any) -> GenerationRequest
     return request(text, ["Say something."], name=name, **{"max_new_tokens": 24, "n": 2, "seeds": (1, 2), **more})
 
 
-# --- calls
-
-
 def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: TextSide) -> None:
     narrow = TransformersEngine(tiny_folder, max_context=CONTEXT, max_rows=3)
     most = 0
@@ -91,9 +88,6 @@ def test_more_samples_than_rows_are_sampled_bit_by_bit(tiny_folder: Path, text: 
     wide = asyncio.run(one(narrow, fixed(text, n=5, seeds=tuple(range(5)))))
     assert len(wide.samples) == 5  # a single request that is wider than the engine runs alone
     asyncio.run(narrow.close())
-
-
-# --- cancellation
 
 
 # --- refused requests
@@ -209,9 +203,6 @@ def test_memory_that_runs_out_while_rows_are_added_leaves_no_trace(
     assert words(asyncio.run(one(engine, fixed(text)))) == expected
 
 
-# --- adapters
-
-
 def test_a_call_of_many_parts_says_for_each_part_which_version_sampled_it(
     tiny_folder: Path, text: TextSide, payload: AdapterPayload
 ) -> None:
@@ -311,9 +302,6 @@ def test_a_broken_adapter_is_refused_and_the_engine_goes_on(
     assert engine.version == 3
 
 
-# --- lockstep
-
-
 def test_a_lockstep_call_depends_on_itself_alone_bit_for_bit(tiny_folder: Path, text: TextSide) -> None:
     engine = TransformersEngine(tiny_folder, max_context=CONTEXT, lockstep=True)
     calls = [[fixed(text, name=f"{call}:{k}", seeds=(call, k)) for k in range(call + 1)] for call in range(4)]
@@ -334,9 +322,6 @@ def test_a_lockstep_call_depends_on_itself_alone_bit_for_bit(tiny_folder: Path, 
     assert [bits(answers) for answers in asyncio.run(together())] == alone
     assert most == 8  # the largest call's own samples
     asyncio.run(engine.close())
-
-
-# --- closing
 
 
 def test_closing_fails_what_runs_and_what_waits(tiny_folder: Path, text: TextSide, payload: AdapterPayload) -> None:

@@ -254,8 +254,10 @@ def test_head_answers_as_get_does_without_the_body(engine: TransformersEngine, t
 def test_a_wrong_path_or_method_is_an_error_as_all_others_are(engine: TransformersEngine, tiny_folder: Path) -> None:
     with serving(EngineBackend(engine), tiny_folder) as server:
         replies = [httpx.get(server.url + path, timeout=PATIENCE_S) for path in ("/v1/nothing", "/nothing", CHAT)]
-    assert [reply.status_code for reply in replies] == [404, 404, 405]
-    assert [list(reply.json()) for reply in replies] == [["error"], ["detail"], ["error"]]
+        replies += [httpx.post(f"{server.url}/health", timeout=PATIENCE_S)]
+        replies += [httpx.post(server.url + CHAT, json={}, headers={"content-encoding": "gzip"}, timeout=PATIENCE_S)]
+    assert [reply.status_code for reply in replies] == [404, 404, 405, 405, 415]
+    assert [[*reply.json()] for reply in replies] == [["error"], ["detail"], ["error"], ["detail"], ["error"]]
     assert "POST" in replies[2].headers["allow"]
 
 

@@ -104,9 +104,6 @@ def test_rationals_are_equal_exactly_when_their_fractions_are(
     assert is_equal(answer, data.draw(st.sampled_from(spellings(one))))
 
 
-# --- normalisation --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("text", "normal"), TABLES["normal_forms"])
 def test_normal_forms(text: str, normal: str) -> None:
     assert normalize_answer(text) == normal
@@ -117,9 +114,6 @@ def test_normal_forms(text: str, normal: str) -> None:
 def test_any_text_is_graded_without_an_exception_and_equals_itself(text: str) -> None:
     normalize_answer(text)
     assert is_equal(text, text) is bool(text.strip())
-
-
-# --- boxes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "content"), TABLES["the_last_box_with_balanced_braces"])
@@ -152,9 +146,6 @@ def test_a_megabyte_is_searched_in_under_a_second(unit: str) -> None:
     text = r"\boxed" + unit * (MEGABYTE // len(unit))
     assert cpu_seconds(lambda: extract_boxed(text)) < 1.0
     assert cpu_seconds(lambda: extract_boxed(r"\boxed{" * 100_000 + text + "}" * 100_000)) < 2.0
-
-
-# --- grading --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

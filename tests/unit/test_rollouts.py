@@ -110,9 +110,11 @@ def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: st
     run = parse_config({"env": {"isolation": isolation}, "evaluation": {"at_once": 2}})
     rollouts, sampler = rollouts_of(run)
     tasks = rollouts._stream.take(5)
+    sampler.lose = {tasks[0].group_id}
     groups, _ = rollouts.evaluate(tasks, 10.0)
     assert [len(given) for given in sampler.started] == at_once
-    assert [group.group_id for group in groups] == [task.group_id for task in tasks]
+    assert [group.group_id for group in groups] == [task.group_id for task in tasks[1:]]
+    assert rollouts.dropped == {"test_items": 1}
 
 
 def continuous_of(run: PolicyConfig, played: RandomOrder) -> Rollouts:

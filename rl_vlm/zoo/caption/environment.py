@@ -197,8 +197,7 @@ def drawn_item(split: Split, index: int, seed: int, image_size: int) -> CaptionI
 
 
 class CaptionEnv(EpisodeEnv):
-    """One image to describe; the reward, 0 to 1, is how well the caption agrees with a reference in precision and
-    recall.
+    """One image to describe; the reward, 0 to 1, is how well it agrees with a reference in precision and recall.
 
     data: a data set with the columns `image` and `caption` (a text, or several); without it scenes of one to three
     shapes are drawn. docs/environments.md lists the other arguments and what `info` holds.

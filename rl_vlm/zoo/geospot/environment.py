@@ -48,8 +48,7 @@ STREET_VIEWS = Schema(read_view, ("image", "latitude", "longitude", "country"), 
 
 
 class GeoSpotEnv(EpisodeEnv):
-    """Say where a street view was taken, or where a pin on a drawn map is: city, region, country, latitude and
-    longitude.
+    """Say where a street view was taken, or where a pin on a map is: city, region, country, latitude, longitude.
 
     data: street views (see `STREET_VIEWS`); without it maps are drawn: a pin in one of the `countries` largest
     countries, whose city is the nearest of that country's `cities` largest. docs/geospot.md lists the other arguments.

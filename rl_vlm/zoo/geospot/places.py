@@ -330,8 +330,7 @@ class GroundTruth:
         }
 
     def _named(self, field: Kind, said: str | None, found: Place | None, agrees: bool) -> float | None:
-        """As `_distance`; 0 for the truth's own name, which the gazetteer may not have or may give to a larger
-        place."""
+        """As `_distance`; 0 for the truth's own name, which the gazetteer may lack or give to a larger place."""
         true_name = self.names[field]
         if said and true_name and agrees and name_key(said, field) == name_key(true_name, field) != "":
             return 0.0

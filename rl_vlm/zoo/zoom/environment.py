@@ -165,8 +165,7 @@ def _scaled(picture: Image.Image, box: tuple[float, float, float, float], size: 
 
 # A drawing is `zoom` times as wide and high as its overview. The cloth of a hard flag has fields of half a pixel of
 # the overview: each pixel there is the mean of two red and two white fields, so the overviews of all patterns are
-# equal in every byte. The hash of a layout, without the pattern, is its split: no overview of a test item is ever
-# trained on.
+# equal in every byte. The hash of a layout, without the pattern, is its split: no test overview is trained on.
 
 RED, WHITE = (230, 30, 30), (250, 250, 250)  # their mean is exact in 8 bits
 PLAIN_COLOURS = ("green", "blue", "yellow")  # of the shapes around the flag
