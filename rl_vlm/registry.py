@@ -30,8 +30,7 @@ class Registry(dict[str, T]):
         self._key = key
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Make an entry known under a name. A second entry of that name replaces the first, as when a plugin is
-        reloaded."""
+        """Make an entry known under a name. A second one replaces the first, as when a plugin is reloaded."""
 
         def remember(entry: T) -> T:
             self[name] = entry

@@ -112,6 +112,10 @@ def plain_values(info: Info) -> Info:
     """What of an environment's info is sent to the driver: numbers, texts, and small lists and mappings of these."""
     kept: Info = {}
     for key, value in info.items():
+        plain = type(value) in (bool, int, float) and abs(value) < 1e300  # these and texts at once: JSON takes time
+        if plain or (type(value) is str and len(value) <= _MOST_CHARS):
+            kept[key] = value
+            continue
         with suppress(TypeError, ValueError, RecursionError):
             text = json.dumps(value, default=_scalar)
             if value is not None and len(text) <= _MOST_CHARS:

@@ -163,8 +163,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError, a sentence for each argument of another type than `factory` names for it, or outside its
-    bounds."""
+    """Raise UserInputError, a sentence for each argument that has not the type and bounds that `factory` names."""
     names = tuple(one.name for one in inspect.signature(factory).parameters.values() if one.kind not in _VARIADIC)
     try:
         _model_of(getattr(factory, "func", factory), names).model_validate(dict(arguments))

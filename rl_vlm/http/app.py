@@ -254,8 +254,7 @@ class ServeBackend(PolicyClient):
         return self._known
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
-        """Answer one request piece by piece; retried elsewhere before the first piece. Closing the generator frees its
-        place."""
+        """Answer one request piece by piece; retried elsewhere before the first piece. Closing it frees its place."""
         deadline = time.monotonic() + self.deadline_s
         for attempt in itertools.count(1):
             response = self.handle.options(stream=True).stream.remote(request)

@@ -72,8 +72,7 @@ class ScriptedTeacher(Labeller):
     def _label_one(self, pair: SegmentPair) -> Label:
         settings = self._settings
         plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
-        # Drawn for every pair, used or not, so that labels of later pairs do not depend on the thresholds of earlier
-        # ones.
+        # Drawn for every pair, used or not, so that labels of later pairs do not depend on earlier thresholds.
         noise, mistake = self._rng.random(2)
         if not np.isfinite(plain).all():
             return Label(-1, error="the true reward of this pair is not known (nan or infinite)")

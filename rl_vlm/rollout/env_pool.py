@@ -74,8 +74,7 @@ class EnvPool:
         self._make, self._inline, self._max_threads = make, inline, max_threads
         self._timeout_s, self._build_timeout_s = timeout_s, max(timeout_s, build_timeout_s)
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
-        # Running means; the first calls go alone. Not one for both: after many quick resets slow steps would go in one
-        # thread.
+        # Running means; the first calls go alone. Two, or slow steps would share a thread after many quick resets.
         self._call_s = {"reset": _SHORT_CALL_S, "step": _SHORT_CALL_S}
         self._idle: list[VisionEnv] = []
         self.lent = 0  # environments that groups have

@@ -115,7 +115,10 @@ async def sample_turns(
     first = await policy.generate(replace(request, sampling=replace(request.sampling, max_new_tokens=length)))
     _check_prompt(first, expected, name)
 
-    async def whole_turn(number: int) -> SampledTurn:
+    if piece is None:
+        return [_whole_turn([sample], [first]) for sample in first.samples]
+
+    async def go_on(number: int) -> SampledTurn:
         samples, completions, asked = [first.samples[number]], [first], length
         # A sample that is shorter than it might be was ended by the engine.
         while samples[-1].stop_reason is StopReason.LENGTH and len(samples[-1].token_ids) == asked:
@@ -134,26 +137,29 @@ async def sample_turns(
             completions.append(await policy.generate(further))
             _check_prompt(completions[-1], np.concatenate([expected, said]), name)
             samples.append(completions[-1].samples[0])
-        pieces: list[tuple[int, int]] = []
-        for sample, completion in zip(samples, completions, strict=True):
-            for count, version in sample.pieces or ((len(sample.token_ids), completion.policy_version),):
-                if pieces and pieces[-1][1] == version:
-                    count += pieces.pop()[0]
-                pieces.append((count, version))
-        return SampledTurn(
-            np.concatenate([sample.token_ids for sample in samples]),
-            np.concatenate([sample.logprobs for sample in samples]),
-            samples[-1].stop_reason,
-            pieces=tuple(pieces),
-            replica_id=completions[-1].replica_id,
-        )
+        return _whole_turn(samples, completions)
 
-    return await all_ended([whole_turn(number) for number in range(len(first.samples))])
+    return await all_ended([go_on(number) for number in range(len(first.samples))])
+
+
+def _whole_turn(samples: Sequence[Sample], completions: Sequence[Completion]) -> SampledTurn:
+    pieces: list[tuple[int, int]] = []
+    for sample, completion in zip(samples, completions, strict=True):
+        for count, version in sample.pieces or ((len(sample.token_ids), completion.policy_version),):
+            if pieces and pieces[-1][1] == version:
+                count += pieces.pop()[0]
+            pieces.append((count, version))
+    return SampledTurn(
+        np.concatenate([sample.token_ids for sample in samples]),
+        np.concatenate([sample.logprobs for sample in samples]),
+        samples[-1].stop_reason,
+        pieces=tuple(pieces),
+        replica_id=completions[-1].replica_id,
+    )
 
 
 async def all_ended(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. All have ended before an error is raised, so that no environment is stepped after it was
-    discarded."""
+    """The results in order. All have ended before an error is raised: no discarded environment is stepped."""
     results: list[T] = []
     for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
@@ -190,8 +196,7 @@ def viewed(images: tuple[EncodedImage, ...], task: RolloutTask) -> tuple[Encoded
 
 @dataclass(slots=True)
 class _Episode(Conversation):
-    """A conversation in tokens: `ids` with one placeholder per image, `spans` with images expanded; `logprobs` of each
-    sampled turn."""
+    """A conversation in tokens: `ids` with one placeholder per image, `spans` expanded; `logprobs` of sampled turns."""
 
     number: int
     ids: list[np.ndarray]

@@ -248,8 +248,7 @@ class Sampler:
         return placed
 
     def _expire(self) -> list[RolloutResult]:
-        """Tasks whose deadline has passed are lost. Runners where they had a place are restarted: their other calls are
-        sent anew."""
+        """Tasks whose deadline has passed are lost. The runners that had them restart: other calls are sent anew."""
         count_as = "round_timeout" if self._sharded else "group_timeout"
         expired = []
         placed = self._place()

@@ -42,8 +42,7 @@ class Admission(StrEnum):
 
 @dataclass(slots=True)
 class Lifecycle:
-    """The facts about one replica, from which its state is computed. Times are seconds of any clock that only goes
-    forward."""
+    """The facts about one replica, from which its state is computed. Times are seconds of any monotonic clock."""
 
     probe_after_s: float  # an engine without progress for this long is probed
     load_patience_s: float = 60.0  # a replica whose loads fail for this long is dead

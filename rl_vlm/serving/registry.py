@@ -226,8 +226,7 @@ class Registry:
         return None
 
     async def ack(self, replica_id: str, policy: str, version: int, sha256: str) -> float:
-        """A replica serves a version, whose bytes have this hash. Returns the seconds since its publication; 0 for an
-        unknown one."""
+        """A replica serves a version, whose bytes have this hash. Returns the seconds since its publication, or 0."""
         self._seen[replica_id] = time.monotonic()
         tenant = self._tenants.get(policy)
         known = tenant.reports.get(version) if tenant is not None else None

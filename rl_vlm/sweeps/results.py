@@ -33,8 +33,7 @@ _ERRORS = "error.txt"  # Tune's file of a trial's errors
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial: its settings (dotted keys) and the metric by iteration, 0 being before training. `best` is NaN without
-    a value."""
+    """One trial: its settings (dotted keys) and the metric by iteration, 0 being before training. `best` may be NaN."""
 
     name: str
     settings: dict[str, Any]
