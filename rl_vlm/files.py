@@ -25,7 +25,7 @@ _DRAFT, _ASIDE = ".writing-", ".replaced-"  # prefixes of folders that `replace_
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:
-    """Replace the file by `data`, which is on the disk when this returns; a reader or a crash sees old or new content."""
+    """Replace the file by `data`, on the disk when this returns; a reader or a crash sees old or new content."""
     path = Path(path)
     content = data.encode("utf-8", "replace") if isinstance(data, str) else data
     # Not mkstemp, which makes files readable for their owner only.

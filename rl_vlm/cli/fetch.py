@@ -63,7 +63,7 @@ _LOCATION = {"latitude": "float64", "longitude": "float64", "country": "string",
 
 
 class KnownData(NamedTuple):
-    """A data set of the hub that an environment reads. columns: ours -> possible names there. shards: split -> prefix."""
+    """A data set of the hub. columns: ours -> possible names there. shards: split -> prefix."""
 
     repo: str
     columns: Mapping[str, tuple[str, ...]]

@@ -40,7 +40,7 @@ _LAST_SPANS_S = 2.0  # how long the end of a run waits for the collector
 
 
 class ProgressCsv:
-    """A row of metrics per iteration; a new metric widens the file. Rows that a full disk refused come with the next."""
+    """A row of metrics per iteration; a new metric widens the file. Rows that a full disk refused go with the next."""
 
     def __init__(self, path: Path, keep_until: int) -> None:
         self._path = path
