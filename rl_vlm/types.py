@@ -28,6 +28,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 POLICY = "policy"  # of a run that has its own replicas; runs that share replicas have a name each
 # How many alternatives per position a request may ask for (the limit of OpenAI's interface).
 MAX_TOP_LOGPROBS = 20
+MAX_ASPECT_RATIO = 200  # of an image, by which Qwen's processors go
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond them logits overflow
 
 Role = Literal["system", "user", "assistant", "tool"]

@@ -416,11 +416,12 @@ class TableSet(Generic[Item]):
         self._tables: dict[str, RowTable[Item]] = {}
 
     def split(self, split: Split) -> RowTable[Item]:
-        """The items of a split. Raises UserInputError if there is no such split, or if train and test share rows."""
-        if not self._tables:
-            reject_shared_rows(self._sources, lambda one: self._open(one).selected)
+        """The items of a split. Raises UserInputError if there is no such split, or if the two share rows."""
         if split not in self._tables:
-            self._tables[split] = self._open(split)
+            table = self._open(split)
+            if self._tables:
+                reject_shared_rows(self._sources, lambda one: self._open(one).selected)
+            self._tables[split] = table
         return self._tables[split]
 
     def _open(self, split: Split) -> RowTable[Item]:

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.safe_text import one_line
-from rl_vlm.types import EncodedImage, UserInputError, as_rgb
+from rl_vlm.types import MAX_ASPECT_RATIO, EncodedImage, UserInputError, as_rgb
 
 # Formats that PIL decodes itself; PostScript, for example, it passes to an interpreter.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -177,6 +177,10 @@ def _open(data: bytes, max_pixels: int, formats: Sequence[str] = FORMATS) -> Ima
         raise ImageError("is a TIFF that holds JPEGs, each strip of which may cost as much as the file: save it as PNG")
     if image.width * image.height > max_pixels:
         raise ImageError(f"has {image.width}x{image.height} pixels, more than {max_pixels}")
+    if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
+        raise ImageError(
+            f"has {image.width}x{image.height} pixels, more than {MAX_ASPECT_RATIO} times longer than wide: crop it"
+        )
     return image
 
 

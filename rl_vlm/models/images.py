@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rl_vlm.types import EncodedImage, PixelLimits, UserInputError, as_rgb
+from rl_vlm.types import MAX_ASPECT_RATIO, EncodedImage, PixelLimits, UserInputError, as_rgb
 
 Grid = tuple[int, int, int]  # temporal, height, width in patches
 
-MAX_ASPECT_RATIO = 200  # Qwen's own limit
 _BICUBIC = 3
 DEFAULT_PIXELS = PixelLimits(None, None)
 

@@ -163,6 +163,7 @@ def test_a_truth_that_nobody_can_give_is_named(tmp_path, answer):
         ([b""], "image 0 has neither bytes nor a path"),
         ([bomb(20_000, 20_000)], "more than 64000000"),
         ([bomb(9_000, 9_000)], "has 9000x9000 pixels, more than 64000000"),
+        ([bomb(1, 300)], "1x300 pixels, more than 200 times longer than wide"),
         (["missing.png"], "there is no such file"),
         (["../secret.png"], "leaves the folder"),
         (["/etc/passwd"], "leaves the folder"),
