@@ -53,6 +53,8 @@ Part = Annotated[TextPart | ImagePart | ImageURLPart, Field(discriminator="type"
 
 
 def _as_parts(content: Any) -> Any:
+    if not isinstance(content, str | list):
+        raise ValueError("this must be text, or a list of parts")
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -107,7 +109,7 @@ class StreamOptions(_In):
     include_usage: bool | None = False
 
 
-Texts = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 def _as_list(value: Any) -> Any:
