@@ -10,6 +10,7 @@ import base64
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # slow to import, and an env runner without a judge needs nei
 
     from rl_vlm.models.loading import TextSide
 
+logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -274,6 +276,7 @@ class HTTPEndpoint:
             reply = await self._post(client, body, ChatCompletion, "chat completion")
             # Only an answer tells why it refused: a question that is too long is refused in every form.
             self._enforces_choices = False
+            logger.warning("The endpoint cannot be held to choices, so its answers are read as they come: %s", error)
         first = [(token.token, token.logprob) for token in reply.first_token]
         known = choice_probabilities(first, question.choices)
         cut_off = reply.finish_reason == "length"

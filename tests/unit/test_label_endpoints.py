@@ -95,11 +95,14 @@ REFUSED = (400, {"error": {"message": "Unrecognized request argument"}})
 
 
 @pytest.mark.parametrize("first", [REFUSED, (422, {"detail": "extra"})])
-def test_an_endpoint_that_refuses_to_enforce_choices_is_asked_without(first: Any) -> None:
+def test_an_endpoint_that_refuses_to_enforce_choices_is_asked_without(
+    first: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(first, completion("1"))
     chosen = endpoint(server, logprobs=False)
     assert asked(chosen)[0].value == 1 and asked(chosen)[0].value == 1
     assert ["structured_outputs" in request for request in server.requests] == [True, False, False]
+    assert len(caplog.messages) == 1  # it is told once
 
 
 def test_the_plain_generate_of_the_fork() -> None:
