@@ -202,14 +202,14 @@ class Rollouts:
             self._sampler.open_ahead(self._opened)
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
-        """Run held-out tasks, which are not learned from. Groups that are under way go on beside them."""
+        """Run held-out tasks, which are not learned from; lost ones end no run. Groups under way go on beside them."""
         at_once = self._run.held_out_at_once or max(len(tasks), 1)
         parts: list[RolloutResult] = []
         for start in range(0, len(tasks), at_once):
             self._sampler.give(tasks[start : start + at_once], timeout_s)
             parts.append(self._sampler.finish(self.stop_requested))
         result = merged(parts, sum)
-        self._count_failures(result)
+        self._failures |= result.lost
         self.dropped += Counter(runner_died=result.dropped.get("runner_died", 0), test_items=len(result.lost))
         return result.groups, result
 

@@ -117,6 +117,15 @@ def test_an_evaluation_is_bounded_where_environments_are_processes(isolation: st
     assert rollouts.dropped == {"test_items": 1}
 
 
+def test_lost_items_of_evaluations_end_no_training() -> None:
+    rollouts, sampler = rollouts_of(parse_config({}))
+    tasks = rollouts._stream.take(40)
+    sampler.lose = {task.group_id for task in tasks}
+    for _ in range(3):
+        assert not rollouts.evaluate(tasks, 10.0)[0]
+    assert len(rollouts.take_failures()) == 40 and rollouts.dropped == {"test_items": 120}
+
+
 def continuous_of(run: PolicyConfig, played: RandomOrder) -> Rollouts:
     stream = TaskStream(source_of(run), run)
     return Rollouts(InstantSampler(), stream, run, played)  # type: ignore[arg-type]
