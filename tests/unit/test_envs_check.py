@@ -40,7 +40,7 @@ def test_a_sound_environment_passes():
         ("overlap", "splits", "6 of 6 test prompts are also in train: test item 0 is train item 0"),
         ("random", "determinism", "item 0 with seed 0 differs in the same instance, from turn 0 on"),
         ("hang", "splits", "train item 3"),
-        ("exit", "make", "SystemExit: 1"),
+        ("exit", "make", "SystemExit: no data"),
         ("blind", "prompt", "0 images: there is nothing to see"),
         ("nan", "play", "reward nan; it must be finite"),
         ("reset", "make", "KeyError: 'row'"),
