@@ -98,8 +98,7 @@ class ChatCodec:
         return self._encode(self._render(_shape(messages), thinking), messages)
 
     def encode_continuation(self, messages: Sequence[Message], ended: bool) -> EncodedSpan:
-        """Encode what follows a sampled turn: its end (unless it `ended` with the token), the new messages and the next
-        generation prompt."""
+        """Encode what follows a sampled turn: its end (unless it `ended` with it), new messages, the next prompt."""
         rendered = self._render((("user", "t"), ("assistant", "a"), *_shape(messages)))
         tail = rendered[rendered.index(_ASSISTANT_MARK) + 1 :]
         # Text markers count from the first new message on.

@@ -12,8 +12,7 @@ _threads: list[threading.Thread] = []  # of import_meanwhile, in the order of th
 
 
 def import_meanwhile(*modules: str) -> None:
-    """Import modules in a thread, after those of earlier calls. Not for modules that start processes: Linux ends those
-    with the thread."""
+    """Import modules in a thread, after those of earlier calls. Not those that start processes: these end with it."""
 
     earlier = list(_threads)
 

@@ -45,8 +45,7 @@ def mark_run(folder: Path) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Delete the files that a run wrote, its marker excepted. Raises UserInputError, with nothing deleted, if it is no
-    run."""
+    """Delete the files that a run wrote, its marker excepted. Raises UserInputError, deleting nothing, for others."""
     if not (folder / RUN_MARKER).is_file():
         raise UserInputError(
             f"{folder} has no {RUN_MARKER}, so it is not known to be a run, and --overwrite deletes nothing in it: "

@@ -72,6 +72,12 @@ def check_step(result: Any) -> StepResult:
     return observation, as_reward(reward, "step()"), bool(terminated), bool(truncated), info
 
 
+def check_size(value: Any) -> int | None:
+    """What `num_items` returned. Raises EnvError."""
+    _expect(value is None or (type(value) is int and value >= 0), "num_items()", "a whole number, or None", value)
+    return value  # type: ignore[no-any-return]
+
+
 def as_reward(value: Any, where: str) -> float:
     """`value` as a finite float. Raises EnvError that names `where`."""
     _expect(isinstance(value, numbers.Real | np.bool_), where, "a number as reward", value)

@@ -25,6 +25,7 @@ from rl_vlm.envs.errors import (
     EnvTimeoutError,
     check_metrics,
     check_reset,
+    check_size,
     check_step,
     place_of,
 )
@@ -119,7 +120,7 @@ class EnvWorker:
         if self._env is None:
             raise EnvError("no environment was made")
         if op == "num_items":
-            return {"value": self._env.num_items(request["split"])}, []
+            return {"value": check_size(self._env.num_items(request["split"]))}, []
         if op == "close":
             self._env.close()
             return {}, []

@@ -126,8 +126,7 @@ def portable_id(env_id: str) -> str:
 
 
 def pick(module: ModuleType) -> Any:
-    """The environment of a module: its only VisionEnv subclass, a function of a foreign interface, or its only class
-    of one."""
+    """The environment of a module: its only VisionEnv subclass, or its only one of a foreign interface."""
     classes = [
         value
         for value in vars(module).values()

@@ -143,8 +143,7 @@ class EnvServer:
         return pack_frame({**reply, "session": name}, [])
 
     async def _make_room(self) -> None:
-        """Forget closed sessions and, where all places are taken, end that of a client that was killed: the one unused
-        longest."""
+        """Forget closed sessions and, where all places are taken, end the one that was unused longest."""
         self._sessions = {name: one for name, one in self._sessions.items() if not one.ended or one.busy}
         since = time.monotonic() - _UNUSED_S
         unused = [one for one in self._sessions.values() if not (one.busy or one.ended) and one.used < since]

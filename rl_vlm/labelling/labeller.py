@@ -124,8 +124,7 @@ class UnknownTaskError(UserInputError):
 
 def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
     """The prompts of a task, from the user's file first, then from `TASKS`. RL-VLM-F's names, such as
-    `metaworld_drawer-open-v2`, are understood. Raises UnknownTaskError, and UserInputError for a file that cannot be
-    used."""
+    `metaworld_drawer-open-v2`, are understood. Raises UnknownTaskError, and UserInputError for a bad file."""
     own = load_prompts(file) if file is not None else {}
     short = _short_name(task)
     for named in (own, TASKS):

@@ -191,8 +191,7 @@ class SessionFiles:
         return number
 
     def read(self, number: int, most: int | None = None) -> tuple[list[Any], list[Any]]:
-        """What a session asked about and the (first `most`) answers. Raises UserInputError if it is damaged or
-        incomplete."""
+        """What a session asked about and the (first `most`) answers. Raises UserInputError if it is damaged."""
         path = self.path(number)
         try:
             rows = read_parquet(pq.ParquetFile(path), free_bytes=_FREE_BYTES).slice(0, most).to_pylist()
@@ -391,8 +390,7 @@ def log_row(pair: SegmentPair, label: Label, iteration: int, time: float, *more:
 
 
 def text_cell(text: str) -> str:
-    """Foreign text as a cell: no secrets, nothing that a terminal or a spreadsheet would run, of bounded length, on one
-    line."""
+    """Foreign text as a cell: no secrets, nothing that a terminal or a spreadsheet would run, one short line."""
     if len(text) > MAX_CELL:
         text = f"{text[:MAX_CELL]}… ({len(text)} characters)"
     line = redact(text).replace("\\", "\\\\").replace("\r", "").replace("\n", "\\n").replace("\0", "")

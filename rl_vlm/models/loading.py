@@ -77,8 +77,7 @@ def resolve_model(name: str, seed: int = 0) -> Path:
 
 
 def check_weights(name: str) -> Path:
-    """The folder of a model. Raises UserInputError where weights, which a dry run does not need, are missing or
-    damaged."""
+    """The folder of a model. Raises UserInputError where weights, except in a dry run, are missing or damaged."""
     folder = resolve_model(name)
     files = list(folder.glob("*.safetensors"))
     if not files:

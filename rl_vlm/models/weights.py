@@ -161,11 +161,13 @@ class WeightPayload:
             LoraSettings.read(where, config_json)
         try:
             _, header = _read_header(tensors)
-        except (ValueError, TypeError, RecursionError) as error:
+            # Adapters of convolutions have the same names.
+            other = [name for name, one in header.items() if cls is AdapterPayload and len(one["shape"]) != 2]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserInputError(f"{cls.TENSORS} of {where} cannot be read ({error}).") from error
         if not header:
             raise UserInputError(f"{cls.TENSORS} of {where} holds no tensors: it is empty or damaged.")
-        if wrong := [name for name in header if not name.endswith(cls.ENDINGS)]:
+        if wrong := [name for name in header if not name.endswith(cls.ENDINGS)] + other:
             raise UserInputError(f"{cls.TENSORS} of {where} holds {wrong[0]}: only LoRA of linear layers is taken.")
 
     def verify(self) -> Self:

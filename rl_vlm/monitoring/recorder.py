@@ -180,8 +180,7 @@ class RunRecorder:
         self._log_scalars(iteration, numbers, evaluated=True)
 
     def log_failures(self, iteration: int, failures: Mapping[str, str]) -> list[str]:
-        """Keep why groups were lost in `failures.jsonl`; returns reasons that differ from earlier ones in more than
-        numbers."""
+        """Keep why groups were lost in `failures.jsonl`; returns those that are new, numbers apart."""
         lines, fresh = [], []
         for group, reason in failures.items():
             kind = re.sub(r"\d+", "#", reason)

@@ -202,8 +202,7 @@ def read_curve(path: str | Path, column: str | None = None) -> pd.Series:
 
 
 def combine(curves: Sequence[pd.Series]) -> Band:
-    """The runs on the steps that all of them reach, interpolated; the interval is Student's, mean ± t(0.975, n - 1) · s
-    / √n."""
+    """The runs on the steps that all of them reach, interpolated; with Student's interval ± t(0.975, n - 1) s / √n."""
     common = pd.concat(curves, axis=1).sort_index().interpolate("index", limit_area="inside").dropna()
     if common.empty:
         raise UserInputError("The runs of one kind have no steps in common: draw them under different names.")

@@ -1,2 +1,1 @@
-"""The preference loop without Ray's driver: control agent, replay buffer, reward ensemble, selection of pairs,
-schedule."""
+"""The preference loop without Ray's driver: control agent, replay buffer, reward ensemble, pairs, schedule."""

@@ -89,8 +89,7 @@ def _split(state: Mapping[str, np.ndarray], name: str) -> list[bytes]:
 
 
 def _check_ring(total: int, size: int, capacity: int, setting: str) -> None:
-    """Raise UserInputError for the `size` newest of `total` rows of a ring of another capacity, on which their places
-    depend."""
+    """Raise UserInputError for the `size` newest of `total` rows of a ring of another capacity, which moves them."""
     if not (size == total <= capacity or size == capacity):
         raise UserInputError(
             f"The checkpoint holds {size} of {total} steps, and this run has room for {capacity}: keep {setting} as it "

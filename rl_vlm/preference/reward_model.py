@@ -133,8 +133,7 @@ class Examples:
         self.targets.append(target)
 
     def reader(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Reads inputs [B, parts, T, ...] by the examples' numbers; pictures stay unpacked with the reader, if they are
-        few."""
+        """Reads inputs [B, parts, T, ...] by the examples' numbers; few pictures stay unpacked with the reader."""
         if self._key is not None and len(self) * self.parts * math.prod(self._shape) > _UNPACKED_BYTES:
             return self._read
         return self._read(range(len(self))).__getitem__
@@ -203,8 +202,7 @@ class RewardEnsemble:
         return torch.sigmoid(torch.from_numpy(difference)).numpy()
 
     def inputs_of(self, segment: Segment) -> np.ndarray:
-        """uint8 [T, H, W, 3], with every `stride`-th pixel, or float32 [T, O + A]. Raises UserInputError if there are
-        none."""
+        """uint8 [T, H, W, 3], with every `stride`-th pixel, or float32 [T, O + A]. Raises UserInputError for none."""
         if self.input_kind == "state_action":
             inputs = np.concatenate([segment.observations, segment.actions], axis=1, dtype=np.float32)
         elif segment.frames is None:

@@ -63,23 +63,35 @@ _TRUTH_MARK = re.compile(
 )
 _QUOTED_TRUTH = re.compile(  # the last group that took part is the value
     r"""(?s)(\*{1,3}|_{1,2}|`+)(.+)\1|\[?(?:(["'])([^"']+)\3|“([^”]+)”|‘([^’]+)’|«([^»]+)»)\]?|"""
-    r"""<(\w+)>([^<>]*)</\8>|\{\s*["']?\w+["']?\s*:\s*["']?([^:{},"']+)["']?\}"""
+    r"""<(\w+)>([^<>]*)</\8>|\{\s*(?:["']\w+["']|\w{3,})\s*:\s*["']?([^:{},"']+)["']?\}"""
 )
-# What no bare value holds: marks as above that did not come off, a key or an option's letter before the value, a number
-# in a sentence, an option behind a number, entities and emoji, and what stands for no value.
+# What no bare value holds, a kind a line: marks that did not come off, a key or an option's letter, a number of a list,
+# what follows a number, sentences, layout, values of a program, signs, and what stands for no value.
 _NOT_BARE = re.compile(
-    r"""["“”„«»`]|</?[\w|][^<>]*>|\[/?[A-Za-z]{3,}\]|[^\W\d_]["')}*]*\s*(?:：|:\s+\S|:\s*[-\d"'{\[\\$])|"""
-    r"^\(?[A-J][).]\s+\S|\d\s+\((?:[A-J]|[A-Za-z]{3,})\)$|\\begin\{align|&\w+;|[\u2600-\u27bf\U0001f000-\U0001faff]|^(?:nan|NaN|None|null|N/A)$|"
-    r"\b(?i:is|are|was|equals|therefore|thus|hence|so|answer|about|approximately)\b(?=.*[\d=])"
+    r"""(?<![\d'])["“”„«»`] | </\w+> | <(?:\||[A-Za-z]{2,})[^<>]*> | \[/\w+\] | \\(?:boxed|fbox) | &\w+; | ^&
+    | (?<!\{)[^\W\d_]["')}*]*\s*(?:： | :\s+\S | :\s*[-\d"'{\[\\$]) | ^\(?[A-J][).]\s+(?![A-Z]\.)\S
+    | ^\(?\d{1,2}[).]\s+\S | ^(?:[•∴⇒→] | =>) | →\s*-?\d+$
+    | \d\s+\((?:[A-J]\) | [A-Za-z]{3,}) | \d\s+\[ | \s\# | %%
+    | (?:\b(?:[Ii]s|are|was|equals|about|approximately) | 's)\s+[-+$\\(]*\d
+    | ^(?:[Tt]herefore|[Tt]hus|[Hh]ence|[Ss]o)[\s,] | ^[所故因]
+    | \\(?:(?:text)?color | tag | label | checkmark | therefore | begin\{(?:align|equation|gather)) | \\n(?![A-Za-z])
+    | \b(?:np\.\w+ | tensor | array | Decimal | Fraction)\( | ^b'
+    | [\u2600-\u27bf\U0001f000-\U0001faff] | ^(?:nan | NaN | None | null | N/A)$""",
+    re.VERBOSE,
 )
+_RATIO = re.compile(r"[^:=]+:[^:=]+=[^:=]+:[^:=]+")  # AB : CD = 3 : 4
+_INTERVAL = re.compile(r"[\[\]()][^()\[\]]+,[^()\[\]]+[\[\]()]")  # also ]2, 5]
+_BOXES = re.compile(r"\\(?:boxed|fbox)\{[^{}]*\}\$?\s*(?:,|;|and|or)\s*\$?\\(?:boxed|fbox)")  # one of them is no answer
 
 
 def bare_truth(text: str) -> str:
     r"""The value of a truth as data sets store it: `145` of `<answer> 145 </answer>`, `\boxed{145}`, `#### 145`,
     `Answer: 145`, `**145**`, `['145']` and `{"answer": 145}`. A text without such marks is the value itself."""
     for _ in range(4):  # such as a box in a tag in bold type
-        text = text.strip()
+        text = text.strip(" \t\n\r\ufeff。")
         tagged, marked = _TRUTH_TAG.findall(text), _TRUTH_MARK.split(text.rpartition("\n")[2])
+        if _BOXES.search(text):
+            break
         if (boxed := extract_boxed(text)) is not None:
             text = boxed
         elif tagged:
@@ -97,7 +109,8 @@ def is_bare(truth: str) -> bool:
     """Whether a truth can be what a policy answers: one short line with its brackets closed, and no wrapping left."""
     opened, closed = (sum(map(truth.count, brackets)) for brackets in ("([{", ")]}"))
     short = bool(truth) and "\n" not in truth and not is_oversized(truth)
-    return short and opened == closed and not _NOT_BARE.search(truth)
+    whole = opened == closed or bool(_INTERVAL.fullmatch(truth))
+    return short and whole and bool(_RATIO.fullmatch(truth) or not _NOT_BARE.search(truth))
 
 
 # Which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers. This

@@ -41,8 +41,7 @@ class _Call:
             self.result = self.function()
         except RLVLMError as error:
             self.result = error
-        except (Exception, SystemExit) as error:
-            # User code may raise anything, and may even exit; it ends an episode, not the runner.
+        except BaseException as error:  # of user code, which may even exit: it ends an episode, not the runner
             self.result = EnvError(f"The environment raised {type(error).__name__}: {error}{place_of(error)}")
         self.seconds = time.monotonic() - self.began
         self.done = True

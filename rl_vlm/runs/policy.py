@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -149,11 +149,15 @@ def _opened(
         if config.env.isolation == "process":
             portable_id(part.id)
             check_plain(part.id, part.make_kwargs(changes))
-        with closing(make_part(config.env, name, changes)) as env:
+        env = make_part(config.env, name, changes)
+        try:
             yield env
+        finally:
+            with suppress(Exception, SystemExit):  # a run does not mind how it closes
+                env.close()
     except UserInputError as error:
         raise UserInputError(f"{where}: {error}" if where else str(error)) from error
-    except Exception as error:  # it is a user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # it is a user's code, which may raise anything
         said = str(error) if isinstance(error, RLVLMError) else f"{type(error).__name__}: {error}{place_of(error)}"
         raise UserInputError(f"{where or f'The environment {part.id} does not open'}: {said}") from error
 

@@ -192,8 +192,7 @@ class PolicyClient:
             future.add_done_callback(stop_if_unwanted)
 
     async def call(self, requests: list[GenerationRequest], session_id: str = "") -> list[Completion]:
-        """Answer several requests on one replica, first on that of `session_id`; retried with backoff until the
-        deadline."""
+        """Answer several requests on one replica, first on that of `session_id`; with backoff until the deadline."""
         started = time.monotonic()
         attempt = 0
         while True:

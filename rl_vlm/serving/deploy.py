@@ -96,8 +96,7 @@ def _application(name: str, seconds: float) -> ApplicationStatusOverview | None:
 def wait_for_replicas(
     run_id: str, timeout_s: float, *, one: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait for all replicas of an application, or for `one`. Raises ServingError with Serve's message, and what `check`
-    raises."""
+    """Wait for all replicas of an application, or for `one`. Raises ServingError, and what `check` does."""
     deadline = time.monotonic() + timeout_s
     while True:
         check()
@@ -254,8 +253,7 @@ class SharedRegistry(Registry):
             self._empty_since = now
 
     async def _deploy(self) -> None:
-        """Start the application. That of an earlier process of this actor is kept; what another service left over is
-        replaced."""
+        """Start the application. That of an earlier process of this actor is kept; what others left is replaced."""
         restarted = _was_restarted()
         try:
             await asyncio.to_thread(deploy_shared, self._model, self._config, shared_id(self._name), restarted)
@@ -266,8 +264,7 @@ class SharedRegistry(Registry):
             raise
 
     async def _tick(self) -> None:
-        """Wait; much longer than wanted means that this process was stopped, and that tenants could not renew their
-        leases."""
+        """Wait; much longer than wanted means that this process was stopped, and tenants could not renew leases."""
         clock = asyncio.get_running_loop().time
         began = clock()
         await asyncio.sleep(_TICK_S)

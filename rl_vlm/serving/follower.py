@@ -78,8 +78,7 @@ class Lifecycle:
         self.load_error, self._failing_since = "", None
 
     def fail_load(self, reason: str, now: float, *, curable: bool = True) -> None:
-        """A version could not be loaded. `curable`: a new replica may succeed, so after `load_patience_s` this one
-        dies."""
+        """A version could not be loaded. `curable`: a new replica may succeed, so this one dies (`load_patience_s`)."""
         self.load_error = reason
         if not curable:
             return
@@ -408,8 +407,7 @@ class Follower:
         return task
 
     async def _load(self, policy: FollowedPolicy) -> None:
-        """Load the newest version of a policy. After a failure try again; where loads are not eager, at the next
-        request."""
+        """Load the newest version of a policy. After a failure try again; if loads are not eager, when asked."""
         pause = _PAUSE_S
         try:
             while policy.behind and self.policies.get(policy.name) is policy:

@@ -53,8 +53,7 @@ class SweepError(RLVLMError):
 
 
 def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:
-    """Run all trials and return them, best first. Raises UserInputError before anything is touched, InterruptedRun,
-    SweepError."""
+    """Run all trials and return them, best first. Raises UserInputError (first), InterruptedRun, SweepError."""
     sweep.check_space(config)
     trial = sweep.prepared(config)
     inspect_run(trial)

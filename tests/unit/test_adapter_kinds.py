@@ -68,11 +68,15 @@ def test_an_adapter_that_is_no_plain_lora_is_refused_by_its_key(folder: Path, ch
             read()
 
 
-def test_tensors_that_are_no_lora_of_linear_layers_are_refused_by_name(tmp_path: Path) -> None:
-    state = {
-        f"{LAYER}.lora_A.weight": torch.ones(4, 8),
-        f"{PREFIX}model.embed_tokens.base_layer.weight": torch.ones(9, 8),
-    }
+@pytest.mark.parametrize(
+    "tensor",
+    [("model.embed_tokens.base_layer.weight", (9, 8)), ("model.embed_tokens.lora_A.weight", (4, 3, 2, 16, 16))],
+    ids=["not of LoRA", "of a convolution"],
+)
+def test_tensors_that_are_no_lora_of_linear_layers_are_refused_by_name(
+    tensor: tuple[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    state = {f"{LAYER}.lora_A.weight": torch.ones(4, 8), f"{PREFIX}{tensor[0]}": torch.ones(tensor[1])}
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "embed_tokens"])
     folder = AdapterPayload.build(1, state, config).write(tmp_path / "adapter")
     for read in (lambda: read_payload(folder, 1), lambda: find_trained(folder, None)):

@@ -44,6 +44,7 @@ def test_a_sound_environment_passes():
         ("blind", "prompt", "0 images: there is nothing to see"),
         ("nan", "play", "reward nan; it must be finite"),
         ("reset", "make", "KeyError: 'row'"),
+        ("words", "make", "num_items() must return a whole number, or None"),
         ("fragile", "play", "ValueError"),
         ("endless", "ends", "episodes did not end in 200 turns"),
     ],

@@ -88,7 +88,7 @@ def test_texts_images_and_info_arrive(env):
     ("action", "message"),
     [
         ("raise", "step: RuntimeError: first line second line"),
-        ("leave", "SystemExit: no more items"),
+        ("leave", "KeyboardInterrupt: no more items"),
         ("nan", "returned the reward nan"),
         ("short", "not a tuple of 3"),
         ("text", "must return an Observation, not a value of type str"),

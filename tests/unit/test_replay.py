@@ -27,9 +27,6 @@ def filled(capacity: int, total: int, episode_length: int = 7, frames: int = 0) 
     return buffer
 
 
-# --- the ring
-
-
 def test_the_ring_keeps_the_newest_rows() -> None:
     buffer = filled(capacity=10, total=27)
     assert len(buffer) == 10
@@ -54,9 +51,6 @@ def test_samples_are_uniform_over_the_rows_that_exist() -> None:
     rows = filled(capacity=100, total=20).sample_rows(40_000, rng)
     counts = np.bincount(rows, minlength=20)
     assert len(counts) == 20 and np.abs(counts - 2000).max() < 5 * np.sqrt(2000)
-
-
-# --- relabelling
 
 
 @pytest.mark.parametrize("total", [6, 10, 27])
@@ -87,9 +81,6 @@ def test_rows_whose_frame_is_gone_are_refused() -> None:
     assert [number_of(frame) for frame in buffer.frames_of(np.array([15, 19]))] == [15, 19]
     with pytest.raises(IndexError):
         buffer.frames_of(np.array([14]))
-
-
-# --- segments
 
 
 @pytest.mark.parametrize("spoilt", ["observations", "next_observations", "rewards"])
@@ -153,9 +144,6 @@ def test_pairs_come_from_the_newest_rows_when_asked() -> None:
         assert min(pair.first.observations.min(), pair.second.observations.min()) >= 46
 
 
-# --- frames
-
-
 def test_frames_come_back_byte_for_byte() -> None:
     rng = np.random.default_rng(0)
     ring = FrameRing(50, 32)
@@ -192,9 +180,6 @@ def test_a_ring_that_was_full_is_not_read_by_one_of_another_capacity() -> None:
     same = ring(4)
     same.load(ring(4, 10).state())
     assert [int(frame[0, 0, 0]) for frame in same.get(np.arange(4))] == [8, 9, 6, 7]
-
-
-# --- saving
 
 
 def same(one: ReplayBuffer, other: ReplayBuffer) -> None:

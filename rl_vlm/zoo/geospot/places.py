@@ -256,8 +256,7 @@ def _clean(value: str) -> str:
 
 
 def _listed(lines: list[str]) -> dict[str, list[str]]:
-    """Five values without labels, one a line or in one line with commas, the last two numbers: in the order of the
-    fields."""
+    """Five values without labels, one a line or in one line with commas, the last two numbers, in order."""
     if len(lines) == 1:
         lines = re.split(r"\s*[;|]\s*|,\s+", lines[0])
     values = [_clean(_BULLET.sub("", line, count=1)) for line in lines]
