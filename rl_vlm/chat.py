@@ -182,7 +182,7 @@ class ChatCodec:
         if placeholders != len(images):
             raise UserInputError(
                 f"The chat template wrote {placeholders} image placeholders for {len(images)} images: "
-                "use the model's own template."
+                "show images to the user only, by the model's own template."
             )
         return EncodedSpan(token_ids, images)
 
