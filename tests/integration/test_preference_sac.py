@@ -111,7 +111,8 @@ def test_an_env_runner_that_dies_is_replaced(tmp_path: Path) -> None:
     ray.kill(algorithm.env_runner_group._worker_manager.actors()[2], no_restart=False)
     expected = evaluation_seeds(algorithm.run_config)
     assert [result.seed for result in algorithm.evaluate_policy(film=False)] == expected
-    assert algorithm.sampler.restarts == 2
+    # A call that is sent after Ray has noticed the death waits for the new runner, and none fails.
+    assert algorithm.sampler.restarts in (1, 2)
     algorithm.stop()
 
 
