@@ -74,7 +74,7 @@ def check_step(result: Any) -> StepResult:
 
 def check_size(value: Any) -> int | None:
     """What `num_items` returned. Raises EnvError."""
-    _expect(value is None or (type(value) is int and value >= 0), "num_items()", "a whole number, or None", value)
+    _expect(value is None or type(value) is int, "num_items()", "a whole number, or None", value)
     return value  # type: ignore[no-any-return]
 
 
