@@ -235,7 +235,7 @@ def test_a_slow_reader_gets_longer_chunks_and_loses_nothing(engine: Transformers
 def test_a_reader_that_goes_away_frees_its_rows_and_others_go_on(
     engine: TransformersEngine, text: TextSide, way: str
 ) -> None:
-    other = ask(text, "other", max_new_tokens=60)
+    other = ask(text, "other", max_new_tokens=200)
 
     async def leave() -> list[SampleChunk]:
         staying = asyncio.ensure_future(read(engine, other))
