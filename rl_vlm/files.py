@@ -64,8 +64,7 @@ def replace_folder(target: Path, kept: Callable[[Path], Iterable[str]] = lambda 
 
 
 def clean_leftovers(parent: Path, name: str = "") -> None:
-    """Delete what a killed `replace_folder` left in `parent`, and put back what it was about to replace; `name`: of one
-    folder alone."""
+    """Delete what a killed `replace_folder` left in `parent`, for `name` alone, and put back what it was to replace."""
     for draft in parent.glob(f"{_DRAFT}{name}*"):
         shutil.rmtree(draft, ignore_errors=True)
     for aside in parent.glob(f"{_ASIDE}{name}*"):

@@ -12,7 +12,7 @@ _threads: list[threading.Thread] = []  # of import_meanwhile, in the order of th
 
 
 def import_meanwhile(*modules: str) -> None:
-    """Import modules in a thread, after those of earlier calls. Not those that start processes: these end with it."""
+    """Import modules in a thread, after those of earlier calls. Not any that start processes, which end with it."""
 
     earlier = list(_threads)
 

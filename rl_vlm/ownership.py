@@ -45,7 +45,7 @@ def mark_run(folder: Path) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Delete the files that a run wrote, its marker excepted. Raises UserInputError, deleting nothing, for others."""
+    """Delete the files that a run wrote, its marker excepted. Raises UserInputError first if it is no run."""
     if not (folder / RUN_MARKER).is_file():
         raise UserInputError(
             f"{folder} has no {RUN_MARKER}, so it is not known to be a run, and --overwrite deletes nothing in it: "

@@ -102,8 +102,7 @@ class RunAlgorithm(Algorithm):
         return config
 
     def __repr__(self) -> str:
-        """RLlib's reads the configuration; where it was rejected Ray, which prints this beside the error, would lose
-        that."""
+        """RLlib's reads the configuration; where that was rejected Ray, which prints this, would lose the error."""
         return type(self).__name__
 
     def setup(self, config: AlgorithmConfig) -> None:

@@ -165,7 +165,7 @@ class Learners:
             return None
 
     def timeout_s(self, kind: type) -> float:
-        """How long learners may take for a type of batch: `update_timeout_s` at first, then a multiple of theirs."""
+        """How long learners may take for a type of batch: first `update_timeout_s`, then a multiple of the longest."""
         limit, longest = self._settings.update_timeout_s, self._longest.get(kind)
         return limit if longest is None else min(limit, max(_LEAST_S, _SLOWER * longest))
 

@@ -330,8 +330,7 @@ class PreferenceSAC(RunAlgorithm):
         return due is not None and self.env_steps >= due
 
     def _session(self) -> dict[str, float] | None:
-        """Ask for labels, train the reward model, relabel; the first session also resets the critics. None: the user
-        wants to stop."""
+        """Ask for labels, train the reward model, relabel; the first session also resets the critics. None: to stop."""
         metrics: dict[str, float] = {}
         if self.feedback is not None:
             self.feedback.stop_requested = self.stop_requested

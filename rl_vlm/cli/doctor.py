@@ -231,12 +231,12 @@ _WORKERS = "ray::"  # begins the name of what they start
 
 
 def ray_checks() -> Iterator[Check]:
-    """Ray's folder, the cluster to join, the token's file, and the ports of the nodes of Ray on this machine."""
-    remedy = "Set RAY_TMPDIR to a short folder that is yours."
+    """Limits of the shell, Ray's folder, the cluster to join, the token's file, and open ports of Ray's nodes here."""
     try:
         check_limits()
     except UserInputError as error:
         yield Check("limits", "fail", str(error))
+    remedy = "Set RAY_TMPDIR to a short folder that is yours."
     try:
         folder, moved = ray_folder()
         yield _check("ray folder", not moved, moved or str(folder), remedy)

@@ -163,7 +163,7 @@ def _source(config: Path | None, adapter: Path | None, run_dir: Path | None) -> 
 
 
 def _load(config: Path | None, overrides: list[str] | None, changes: dict[str, Any], needs: tuple[str, ...]) -> Any:
-    """The run of a configuration, of flags alone, or of both; flags win. Without the first, the flags `needs` are."""
+    """The run of a configuration, of flags alone, or of both; flags win. Flags alone must hold those of `needs`."""
     from rl_vlm.types import UserInputError
 
     words = list(overrides or ())

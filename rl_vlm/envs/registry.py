@@ -126,7 +126,7 @@ def portable_id(env_id: str) -> str:
 
 
 def pick(module: ModuleType) -> Any:
-    """The environment of a module: its only VisionEnv subclass, or its only one of a foreign interface."""
+    """The environment of a module: its only VisionEnv subclass, or its only function or class of another interface."""
     classes = [
         value
         for value in vars(module).values()
@@ -162,7 +162,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError, a sentence for each argument that has not the type and bounds that `factory` names."""
+    """Raise UserInputError, a sentence for each argument without the type and bounds that `factory` names."""
     names = tuple(one.name for one in inspect.signature(factory).parameters.values() if one.kind not in _VARIADIC)
     try:
         _model_of(getattr(factory, "func", factory), names).model_validate(dict(arguments))

@@ -1,5 +1,4 @@
-"""Outcome: what an evaluation keeps of one finished episode, the file of them, and all results, which are computed from
-these rows."""
+"""Outcome: what an evaluation keeps of one finished episode, the file of them, and the results computed from it."""
 
 from __future__ import annotations
 

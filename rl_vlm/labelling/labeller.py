@@ -54,8 +54,9 @@ class Templates(Section):
     first: str = "Compare the following two images.\nImage 1:\n"
     second: str = "\nImage 2:\n"
     describe: str = (
-        "\n1. What is shown in Image 1?\n2. What is shown in Image 2?\n3. The goal is {goal}. Does one of the images "
-        "come closer to the goal than the other, and in what way?\nAnswer in two sentences."
+        "\n1. What is shown in Image 1?\n2. What is shown in Image 2?\n"
+        "3. The goal is {goal}. Does one of the images come closer to the goal than the other, and in what way?\n"
+        "Answer in two sentences."
     )
     summarise: str = (
         "Two images were compared. The goal is {goal}. This was said about Image 1, about Image 2 and about the "
@@ -69,8 +70,9 @@ class Templates(Section):
     )
     score_image: str = "Look at the following image:\n"
     score_describe: str = (
-        "\n1. What is shown in the image?\n2. The goal is {goal}. On a scale from 0 to 1, where 1 means that the goal "
-        "is achieved, which score does the image deserve?\nAnswer in two sentences."
+        "\n1. What is shown in the image?\n"
+        "2. The goal is {goal}. On a scale from 0 to 1, where 1 means that the goal is achieved, which score does the "
+        "image deserve?\nAnswer in two sentences."
     )
     score_summarise: str = (
         "An image was scored from 0 to 1, where 1 means that the goal is achieved. The goal is {goal}. This was said:\n"

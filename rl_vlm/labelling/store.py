@@ -1,5 +1,4 @@
-"""Labels: what control agent, labeller and reward model exchange, and the label store of a run, which can be replayed
-without a VLM."""
+"""Labels: what control agent, labeller and reward model exchange, and a run's label store, to replay without a VLM."""
 
 from __future__ import annotations
 

@@ -185,8 +185,7 @@ def group_mean_over_whole_batch(experience: Experience, settings: AlgorithmSecti
 @register_estimator("gigpo")
 def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
     """GiGPO (arXiv 2505.10978): the advantage of the trajectory in its group plus, with the weight `gigpo_step_weight`,
-    that of a turn's discounted return among all turns of the group that began in its state. An empty state is like no
-    other."""
+    that of a turn's discounted return among all turns of the group that began in its state. An empty state is alone."""
 
     def relative(compared: np.ndarray) -> np.ndarray:
         return group_advantages(compared, settings.advantage_normalization, settings.advantage_scale)

@@ -41,8 +41,7 @@ class Trend:
             self.best = self.smoothed if self.best is None else max(self.best, self.smoothed)
 
     def growth(self, kl: float) -> float | None:
-        """Take in mismatch/kl: how many times larger it is than at the start (or 1e-4); None while that is measured,
-        and for nan."""
+        """Take in mismatch/kl: how many times larger it is than at the start (or 1e-4); None at first, and for nan."""
         self.add(kl)
         known = self.start is not None and self._count > 5 and math.isfinite(kl)
         return kl / max(self.start or 0.0, _NEGLIGIBLE_KL) if known else None

@@ -226,8 +226,7 @@ class Feedback:
         self, replay: ReplayBuffer, count: int, step: int, rng: np.random.Generator, mean_return: float, horizon: int
     ) -> dict[str, float] | None:
         """Ask `count` questions, store the answers and train the reward model on all that are known; returns metrics,
-        or None if the user wants to stop or no further answers can be had. See `_patiently` for a labeller that is
-        down."""
+        or None if the user wants to stop or no further answers can be had (`_patiently`)."""
         if self.labeller is not None:
             self.labeller.set_margin(mean_return, self.settings.segment_length, horizon)
         started = time.monotonic()

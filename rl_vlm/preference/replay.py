@@ -89,7 +89,7 @@ def _split(state: Mapping[str, np.ndarray], name: str) -> list[bytes]:
 
 
 def _check_ring(total: int, size: int, capacity: int, setting: str) -> None:
-    """Raise UserInputError for the `size` newest of `total` rows of a ring of another capacity, which moves them."""
+    """Raise UserInputError if the `size` newest of `total` rows of a ring would have other places in this one."""
     if not (size == total <= capacity or size == capacity):
         raise UserInputError(
             f"The checkpoint holds {size} of {total} steps, and this run has room for {capacity}: keep {setting} as it "

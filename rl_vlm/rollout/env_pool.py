@@ -41,7 +41,10 @@ class _Call:
             self.result = self.function()
         except RLVLMError as error:
             self.result = error
-        except BaseException as error:  # of user code, which may even exit: it ends an episode, not the runner
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C
+            # User code may raise anything, and may even exit; it ends an episode, not the runner.
             self.result = EnvError(f"The environment raised {type(error).__name__}: {error}{place_of(error)}")
         self.seconds = time.monotonic() - self.began
         self.done = True

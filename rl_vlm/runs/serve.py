@@ -183,7 +183,10 @@ def banner(plan: ServeTarget, port: int) -> str:
         names = ["policy", f"policy-v{plan.adapter.version}", *names]
     who = f"required ({TOKEN_VARIABLE})" if plan.token else "none: programs on this machine may connect"
     return (
-        f"Serving on http://{url_host(config.http.host)}:{port}\n  engine  {config.serving.engine} on {device}, "
-        f"{initial_replicas(config.serving)} replica(s), {config.model.dtype}, {config.serving.max_context} tokens of "
-        f"context\n  models  {', '.join(names)}\n  token   {who}\nCtrl-C or SIGTERM lets running requests finish."
+        f"Serving on http://{url_host(config.http.host)}:{port}\n"
+        f"  engine  {config.serving.engine} on {device}, {initial_replicas(config.serving)} replica(s), "
+        f"{config.model.dtype}, {config.serving.max_context} tokens of context\n"
+        f"  models  {', '.join(names)}\n"
+        f"  token   {who}\n"
+        "Ctrl-C or SIGTERM lets running requests finish."
     )

@@ -407,7 +407,7 @@ class Follower:
         return task
 
     async def _load(self, policy: FollowedPolicy) -> None:
-        """Load the newest version of a policy. After a failure try again; if loads are not eager, when asked."""
+        """Load the newest version of a policy. After a failure try again; without eager loads when asked."""
         pause = _PAUSE_S
         try:
             while policy.behind and self.policies.get(policy.name) is policy:

@@ -276,7 +276,7 @@ def registry_name(run_id: str) -> str:
 
 
 def start_registry(run_id: str, namespace: str) -> ray.actor.ActorHandle:
-    """Start the registry of a run's own service on the caller's node; it restarts when it dies, and ends with it."""
+    """Start the registry of a run's own service on the caller's node; it restarts when it dies, and ends with that."""
     actor = ray.remote(Registry).options(
         name=registry_name(run_id),
         namespace=namespace,

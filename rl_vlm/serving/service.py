@@ -240,8 +240,7 @@ def start_service(config: CommonConfig) -> PolicyService:
 
 @contextmanager
 def started_service(config: CommonConfig) -> Iterator[PolicyService]:
-    """A service that ends with the context. A run enters it before it imports RLlib, which takes as long as replicas
-    take to load."""
+    """A service that ends with the context. A run enters it before it imports RLlib, which takes as long to load."""
     service = start_service(config)
     try:
         yield service

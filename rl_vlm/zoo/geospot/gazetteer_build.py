@@ -53,9 +53,10 @@ def build(path: Path) -> None:
     started = time.monotonic()
     with closing(sqlite3.connect(":memory:")) as database:
         database.executescript(
-            "CREATE TABLE place (id INTEGER PRIMARY KEY, kind TEXT, name TEXT, country TEXT, region INTEGER, latitude "
-            "REAL, longitude REAL, population INTEGER);CREATE TABLE spelling (kind TEXT, key TEXT, place INTEGER, own "
-            "INTEGER, PRIMARY KEY (kind, key, place)) WITHOUT ROWID;"
+            "CREATE TABLE place (id INTEGER PRIMARY KEY, kind TEXT, name TEXT, country TEXT, region INTEGER,"
+            " latitude REAL, longitude REAL, population INTEGER);"
+            "CREATE TABLE spelling (kind TEXT, key TEXT, place INTEGER, own INTEGER,"
+            " PRIMARY KEY (kind, key, place)) WITHOUT ROWID;"
         )
         _Index(database).fill()
         database.execute("CREATE INDEX by_country ON place (kind, country, population)")
