@@ -20,7 +20,7 @@ FINE = f"{FAULTY}:Fine"
 
 
 def failures(env, episodes=4, call_s=60.0, **kwargs):
-    report = check_environment(env, kwargs, episodes=episodes, budget_s=1.0, call_s=call_s)
+    report = check_environment(env, kwargs, episodes=episodes, budget_s=20.0, call_s=call_s)
     return {finding.name: finding.detail for finding in report.findings if finding.status != "ok"}
 
 
