@@ -80,10 +80,16 @@ def engine_is_blind(
     policy that has converged, or that says one thing only, gives them seeing or not.
     """
     seen = []
-    for first, same, other in zip(true, again, blank, strict=True):
-        change = _difference(first, other)
-        if change == np.inf or not all(_is_sure(_first_turn(one)[1]).all() for one in (first, other)):
-            seen.append(change > 3 * _difference(first, same) + 1e-5)
+    for samples in zip(true, again, blank, strict=True):
+        (ids, logprobs), (same_ids, same), (blank_ids, changed) = map(_first_turn, samples)
+        # Rounding may let even the repetition part from the answer: what comes after that says nothing.
+        firm = _common_prefix(ids, same_ids)
+        same_answer = _common_prefix(ids, blank_ids) >= firm
+        logprobs, same, changed = logprobs[:firm], same[:firm], changed[:firm]
+        if not same_answer:
+            seen.append(True)
+        elif not (_is_sure(logprobs).all() and _is_sure(changed).all()):
+            seen.append(bool(np.abs(logprobs - changed).max() > 3 * np.abs(logprobs - same).max() + 1e-5))
     if not seen:
         return Fault(
             "too_sure",
@@ -113,10 +119,10 @@ def raise_or_tell(faults: Sequence[Fault], mode: str) -> list[str]:
     return sentences
 
 
-def _difference(first: Trajectory, other: Trajectory) -> float:
-    """How far the first turns of two samples are apart, in nats; infinite where their tokens differ."""
-    (ids, logprobs), (other_ids, other_logprobs) = _first_turn(first), _first_turn(other)
-    return float(np.abs(logprobs - other_logprobs).max()) if np.array_equal(ids, other_ids) else float("inf")
+def _common_prefix(first: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two answers share from the start."""
+    length = min(len(first), len(other))
+    return int(np.append(first[:length] == other[:length], False).argmin())
 
 
 def _first_turn(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:

@@ -265,3 +265,12 @@ def test_faults_end_a_run_or_are_told() -> None:
     assert raise_or_tell([], "error") == []
     with pytest.raises(SightError):
         raise_or_tell([fault], "error")
+
+
+def test_rounding_that_parts_equal_requests_hides_nothing() -> None:
+    """In bfloat16 a long answer to the same request soon says something else; its first tokens still tell."""
+    true, again = [said([7, 4, 2], [-0.9, -0.40, -1.0])], [said([7, 5, 2], [-0.91, -1.2, -0.7])]
+    seen, unseen = [said([7, 6, 2], [-1.6, -0.8, -1.0])], [said([7, 6, 2], [-0.92, -0.8, -1.0])]
+    assert engine_is_blind(true, again, seen) is None
+    found = engine_is_blind(true, again, unseen)
+    assert found is not None and found.name == "engine_blind"
