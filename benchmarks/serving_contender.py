@@ -17,7 +17,6 @@ import numpy as np
 from PIL import Image
 from turns import serve
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.models.loading import TextSide, load_model, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
@@ -81,8 +80,7 @@ class Generate:
 
     def _generate(self, requests: list[GenerationRequest]) -> int:
         torch, codec = self._torch, self._text.codec
-        counts = [self._text.images.count_tokens(SIDE, SIDE)]
-        rows = [expand_image_tokens(request.prompt_ids, codec.image_token_id, counts) for request in requests]
+        rows = [self._text.expand(request.prompt_ids, request.images) for request in requests]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
         images = [image.to_pil() for request in requests for image in request.images]
         pixels = self._processor(images=images, return_tensors="pt").to(self._device)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 # Private-use characters mark where texts go in a rendered template; templates do not contain them.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _ASSISTANT_MARK = "\ue002"
-# The only special token that the policy may sample.
-_END_OF_TURN = "<|im_end|>"
 _REMEMBERED_CHARACTERS = 2000  # ids of texts up to this length are cached
 
 Shape = tuple[tuple[str, str], ...]  # per message: role, and its parts as "t" (text) or "i" (image)
@@ -43,26 +41,33 @@ class EncodedSpan:
 
 class ChatCodec:
     """Encodes conversations for one model with its fast tokenizer, its Jinja chat template and the placeholder string
-    of an image, such as `<|image_pad|>`."""
+    of an image, such as `<|image_pad|>`. around: plain text that the model's processor puts before and after it.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, image_token: str) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    The end of a turn, the only special token that the policy may sample, is what the template writes after one.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str, image_token: str, around: tuple[str, str] = ("", "")
+    ) -> None:
+        self._tokenizer, self._template, self._around = tokenizer, template, around
         # A private copy that never parses special tokens out of text.
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
         self._plain.encode_special_tokens = True
         added = tokenizer.added_tokens_decoder
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        if image_token not in self._special_ids or _END_OF_TURN not in self._special_ids:
-            raise UserInputError(
-                f"The tokenizer lacks {image_token} or {_END_OF_TURN}: use a Qwen2.5-VL or Qwen3-VL model folder."
-            )
+        if image_token not in self._special_ids:
+            raise UserInputError(f"The tokenizer lacks {image_token}: the model folder's files do not fit each other.")
         self.image_token_id = self._special_ids[image_token]
-        self.end_of_turn_id = self._special_ids[_END_OF_TURN]
         self.pad_token_id = int(tokenizer.pad_token_id or 0)
         by_length = sorted(self._special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("(" + "|".join(re.escape(token) for token in by_length) + ")")
         self._render = lru_cache(maxsize=512)(self._render_uncached)
-        self._render((("user", "t"),))  # a broken template fails here, where the model is loaded
+        # A broken template fails here, where the model is loaded.
+        _, _, rest = self._render((("user", "t"), ("assistant", "a"), ("user", "t"))).partition(_ASSISTANT_MARK)
+        said_end = self._special_pattern.match(rest)
+        if said_end is None:
+            raise UserInputError("The chat template ends an assistant's turn with no special token: it cannot be used.")
+        self.end_of_turn_id = self._special_ids[said_end.group()]
         # Texts of prompts repeat: a task's question, the words between images.
         self._remembered_ids = lru_cache(maxsize=4096)(self._ids_of)
         self.token_bytes = lru_cache(maxsize=None)(self._bytes_of_token)
@@ -104,7 +109,7 @@ class ChatCodec:
         # Text markers count from the first new message on.
         span = self._encode(tail, messages, first_text=1)
         if span.token_ids[0] != self.end_of_turn_id:
-            raise UserInputError(f"The chat template does not end an assistant turn with {_END_OF_TURN}.")
+            raise UserInputError("The chat template does not end every assistant's turn with the same token.")
         return EncodedSpan(span.token_ids[1:], span.images) if ended else span
 
     def encode_text(self, text: str) -> np.ndarray:
@@ -165,9 +170,12 @@ class ChatCodec:
                 plain.append(texts[written[-1]])
                 continue
             for fragment in self._special_pattern.split(piece):
-                if fragment in self._special_ids:
+                if (token := self._special_ids.get(fragment)) is not None:
+                    is_image = token == self.image_token_id
+                    plain.append(self._around[0] if is_image else "")
                     flush()
-                    ids.append(self._special_ids[fragment])
+                    ids.append(token)
+                    plain.append(self._around[1] if is_image else "")
                 else:
                     plain.append(fragment)
         flush()
@@ -202,17 +210,17 @@ def _shape(messages: Sequence[Message]) -> Shape:
 
 
 def expand_image_tokens(
-    token_ids: np.ndarray, image_token_id: int, counts: Sequence[int], name: str = ""
+    token_ids: np.ndarray, image_token_id: int, spans: Sequence[np.ndarray], name: str = ""
 ) -> np.ndarray:
-    """Repeat the k-th image placeholder of `token_ids` `counts[k]` times; int32 in, int32 out."""
-    is_image = token_ids == image_token_id
-    if int(is_image.sum()) != len(counts):
+    """Put the ids `spans[k]` in the place of the k-th image placeholder of `token_ids`; int32 in, int32 out."""
+    places = np.flatnonzero(token_ids == image_token_id)
+    if len(places) != len(spans):
         raise UserInputError(
-            f"Prompt {name or 'without a name'} has {int(is_image.sum())} image placeholders for {len(counts)} images."
+            f"Prompt {name or 'without a name'} has {len(places)} image placeholders for {len(spans)} images."
         )
-    repeats = np.ones(len(token_ids), dtype=np.int64)
-    repeats[is_image] = counts
-    return np.repeat(token_ids, repeats).astype(np.int32)
+    first, *others = np.split(token_ids, places)
+    pieces = [piece for span, other in zip(spans, others, strict=True) for piece in (span, other[1:])]
+    return np.concatenate([first, *pieces]).astype(np.int32)
 
 
 def mrope_positions(

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import LearnerSection, PolicyConfig, RolloutSection, apply_overrides, parse_config
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.engines.base import Engine
@@ -137,8 +136,7 @@ def conversation(
 
 def expand(text: TextSide, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
     """Ids with every image placeholder repeated as often as the image has tokens."""
-    counts = [text.images.count_tokens(image.width, image.height) for image in images]
-    return expand_image_tokens(token_ids, text.codec.image_token_id, counts)
+    return text.expand(token_ids, images)
 
 
 def reference_logits(folder: Path, model: Any, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> torch.Tensor:

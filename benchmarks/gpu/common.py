@@ -26,7 +26,6 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.plan import UpdateBatch
@@ -214,8 +213,7 @@ def conversation(
     """One prompt of images and about `words` tokens, and a random reply of `reply` tokens."""
     codec = text.codec
     span = codec.encode_prompt([Message.of("user", *images, "1 " * words)])
-    counts = [text.images.count_tokens(image.width, image.height) for image in images]
-    prompt = expand_image_tokens(span.token_ids, codec.image_token_id, counts)
+    prompt = text.expand(span.token_ids, images)
     forbidden = {*codec.suppressed_token_ids(text.vocab_size).tolist(), codec.end_of_turn_id}
     allowed = np.array([token for token in range(min(text.vocab_size, 400)) if token not in forbidden])
     ids = np.concatenate([prompt, rng.choice(allowed, reply - 1), [codec.end_of_turn_id]]).astype(np.int32)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_vlm.chat import expand_image_tokens
+from rl_vlm.models.loading import TextSide
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import (
     Completion,
@@ -54,15 +54,12 @@ def naming(request: GenerationRequest) -> Iterator[None]:
         raise EngineError(f"Request {request.request_id}: {error}") from error
 
 
-def expand_prompt(
-    request: GenerationRequest, count_tokens: Callable[[int, int], int], image_token_id: int, max_context: int
-) -> np.ndarray:
-    """The request's prompt int32 [P] with the placeholders of each image, whose number `count_tokens(width, height)`
-    says. Raises EngineError where it does not fit its images or, with all new tokens, the context."""
+def expand_prompt(request: GenerationRequest, text: TextSide, max_context: int) -> np.ndarray:
+    """The request's prompt int32 [P] with the tokens of each image. Raises EngineError where it does not fit its images
+    or, with all new tokens, the context."""
     name, new_tokens = request.request_id, request.sampling.max_new_tokens
     with naming(request):
-        counts = [count_tokens(image.width, image.height) for image in request.images]
-        ids = expand_image_tokens(request.prompt_ids, image_token_id, counts, name)
+        ids = text.expand(request.prompt_ids, request.images, name)
     if len(ids) + new_tokens > max_context:
         raise EngineError(
             f"Request {name}: {len(ids)} prompt tokens and {new_tokens} new ones exceed the context of {max_context}: "

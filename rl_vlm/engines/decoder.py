@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rl_vlm.chat import ChatCodec, mrope_positions
 from rl_vlm.engines.base import EngineError, NewTokens, choice_tokens, expand_prompt, naming
+from rl_vlm.engines.model_text import ModelText
 from rl_vlm.engines.rows import (
     Choices,
     Chosen,
@@ -29,8 +29,12 @@ from rl_vlm.engines.rows import (
     penalise,
     restrict_to_choices,
 )
+from rl_vlm.models.attention import causal_attention, last_token_attention
+from rl_vlm.models.families import WRITTEN_OUT
+from rl_vlm.models.families.generic import Backbone, ImageFeatures
+from rl_vlm.models.families.qwen_vl import rolled_sin, rotate
+from rl_vlm.models.loading import TextSide
 from rl_vlm.models.memory.shape import PREFILL_TOKENS
-from rl_vlm.models.qwen_vl import Backbone, ImageFeatures, causal_attention, last_token_attention, rolled_sin, rotate
 from rl_vlm.numerics import in_batches, uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
 
@@ -49,9 +53,12 @@ class TextModel:
     A sampled token's rotary position has one value, below `max_positions`: text advances all three axes together.
     """
 
-    def __init__(self, model: Any, max_positions: int) -> None:
+    pads = True  # prompts of several lengths may share a forward pass
+    new_cache = RowCache
+
+    def __init__(self, backbone: Backbone, max_positions: int) -> None:
         self.parts_done = 0  # halves of layers, so that a long forward pass can be told from one that hangs
-        self._text = model.model.language_model
+        self._text, self._image_token_id = backbone.text, backbone.images.image_token_id
         rope = self._text.config.rope_parameters["rope_type"]
         if rope not in _STATIC_ROPE:
             raise UserInputError(
@@ -83,7 +90,6 @@ class TextModel:
         input_ids: Tensor,
         positions: Tensor,
         lengths: Tensor,
-        image_token_id: int,
         features: Sequence[ImageFeatures] = (),
     ) -> tuple[Tensor, KeysValues]:
         """Last hidden states [B, D] of each prompt's last token, and per layer keys and values [B, heads, L, head_dim].
@@ -95,7 +101,7 @@ class TextModel:
         cos, sin = text.rotary_emb(text.norm.weight.new_zeros(1), positions)
         cos, sin = cos.flatten(0, 1)[:, None], rolled_sin(sin.flatten(0, 1))[:, None]  # [B * L, 1, head_dim]
         hidden = text.embed_tokens(input_ids.flatten())  # [B * L, D]
-        places = (input_ids.flatten() == image_token_id).nonzero().squeeze(1)
+        places = (input_ids.flatten() == self._image_token_id).nonzero().squeeze(1)
         if features:
             hidden.index_copy_(0, places, torch.cat([f.merged for f in features]).to(hidden.dtype))
         stored: KeysValues = []
@@ -168,19 +174,20 @@ class DecoderCounts:
 class Decoder:
     """Runs requests on one backbone; `max_context` is of prompt and new tokens of a sample."""
 
-    def __init__(self, backbone: Backbone, codec: ChatCodec, *, max_context: int) -> None:
+    def __init__(self, backbone: Backbone, text: TextSide, *, max_context: int) -> None:
         self._backbone = backbone
-        self._codec = codec
+        self._side, self._codec = text, text.codec
         self._max_context = max_context
         self._device = backbone.device
-        self._text = TextModel(backbone.model, max_context)
+        written_out = backbone.model.config.model_type in WRITTEN_OUT
+        self._text: Any = TextModel(backbone, max_context) if written_out else ModelText(backbone)
         self._random = np.random.default_rng()
         self.counts = DecoderCounts()
         self.clear()
 
     def clear(self) -> None:
         """Drop all rows, including those that a failed step left incomplete."""
-        self._cache = RowCache()
+        self._cache = self._text.new_cache()
         self._rows = RowTable()
 
     def sibling(self) -> Decoder:
@@ -234,16 +241,15 @@ class Decoder:
         return prepared
 
     def _expanded(self, request: GenerationRequest) -> PreparedRequest:
-        spec, name, image_token = self._backbone.images, request.request_id, self._codec.image_token_id
-        ids = expand_prompt(request, spec.count_tokens, image_token, self._max_context)
-        grids = [spec.grid_thw(image.width, image.height) for image in request.images]
+        name = request.request_id
+        ids = expand_prompt(request, self._side, self._max_context)
         if not len(ids) or ids.min() < 0 or ids.max() >= len(self._backbone.token_bias):
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
         choices: Choices | None = None
         if request.sampling.choices:
             with naming(request):
                 choices = choice_tokens(request.sampling, self._codec.encode_text, self._codec.decode)
-        positions = mrope_positions(ids, image_token, grids, spec.merge_size)
+        positions = self._side.images.positions(ids, request.images)
         return PreparedRequest(request, ids, positions, time.monotonic(), choices)
 
     def _encode_images(self, prepared: Sequence[PreparedRequest]) -> None:
@@ -255,7 +261,7 @@ class Decoder:
     @torch.inference_mode()
     def admit(self, prepared: Sequence[PreparedRequest]) -> list[PreparedRequest]:
         """Prefill requests, sorted by length, and sample their first tokens; returns those that this finishes."""
-        batches = _batches(prepared, lambda item: len(item.prompt_ids))
+        batches = self._batches(prepared, lambda item: len(item.prompt_ids))
         return [item for batch in batches for item in self._prefill(batch)]
 
     def _prefill(self, prepared: list[PreparedRequest]) -> list[PreparedRequest]:
@@ -281,11 +287,11 @@ class Decoder:
     def _forward(
         self, sequences: Sequence[tuple[np.ndarray, np.ndarray, list[ImageFeatures]]]
     ) -> tuple[Tensor, KeysValues]:
-        """`TextModel.prefill` of sequences: ids [L], positions int64 [3, L], features of the images."""
+        """`TextModel.prefill` of sequences: ids [L], positions int64 [axes, L], features of the images."""
         lengths = np.array([len(own) for own, _, _ in sequences])
         longest = int(lengths.max())
         ids = np.full((len(sequences), longest), self._codec.pad_token_id, dtype=np.int64)
-        positions = np.zeros((3, len(sequences), longest), dtype=np.int64)
+        positions = np.zeros((len(sequences[0][1]), len(sequences), longest), dtype=np.int64)
         for row, (own, row_positions, _) in enumerate(sequences):
             ids[row, : lengths[row]] = own
             positions[:, row, : lengths[row]] = row_positions
@@ -293,7 +299,6 @@ class Decoder:
             torch.from_numpy(ids).to(self._device),
             torch.from_numpy(positions).to(self._device),
             torch.from_numpy(lengths).to(self._device),
-            self._codec.image_token_id,
             [feature for _, _, features in sequences for feature in features],
         )
 
@@ -309,7 +314,7 @@ class Decoder:
         prepared = list({id(state.prepared): state.prepared for state in rows.states}.values())
         self._encode_images(prepared)
         with torch.inference_mode():
-            for batch in _batches(range(len(rows)), lambda row: int(rows.length[row])):
+            for batch in self._batches(range(len(rows)), lambda row: int(rows.length[row])):
                 _, layers = self._forward([(*rows.cached(row), rows.states[row].prepared.features) for row in batch])
                 self._cache.replace(layers, torch.tensor(batch, device=self._device))
         for item in prepared:
@@ -438,6 +443,16 @@ class Decoder:
         self._cache.keep(torch.from_numpy(keep).to(self._device))
         return finished
 
+    def _batches(self, items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+        """The items, sorted by length, in batches of at most `PREFILL_TOKENS` padded tokens; a longer item comes alone.
+        Of one length each where the model cannot pad."""
+
+        def fits(batch: list[T], item: T) -> bool:
+            alike = self._text.pads or length(batch[0]) == length(item)
+            return alike and (len(batch) + 1) * length(item) <= PREFILL_TOKENS
+
+        return in_batches(sorted(items, key=length), fits)
+
     def completion(self, item: PreparedRequest) -> Completion:
         """The answer of a finished request."""
         now = time.monotonic()
@@ -450,8 +465,3 @@ class Decoder:
             generate_s=now - item.started,
             policy=item.request.policy,
         )
-
-
-def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items, sorted by length, in batches of at most `PREFILL_TOKENS` padded tokens; a longer item comes alone."""
-    return in_batches(sorted(items, key=length), lambda batch, item: (len(batch) + 1) * length(item) <= PREFILL_TOKENS)

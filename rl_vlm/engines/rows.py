@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rl_vlm.engines.base import BASE_MODEL, TokenSequence, TokenStream
+from rl_vlm.models.attention import last_token_attention
+from rl_vlm.models.families.generic import ImageFeatures
 from rl_vlm.models.memory.shape import KV_BLOCK, KV_ROWS_PER_USED
-from rl_vlm.models.qwen_vl import ImageFeatures, last_token_attention
 from rl_vlm.types import Completion, GenerationRequest, Sample, SamplingParams, StopReason, TopLogprobs
 
 Choices = tuple[TokenSequence, ...]  # of a guided choice: how each that is still possible goes on
@@ -157,7 +158,8 @@ class RowCache:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self.num_rows = 0
-        self._write_at = torch.empty(0, dtype=torch.long)
+        self._lengths = torch.empty(0, dtype=torch.long)
+        self._write_at: dict[tuple[int, int], Tensor] = {}  # by heads and capacity of a layer's tensors
         self._bias: Tensor | None = None
         self._window = 0
 
@@ -185,9 +187,8 @@ class RowCache:
 
     def begin_step(self, lengths: Tensor, shortest: int, longest: int) -> None:
         """Prepare a decode step, in which row r writes its new key and value at position lengths[r]; int64 [rows]."""
-        heads, capacity = self._keys[0].shape[1:3]
-        rows = torch.arange(self.num_rows * heads, device=lengths.device)
-        self._write_at = rows * capacity + lengths.repeat_interleave(heads)  # in keys seen as [rows * heads * capacity]
+        capacity = self._keys[0].shape[2]
+        self._lengths, self._write_at = lengths, {}
         if shortest == longest:
             self._window, self._bias = longest + 1, None  # every row sees the whole window
             return
@@ -199,13 +200,21 @@ class RowCache:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Store a key and value per row [rows, heads, head_dim] and attend with queries [rows, query heads, head_dim];
         returns [rows, query heads * head_dim]."""
-        rows, _, size = keys.shape
+        keys, values = self.store(layer, keys, values)
+        return last_token_attention(queries, keys, values, self._bias, scale)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a key and value per row [rows, heads, head_dim]; returns all seen [rows, heads, window, head_dim]."""
+        stored = []
         for tensor, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            tensor.view(-1, size).index_copy_(0, self._write_at, new.reshape(-1, size))
-        seen = slice(self._window)
-        return last_token_attention(
-            queries, self._keys[layer][:rows, :, seen], self._values[layer][:rows, :, seen], self._bias, scale
-        )
+            heads, capacity, size = tensor.shape[1:]
+            if (places := self._write_at.get((heads, capacity))) is None:  # in the tensor as [rows * heads * capacity]
+                rows = torch.arange(len(new) * heads, device=new.device)
+                places = rows * capacity + self._lengths.repeat_interleave(heads)
+                self._write_at[heads, capacity] = places
+            tensor.view(-1, size).index_copy_(0, places, new.reshape(-1, size))
+            stored.append(tensor[: len(new), :, : self._window])
+        return stored[0], stored[1]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""
@@ -282,7 +291,7 @@ class PreparedRequest:
 
     request: GenerationRequest
     prompt_ids: np.ndarray
-    positions: np.ndarray  # int64 [3, P]
+    positions: np.ndarray  # int64 [axes, P]
     submitted: float
     choices: Choices | None = None
     version: int = 0  # of the weights that it begins with
@@ -381,7 +390,7 @@ class RowTable:
         """Ids int32 [L] and positions int64 [3, L] of the tokens whose keys and values a row has: all but the last."""
         prepared, said = self.states[row].prepared, self.tokens[row, : self.produced[row] - 1]
         first = int(prepared.positions.max()) + 1
-        later = np.broadcast_to(np.arange(first, first + len(said)), (3, len(said)))
+        later = np.broadcast_to(np.arange(first, first + len(said)), (len(prepared.positions), len(said)))
         return np.concatenate([prepared.prompt_ids, said]), np.concatenate([prepared.positions, later], axis=1)
 
     def remove(self, rows: set[int]) -> np.ndarray:

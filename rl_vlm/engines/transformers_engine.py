@@ -33,9 +33,10 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import EngineCall, PreparedRequest, reserved_tokens, whole_blocks
 from rl_vlm.engines.weights import AdapterWeights, FullWeights, Version, Weights
 from rl_vlm.models.devices import choose_precision, use_fast_products
+from rl_vlm.models.families import make_backbone, towers
+from rl_vlm.models.families.generic import CACHE_BYTES
 from rl_vlm.models.images import DEFAULT_PIXELS, PixelLimits
 from rl_vlm.models.loading import DType, HeadDType, Quantization, load_model, load_text_side, quiet_libraries
-from rl_vlm.models.qwen_vl import CACHE_BYTES, Backbone
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, InFlightUpdates, SampleChunk, UserInputError
 
@@ -100,12 +101,12 @@ class TransformersEngine:
         text = load_text_side(model, pixels)
         loaded = load_model(model, dtype, device, quantization)
         suppressed = text.codec.suppressed_token_ids(text.vocab_size)
-        self.backbone = Backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype, lockstep)
-        self._decoder = Decoder(self.backbone, text.codec, max_context=max_context)
+        self.backbone = make_backbone(loaded, text.images, suppressed, image_cache_bytes, head_dtype, lockstep)
+        self._decoder = Decoder(self.backbone, text, max_context=max_context)
         self._tower_parts_done = 0  # attentions and MLPs of its blocks; a large photo takes minutes on a CPU
-        for block in self.backbone.model.model.visual.blocks:
-            for part in (block.attn, block.mlp):
-                part.register_forward_hook(self._count_tower_part)
+        parts = (part for tower in towers(loaded) for part in tower.modules() if isinstance(part, torch.nn.ModuleList))
+        for part in (child for blocks in parts for block in blocks for child in block.children()):
+            part.register_forward_hook(self._count_tower_part)
         merges = quantization == "none" and dtype == "float32"
         self._weights: Weights = FullWeights(loaded) if full else AdapterWeights(loaded, merged_bytes if merges else 0)
         use_fast_products(loaded, _SMALLEST_LAYER)

@@ -253,7 +253,7 @@ class VLLMEngine:
         """The answer; of a request with a stream, which gets all tokens, the last ones alone. Raises EngineError."""
         started = time.monotonic()
         name, sampling, codec = request.request_id, request.sampling, self._text.codec
-        ids = expand_prompt(request, self._text.images.count_tokens, codec.image_token_id, self._max_context)
+        ids = expand_prompt(request, self._text, self._max_context)
         lowest, highest = VLLM_TEMPERATURES
         if sampling.temperature and not lowest <= sampling.temperature <= highest:
             raise EngineError(

@@ -83,7 +83,6 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
             raise UserInputError(f"vLLM serves LoRA up to rank {VLLM_RANKS[-1]}: lower model.lora.rank.")
         slots = config.lora_slots
         versions = {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots + 2}
-    images = {"shortest_edge": text.images.min_pixels, "longest_edge": text.images.max_pixels}
     return AsyncEngineArgs(
         model=str(model),
         dtype=config.model.dtype,
@@ -105,7 +104,9 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
         **versions,
         limit_mm_per_prompt={"video": 0},
-        mm_processor_kwargs={"images_kwargs": {"size": images}},  # the same limits as our own token counts
+        mm_processor_kwargs={"images_kwargs": {"size": text.images.size}}
+        if text.images.size
+        else {},  # the same limits as our own token counts
         mm_processor_cache_gb=4 if on_gpu else 0.5,  # GiB of the machine's own memory, for the pixels of past images
         structured_outputs_config={"backend": "xgrammar"},  # type: ignore[arg-type]  # whose grammars know tokens
         generation_config="vllm",  # nothing from the model's generation_config.json

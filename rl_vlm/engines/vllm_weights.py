@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
 from rl_vlm.engines.vllm_setup import DEAD
-from rl_vlm.models.weights import WeightPayload, require_full
+from rl_vlm.models.weights import WeightPayload, in_language_model, require_full
 from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates
 
 _PREFIX = "rl-vlm-adapters-"
@@ -115,7 +115,7 @@ class AdapterVersions(Versions):
     def _write(self, payload: WeightPayload) -> Adapter:
         from vllm.lora.request import LoRARequest
 
-        unsupported = [name for name in payload.verify().state() if ".language_model." not in name]
+        unsupported = [name for name in payload.verify().state() if not in_language_model(name)]
         if unsupported:
             # vLLM would silently ignore an adapted vision tower.
             raise EngineError(

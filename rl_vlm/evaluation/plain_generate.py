@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.child import Answer
 from rl_vlm.config import PolicyConfig, of_policy, parse_config
 from rl_vlm.evaluation.heldout import ItemPrompts
@@ -40,8 +39,7 @@ class PlainGenerate:
             merge_into(self._model, read_payload(Path(adapter), 0))
         self._model.generation_config.eos_token_id = None  # every answer has its full length
         self._processor: Any = from_folder(AutoProcessor, folder).image_processor
-        # Their names for the numbers of pixels between which an image is scaled.
-        self._size = {"shortest_edge": self._text.images.min_pixels, "longest_edge": self._text.images.max_pixels}
+        self._scaled = {"size": self._text.images.size} if self._text.images.size else {}
         self._suppressed = self._text.codec.suppressed_token_ids(self._text.vocab_size).tolist()
 
     def answer(self, conversations: Sequence[tuple[Message, ...]]) -> list[list[int]]:
@@ -50,15 +48,14 @@ class PlainGenerate:
         rows, images = [], []
         for messages in conversations:
             span = codec.encode_prompt(messages)
-            counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
-            expanded = expand_image_tokens(span.token_ids, codec.image_token_id, counts, "item")
+            expanded = self._text.expand(span.token_ids, span.images, "item")
             rows.append(torch.from_numpy(expanded.astype(np.int64)))
             images += [image.to_pil() for image in span.images]
         ids = pad_sequence(rows, batch_first=True, padding_value=codec.pad_token_id, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         pictures = {}
         if images:
-            pictures = self._processor(images=images, size=self._size, return_tensors="pt").to(self._device)
+            pictures = self._processor(images=images, **self._scaled, return_tensors="pt").to(self._device)
             pictures["pixel_values"] = pictures["pixel_values"].to(self._model.dtype)
         ids = ids.to(self._device)
         with torch.inference_mode():

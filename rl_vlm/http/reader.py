@@ -16,7 +16,7 @@ from rl_vlm.engines.base import choice_tokens
 from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, TextPart
-from rl_vlm.models.images import ImageProcessorSpec, shrunk
+from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, shrunk
 from rl_vlm.models.loading import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
@@ -141,7 +141,7 @@ class RequestReader:
                 files.append(image_file(uri, limits))
                 width, height = check_header(files[-1], limits.max_image_pixels, _FORMATS)
             pixels += width * height
-            tokens += spec.num_image_tokens(spec.grid_thw(width, height, str(number)))
+            tokens += spec.count_tokens(width, height, str(number))
         if tokens >= self._max_context:
             raise self._too_long(f"The images alone take {tokens} tokens: no less")
         if pixels > limits.max_request_pixels:
@@ -175,7 +175,7 @@ def image_file(uri: str, limits: HTTPSection) -> bytes:
     return image_bytes(uri, None)
 
 
-def seen_image(file: bytes, spec: ImageProcessorSpec, limits: HTTPSection) -> EncodedImage:
+def seen_image(file: bytes, spec: ImageLayout, limits: HTTPSection) -> EncodedImage:
     """The first frame of an image file, upright as its EXIF says, RGB. Raises ImageError.
 
     A photo becomes as small as the model sees it: as PNG in full size it would take ten times its file. A PNG that is
@@ -184,7 +184,8 @@ def seen_image(file: bytes, spec: ImageProcessorSpec, limits: HTTPSection) -> En
 
     def encode(image: Image.Image) -> EncodedImage:
         image.load()
-        rgb = shrunk(spec, as_rgb(image))
+        rgb = as_rgb(image)
+        rgb = shrunk(spec, rgb) if isinstance(spec, ImageProcessorSpec) else rgb
         if rgb is image and image.format == "PNG" and getattr(image, "n_frames", 1) == 1:
             return EncodedImage(hashlib.sha256(file).hexdigest(), file, image.width, image.height)
         return EncodedImage.from_pil(rgb)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl_vlm.chat import mrope_positions
 from rl_vlm.learning.estimators import turn_lengths
-from rl_vlm.models.images import ImageProcessorSpec
+from rl_vlm.models.images import ImageLayout
 from rl_vlm.numerics import in_batches
 from rl_vlm.types import EncodedImage, Trajectory
 
@@ -92,8 +91,7 @@ class BatchBuilder:
     """
 
     def __init__(self, text: TextSide, max_tokens: int, share_prompts: bool = True, width: int = 0) -> None:
-        self._image_token_id, self._pad_token_id = text.codec.image_token_id, text.codec.pad_token_id
-        self._images, self._max_tokens = text.images, max_tokens
+        self._pad_token_id, self._images, self._max_tokens = text.codec.pad_token_id, text.images, max_tokens
         self._share_prompts, self._width = share_prompts, width
 
     def build(self, groups: Sequence[Sequence[Trajectory]]) -> list[MicroBatch]:
@@ -135,8 +133,7 @@ class BatchBuilder:
         end = 0
         for number, trajectory in enumerate(group):
             start = prefix if number else 0  # of what this trajectory adds to the row
-            grids = [self._images.grid_thw(image.width, image.height) for image in trajectory.images]
-            rows = mrope_positions(trajectory.token_ids, self._image_token_id, grids, self._images.merge_size)
+            rows = self._images.positions(trajectory.token_ids, trajectory.images)
             ids.append(trajectory.token_ids[start:])
             positions.append(rows[:, start:])
             segments.append(np.full(len(trajectory) - prefix, number + 1, dtype=np.int16))
@@ -172,13 +169,13 @@ class BatchBuilder:
     def _prompt_images(self, trajectory: Trajectory) -> int:
         """How many of the trajectory's images stand in its prompt."""
         prompt = trajectory.token_ids[: _prompt_length(trajectory)]
-        return count_images(prompt, trajectory.images, self._images, self._image_token_id)
+        return count_images(prompt, trajectory.images, self._images)
 
     def _stack(self, rows: Sequence[MicroBatch]) -> MicroBatch:
         """Rows as one micro-batch, padded to the longest."""
         longest = max(row.input_ids.shape[1] for row in rows)
         ids = np.full((len(rows), longest), self._pad_token_id, dtype=np.int64)
-        positions = np.zeros((3, len(rows), longest), dtype=np.int64)
+        positions = np.zeros((len(rows[0].position_ids), len(rows), longest), dtype=np.int64)
         segments = np.full((len(rows), longest), _PADDING, dtype=np.int16)
         for k, row in enumerate(rows):
             length = row.input_ids.shape[1]
@@ -200,12 +197,10 @@ class BatchBuilder:
         )
 
 
-def count_images(
-    token_ids: np.ndarray, images: Sequence[EncodedImage], spec: ImageProcessorSpec, image_token_id: int
-) -> int:
+def count_images(token_ids: np.ndarray, images: Sequence[EncodedImage], layout: ImageLayout) -> int:
     """How many of the images have all of their tokens in these ids."""
-    ends = np.cumsum([spec.count_tokens(image.width, image.height) for image in images])
-    return int(np.searchsorted(ends, int((token_ids == image_token_id).sum()), side="right"))
+    ends = np.cumsum([layout.num_features(image.width, image.height) for image in images])
+    return int(np.searchsorted(ends, int((token_ids == layout.image_token_id).sum()), side="right"))
 
 
 def _prompt_length(trajectory: Trajectory) -> int:

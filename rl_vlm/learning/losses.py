@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from rl_vlm.config.learner import AlgorithmSection
 from rl_vlm.models.devices import linear, wide_product
@@ -18,7 +19,7 @@ from rl_vlm.models.memory.shape import HEAD_TILES
 from rl_vlm.registry import Registry
 
 if TYPE_CHECKING:
-    from rl_vlm.models.qwen_vl import Backbone
+    from rl_vlm.models.families.generic import Backbone
 
 
 def mismatch_weights(
@@ -153,6 +154,9 @@ def kl_estimate(new: Tensor, reference: Tensor, estimator: Literal["k2", "k3"]) 
 Entropy: TypeAlias = Literal["none", "value", "gradient"]
 
 
+_CAPPED_ROWS = 512  # whose logits exist at once where they are capped
+
+
 class Tile(NamedTuple):
     """How many logits exist at once: positions × vocabulary entries."""
 
@@ -174,9 +178,21 @@ def token_logprobs(
 
     The token mask and the temperature are the engine's. `tile`: None takes what suits the device.
     """
+    if backbone.softcap is not None:
+        chunks = zip(hidden.split(_CAPPED_ROWS), targets.split(_CAPPED_ROWS), strict=True)
+        parts = [checkpoint(_capped, backbone, *chunk, temperature, use_reentrant=False) for chunk in chunks]
+        logprobs, entropies = (torch.cat(both) for both in zip(*parts, strict=True))
+        return logprobs, None if entropy == "none" else entropies if entropy == "gradient" else entropies.detach()
     tile = tile or Tile(*HEAD_TILES["cpu" if hidden.device.type == "cpu" else "cuda"])
     head = _Head(backbone.wide_head, backbone.token_bias, temperature, tile)
     return _TokenLogprobs.apply(hidden, backbone.lm_head.weight, targets, head, entropy)  # type: ignore[no-any-return]
+
+
+def _capped(backbone: Backbone, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [N] by autograd, for heads whose logits are no product."""
+    logprobs = torch.log_softmax(backbone.logits(hidden) / temperature, dim=-1)
+    known = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * known).sum(1)
 
 
 class _Head(NamedTuple):

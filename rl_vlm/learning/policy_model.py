@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from rl_vlm.config import CriticSection, PolicyConfig, SFTConfig
 from rl_vlm.learning.estimators import Rescaling
 from rl_vlm.models.devices import choose_order, choose_precision, use_fast_products
+from rl_vlm.models.families import make_backbone, text_model, towers
 from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.lora import ExtraLora, inject_lora, load_lora_state, lora_config, lora_state
-from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.models.weights import AdapterPayload, FullPayload, WeightPayload, check_fits, initial_adapter
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import UserInputError
@@ -224,15 +224,15 @@ class PolicyModel:
             self.load(initial_adapter(run.model))
         checkpointed: list[Any] = []  # parts whose layers the backward pass computes again
         if run.learner.gradient_checkpointing:
-            parts = self.model.model
-            checkpointed = [parts.language_model, *([parts.visual] if run.model.train == "full" else ())]
+            trained = [text_model(self.model), *(towers(self.model) if run.model.train == "full" else ())]
+            checkpointed = [part for part in trained if hasattr(part, "gradient_checkpointing_enable")]
         for part in checkpointed:
             part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             # transformers checkpoints layers only in training mode; without dropout that changes nothing else.
             part.train()
         head_dtype = run.model.head_dtype
-        self.backbone = Backbone(self.model, self.text.images, suppressed, cache_bytes, head_dtype, image_by_image)
-        self.backbone.checkpoints_tower = self.model.model.visual in checkpointed
+        self.backbone = make_backbone(self.model, self.text.images, suppressed, cache_bytes, head_dtype, image_by_image)
+        self.backbone.checkpoints_tower = len(checkpointed) > 1
         use_fast_products(self.model)
         self.backbone.choose_attention(run.learner.attention)
         section = run.critic if isinstance(run, PolicyConfig) else None
@@ -252,7 +252,7 @@ class PolicyModel:
                 keep_base=isinstance(run, PolicyConfig) and run.algorithm.has_reference,
             )
         lora = run.model.lora
-        self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules)
+        self.lora = lora_config(lora.rank, lora.alpha, lora.target_modules, self.model)
         self.lora.base_model_name_or_path = str(folder)
         torch.manual_seed(run.seed)  # so that A is drawn the same in every learner
         return LoraTraining(self.model, self.lora)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from rl_vlm.config import LearnerSection
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import BUCKET, AllReduce, Strategy
+from rl_vlm.models.families import text_model
 
 
 class FSDP2(AllReduce):
@@ -29,7 +30,7 @@ class FSDP2(AllReduce):
 
     def __init__(self, policy: PolicyModel, optimizer: torch.optim.Optimizer, learner: LearnerSection) -> None:
         super().__init__(policy, optimizer)
-        decoder = policy.model.model.language_model
+        decoder = text_model(policy.model)
         device = policy.backbone.device.type
         mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
         offload = CPUOffloadPolicy(pin_memory=device == "cuda") if learner.offload_params else OffloadPolicy()
@@ -74,7 +75,7 @@ class Zero(Strategy):
         self._engine = _initialize(device, nn.ParameterList(self._parameters), optimizer, trained)
         self._frozen: Any = None
         if learner.zero_stage == 3:
-            decoder = policy.model.model.language_model
+            decoder = text_model(policy.model)
             # Its layers are in host memory until they are sharded.
             settings = _layers_config(decoder, offload if learner.offload_params else None, on_gpu=device == "cuda")
             with _without(decoder, self._parameters):

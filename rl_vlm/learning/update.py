@@ -20,7 +20,7 @@ from rl_vlm.learning.losses import LOSSES, Entropy, TokenBatch, kl_estimate, mis
 from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel, value_loss
 from rl_vlm.learning.strategies import CRITIC_GROUP, Strategy
-from rl_vlm.models.qwen_vl import Backbone
+from rl_vlm.models.families.generic import Backbone
 from rl_vlm.types import EncodedImage, RLVLMError, StopReason, Trajectory, TrajectoryStatus, Turn
 
 
@@ -87,7 +87,7 @@ def _zero_rows(micro: MicroBatch) -> np.ndarray:
 
 # Image positions that a faulty engine may have computed.
 _OTHER_POSITIONS: dict[str, PositionChange] = {
-    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
+    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * len(micro.position_ids)),
     "zero_rows": _zero_rows,
     "sequential": lambda micro: np.zeros_like(micro.position_ids) + np.arange(micro.position_ids.shape[-1]),
 }
@@ -249,8 +249,8 @@ class PolicyUpdater:
         "true", "blank", and counterfactuals with other images or positions or without the adapter, as far as they
         change something. Raises UnfitImagesError."""
         for one in trajectories:
-            wanted = sum(self._text.images.count_tokens(image.width, image.height) for image in one.images)
-            there = int((one.token_ids == self._text.codec.image_token_id).sum())
+            wanted = sum(self._text.images.num_features(image.width, image.height) for image in one.images)
+            there = int((one.token_ids == self._text.images.image_token_id).sum())
             if wanted != there:
                 raise UnfitImagesError(
                     f"{one.trajectory_id} has {there} image tokens, and the learner makes {wanted} of its images."
@@ -342,7 +342,8 @@ def lr_factor(learner: OptimizerSection, number: int, last: int) -> float:
 def make_builder(policy: PolicyModel, learner: OptimizerSection) -> BatchBuilder:
     """What packs trajectories for a policy."""
     width = 0 if learner.attention == "dense" else policy.backbone.width
-    return BatchBuilder(policy.text, learner.micro_batch_tokens, learner.share_prompts, width)
+    share_prompts = learner.share_prompts and policy.backbone.packs
+    return BatchBuilder(policy.text, learner.micro_batch_tokens, share_prompts, width)
 
 
 def _shown(own: Trajectory, others: Sequence[EncodedImage]) -> Trajectory:

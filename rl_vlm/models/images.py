@@ -9,14 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from PIL import Image
 
+from rl_vlm.chat import mrope_positions
 from rl_vlm.types import MAX_ASPECT_RATIO, EncodedImage, PixelLimits, UserInputError, as_rgb
 
 Grid = tuple[int, int, int]  # temporal, height, width in patches
+Patches = tuple[np.ndarray, Grid]  # see frame_patches
 
 _BICUBIC = 3
 DEFAULT_PIXELS = PixelLimits(None, None)
@@ -24,6 +26,37 @@ DEFAULT_PIXELS = PixelLimits(None, None)
 
 class ImageError(UserInputError):
     """An image that cannot be shown to the model; the message names it."""
+
+
+class ImageLayout(Protocol):
+    """How images stand in a prompt, which their size alone decides, and how they are read."""
+
+    @property
+    def image_token_id(self) -> int:
+        """Of the tokens whose places image features take."""
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The argument by which a Hugging Face processor scales images as here; empty where its own does."""
+
+    @property
+    def axes(self) -> int:
+        """Of positions: 3 (time, height, width) of M-RoPE, else 1."""
+
+    def span(self, width: int, height: int, name: str = "") -> np.ndarray:
+        """The token ids int32 that an image becomes; some may be separators. Raises ImageError, which names it."""
+
+    def count_tokens(self, width: int, height: int, name: str = "") -> int:
+        """The length of `span`."""
+
+    def num_features(self, width: int, height: int) -> int:
+        """How many of them take image features."""
+
+    def positions(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
+        """Rotary positions int64 [axes, T] of ids with these images' spans."""
+
+    def read(self, image: EncodedImage) -> Any:
+        """What the backbone makes features of. Raises ImageError for one that cannot be decoded."""
 
 
 @lru_cache(maxsize=16)
@@ -46,6 +79,8 @@ class ImageProcessorSpec:
     rescale_factor: float = 1 / 255
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_token_id: int = 0
+    axes: ClassVar[int] = 3
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ImageProcessorSpec:
@@ -102,6 +137,11 @@ class ImageProcessorSpec:
         return replace(self, min_pixels=least, max_pixels=most)
 
     @property
+    def size(self) -> dict[str, int]:
+        """The pixel limits by the processor's names for them."""
+        return {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+
+    @property
     def factor(self) -> int:
         """Width and height are multiples of this many pixels."""
         return self.patch_size * self.merge_size
@@ -138,9 +178,24 @@ class ImageProcessorSpec:
         temporal, rows, columns = grid
         return temporal * rows * columns // self.merge_size**2
 
-    def count_tokens(self, width: int, height: int) -> int:
+    def count_tokens(self, width: int, height: int, name: str = "") -> int:
         """How many placeholder tokens an image of this size takes."""
-        return self.num_image_tokens(self.grid_thw(width, height))
+        return self.num_image_tokens(self.grid_thw(width, height, name))
+
+    num_features = count_tokens
+
+    def span(self, width: int, height: int, name: str = "") -> np.ndarray:
+        """The placeholder tokens of an image of this size."""
+        return np.full(self.count_tokens(width, height, name), self.image_token_id, dtype=np.int32)
+
+    def positions(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
+        """See `mrope_positions`."""
+        grids = [self.grid_thw(image.width, image.height) for image in images]
+        return mrope_positions(token_ids, self.image_token_id, grids, self.merge_size)
+
+    def read(self, image: EncodedImage) -> Patches:
+        """See `frame_patches`."""
+        return frame_patches(self, image)
 
 
 def patchify(spec: ImageProcessorSpec, image: Image.Image | EncodedImage, name: str = "") -> tuple[np.ndarray, Grid]:
@@ -156,10 +211,10 @@ def frame_patches(
     """`patchify` with one frame instead of `temporal_patch_size` equal ones: float32 [patches, 3 * patch_size²]."""
     label = name or (image.sha256[:12] if isinstance(image, EncodedImage) else "")
     if isinstance(image, Image.Image):
-        image = _as_rgb(image, label)  # upright: its size is that of what is seen
+        image = decode(image, label)  # upright: its size is that of what is seen
     # Checked before decoding: a forged size must not cost memory.
     new_width, new_height = spec.resized(image.width, image.height, label)
-    pixels = np.asarray(_as_rgb(image, label))
+    pixels = np.asarray(decode(image, label))
     if pixels.shape[:2] != (new_height, new_width):
         pixels = _resize(pixels, new_height, new_width)
     patch, merge = spec.patch_size, spec.merge_size
@@ -182,7 +237,8 @@ def shrunk(spec: ImageProcessorSpec, image: Image.Image, name: str = "") -> Imag
     return Image.fromarray(_resize(np.array(image), size[1], size[0]))
 
 
-def _as_rgb(image: Image.Image | EncodedImage, label: str) -> Image.Image:
+def decode(image: Image.Image | EncodedImage, label: str) -> Image.Image:
+    """An image as RGB and upright. Raises ImageError, which names it."""
     try:
         return image.to_pil(label) if isinstance(image, EncodedImage) else as_rgb(image)
     except UserInputError as error:
@@ -202,16 +258,13 @@ def _resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
 
 
-Patches = tuple[np.ndarray, Grid]  # see frame_patches
-
-
 class ReadAhead:
-    """Cuts images into patches, those of the latest announcement ahead of time. One thread announces and reads."""
+    """Reads images for a backbone, those of the latest announcement ahead of time. One thread announces and reads."""
 
-    def __init__(self, spec: ImageProcessorSpec) -> None:
-        self._spec = spec
+    def __init__(self, images: ImageLayout) -> None:
+        self._images = images
         self._thread: ThreadPoolExecutor | None = None
-        self._announced: dict[str, Future[Patches]] = {}
+        self._announced: dict[str, Future[Any]] = {}
 
     def announce(self, images: Iterable[EncodedImage]) -> None:
         """These are read next; what was announced before is forgotten."""
@@ -222,13 +275,13 @@ class ReadAhead:
             if key not in self._announced:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, "read-ahead")
-                self._announced[key] = self._thread.submit(frame_patches, self._spec, image)
+                self._announced[key] = self._thread.submit(self._images.read, image)
 
-    def read(self, images: Sequence[EncodedImage]) -> list[Patches]:
-        """The patches of each image. Raises ImageError for one that cannot be decoded."""
+    def read(self, images: Sequence[EncodedImage]) -> list[Any]:
+        """What the layout reads of each image. Raises ImageError for one that cannot be decoded."""
         found = []
         for image in images:
             announced = self._announced.pop(image.sha256, None)
             in_time = announced is not None and not announced.cancel()
-            found.append(announced.result() if announced and in_time else frame_patches(self._spec, image))
+            found.append(announced.result() if announced and in_time else self._images.read(image))
         return found

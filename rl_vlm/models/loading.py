@@ -7,18 +7,22 @@ import importlib.util
 import json
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from jinja2.exceptions import TemplateError
 from safetensors import SafetensorError, safe_open
 
-from rl_vlm.chat import ChatCodec
+from rl_vlm.chat import ChatCodec, expand_image_tokens
 from rl_vlm.imports import replaced
-from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits
+from rl_vlm.models.families import QWEN_TOWERS, text_model
+from rl_vlm.models.families.processor import ProcessorImages
+from rl_vlm.models.images import DEFAULT_PIXELS, ImageLayout, ImageProcessorSpec, PixelLimits
 from rl_vlm.registry import provided
-from rl_vlm.types import UserInputError
+from rl_vlm.types import EncodedImage, UserInputError
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +43,32 @@ DType = Literal["float32", "bfloat16", "float16"]
 HeadDType = Literal["model", "float32"]  # float32: logits are not rounded to the model's type
 Quantization = Literal["none", "nf4"]
 
-# Families whose multimodal positions and image placeholders `chat.py` and `qwen_vl.py` know.
-SUPPORTED_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-
 
 @dataclass(frozen=True, slots=True)
 class TextSide:
-    """Chat codec and image geometry of one model, without its weights."""
+    """Chat codec and image layout of one model, without its weights."""
 
     codec: ChatCodec
-    images: ImageProcessorSpec
+    images: ImageLayout
     vocab_size: int
+
+    def expand(self, token_ids: np.ndarray, images: Sequence[EncodedImage], name: str = "") -> np.ndarray:
+        """Encoded ids int32 with the span of each image in the place of its placeholder. Raises UserInputError."""
+        spans = [self.images.span(image.width, image.height, name) for image in images]
+        return expand_image_tokens(token_ids, self.codec.image_token_id, spans, name)
+
+    def collapse(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
+        """The inverse of `expand`, of ids that may hold the first images only."""
+        pieces, end = [], 0
+        features = token_ids == self.images.image_token_id
+        for image in images:
+            span = self.images.span(image.width, image.height)
+            if not features[end:].any():
+                break
+            start = end + int(features[end:].argmax()) - int((span == self.images.image_token_id).argmax())
+            pieces += [token_ids[end:start], [self.codec.image_token_id]]
+            end = start + len(span)
+        return np.concatenate([*pieces, token_ids[end:]]).astype(np.int32)
 
 
 def resolve_model(name: str, seed: int = 0) -> Path:
@@ -108,15 +127,19 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
     processes of a run alike. Raises UserInputError."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if (family := config.get("model_type")) not in SUPPORTED_FAMILIES:
-            families = ", ".join(SUPPORTED_FAMILIES)
-            raise UserInputError(f"Model type {family!r} is not supported: choose one of {families}.")
         tokenizer = _load_tokenizer(folder)
-        image_token = str(tokenizer.convert_ids_to_tokens(config["image_token_id"]))
-        codec = ChatCodec(tokenizer, _chat_template(folder, tokenizer), image_token)
-        images = ImageProcessorSpec.from_folder(folder).limited(pixels)
-        # Older folders have the language model's settings at the top.
-        return TextSide(codec, images, int(config.get("text_config", config)["vocab_size"]))
+        template = _chat_template(folder, tokenizer)
+        vocab_size = int(config.get("text_config", config)["vocab_size"])  # at the top of older folders
+        if config.get("model_type") in QWEN_TOWERS:
+            token_id = int(config["image_token_id"])
+            spec = replace(ImageProcessorSpec.from_folder(folder).limited(pixels), image_token_id=token_id)
+            codec = ChatCodec(tokenizer, template, str(tokenizer.convert_ids_to_tokens(token_id)))
+            return TextSide(codec, spec, vocab_size)
+        if pixels != DEFAULT_PIXELS:
+            raise UserInputError("model.min_pixels and model.max_pixels are for Qwen's models: leave them out.")
+        images = ProcessorImages(folder, config)
+        codec = ChatCodec(tokenizer, template, images.placeholder, (images.before, images.after))
+        return TextSide(codec, images, vocab_size)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:
         raise UserInputError(
             f"The text files of the model in {folder} cannot be read ({type(error).__name__}: {error}): fetch or copy "
@@ -173,7 +196,8 @@ def load_model(
         options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
     model = from_folder(AutoModelForImageTextToText, folder, **options)
     model.requires_grad_(False)
-    decoder, layers = model.model.language_model, model.model.language_model.layers
+    decoder = text_model(model)
+    layers = decoder.layers
     if layers_on_host:
         del decoder.layers
     if quantization == "none":

@@ -6,11 +6,12 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rl_vlm.models.families import WRITTEN_OUT
 from rl_vlm.models.memory.shape import TARGET_MODULES
 from rl_vlm.models.weights import (
     DOWN,
@@ -20,6 +21,7 @@ from rl_vlm.models.weights import (
     LoraSettings,
     WeightPayload,
     check_fits,
+    in_language_model,
     put_weights,
 )
 from rl_vlm.types import UserInputError
@@ -34,14 +36,17 @@ TOWER_PATTERN = (
 )
 
 
+_OTHER = re.compile(r"\.(gate|base_layer|lora_\w+(\.\w+)?)$")  # routers of experts, and what adapters consist of
+
+
 def target_choice(modules: Iterable[str], preferred: str = "") -> str | None:
     """The choice of `TARGET_MODULES` that adapts these modules, of several the preferred one; None where none does."""
     modules = list(modules)
-    tower = [module for module in modules if re.fullmatch(TOWER_PATTERN, module)]
-    language = [module for module in modules if "language_model" in module]
-    if len(tower) + len(language) < len(modules):
+    language = [module for module in modules if in_language_model(module)]
+    if any(module.startswith("lm_head") for module in modules):
         return None
-    names, adapts_tower = {module.rsplit(".", 1)[-1] for module in language}, bool(tower)
+    names, adapts_tower = {module.rsplit(".", 1)[-1] for module in language}, len(language) < len(modules)
+    names &= set(TARGET_MODULES["all"])  # beside which some families have layers of other names
     fitting = [name for name in TARGET_MODULES if set(TARGET_MODULES[name]) == names]
     fitting = [name for name in fitting if (name == "vision") == adapts_tower]
     return preferred if preferred in fitting else next(iter(fitting), None)
@@ -100,14 +105,8 @@ def merge_into(model: nn.Module, payload: WeightPayload) -> None:
 
 def adaptable_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """All linear layers that an adapter may change, by module name: the language model's and the vision tower's."""
-
-    def is_adaptable(name: str) -> bool:
-        return re.fullmatch(TOWER_PATTERN, name) is not None or (
-            "language_model" in name and name.rsplit(".", 1)[-1] in TARGET_MODULES["all"]
-        )
-
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, nn.Linear) and is_adaptable(name)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in linears.items() if name != "lm_head" and not _OTHER.search(name)}
 
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -116,7 +115,7 @@ def linear_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def changes_tower(modules: Iterable[str]) -> bool:
     """Whether any of these modules belongs to the vision tower: then features of images depend on the adapter."""
-    return any(re.fullmatch(TOWER_PATTERN, module) for module in modules)
+    return not all(map(in_language_model, modules))
 
 
 # LoRA layers through peft: configuration, injection, state.
@@ -124,19 +123,37 @@ def changes_tower(modules: Iterable[str]) -> bool:
 NOTHING_TO_TRAIN = "model.lora.target_modules none leaves nothing to train: choose attn, mlp, all or vision."
 
 
-def lora_config(rank: int, alpha: int, target_modules: str) -> LoraConfig:
-    """LoRA on the language model, and with `vision` on the tower. Raises UserInputError for `none`."""
+def _targets(model: nn.Module, target_modules: str) -> tuple[list[str], str]:
+    """Names of linear layers in the language model, and a pattern of those in the tower, found by their places."""
+    names, tower = list(TARGET_MODULES[target_modules]), set()
+    for place, name in (module.rsplit(".", 1) for module in adaptable_linears(model)):
+        if not in_language_model(f"{place}."):
+            tower.add((place.split(".")[1], name))
+        elif name not in TARGET_MODULES["all"] + tuple(names):  # a mixer of tokens or a feed-forward layer
+            wanted = "attn" if re.search(r"attn|conv", place) else "mlp"
+            names += [name] if target_modules not in ("attn", "mlp") or target_modules == wanted else []
+    parts, leaves = ("|".join(sorted(set(found))) for found in zip(*tower, strict=True))
+    # peft would adapt convolutions of these names, too.
+    kernels = [name for name, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
+    return names, rf"(?!.*({'|'.join(map(re.escape, kernels)) or 'none'})$).*\.({parts})\.(.*\.)?({leaves})"
+
+
+def lora_config(rank: int, alpha: int, target_modules: str, model: Any = None) -> LoraConfig:
+    """LoRA on the language model, and with `vision` on the tower, of a Qwen model if none is given. Raises
+    UserInputError for `none`."""
     from peft import LoraConfig
 
-    names = TARGET_MODULES[target_modules]
-    if not names:
+    if not TARGET_MODULES[target_modules]:
         raise UserInputError(NOTHING_TO_TRAIN)
-    language = rf".*language_model.*\.({'|'.join(names)})"
+    names, tower = list(TARGET_MODULES[target_modules]), TOWER_PATTERN
+    if model is not None and model.config.model_type not in WRITTEN_OUT:
+        names, tower = _targets(model, target_modules)
+    language = rf".*(language_model|text_model).*\.({'|'.join(names)})"
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,  # its noise would exceed the difference between the old and the new policy
-        target_modules=f"{language}|{TOWER_PATTERN}" if target_modules == "vision" else language,
+        target_modules=f"{language}|{tower}" if target_modules == "vision" else language,
         task_type="CAUSAL_LM",
     )
 

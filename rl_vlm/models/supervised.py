@@ -67,9 +67,9 @@ class DialogueEncoder:
             spans += [self._given(role, texts, not number), self._said(reply)]
         shown = [Image.fromarray(part) for _, parts, _ in turns for part in parts if not isinstance(part, str)]
         patches, grids = zip(*(patchify(self.images, image) for image in shown), strict=True)
-        counts = [self.images.num_image_tokens(grid) for grid in grids]
         short_ids, image_id = np.concatenate(spans), self._codec.image_token_id
-        token_ids = expand_image_tokens(short_ids, image_id, counts)
+        counts = [self.images.num_image_tokens(grid) for grid in grids]
+        token_ids = expand_image_tokens(short_ids, image_id, [np.full(count, image_id) for count in counts])
         repeats = np.ones(len(short_ids), dtype=np.int64)
         repeats[short_ids == image_id] = counts
         is_reply = np.concatenate([np.full(len(span), number % 2 == 1) for number, span in enumerate(spans)])

@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -226,6 +227,12 @@ def _unpickled(
 
 PREFIX = "base_model.model."  # peft's, before the module names in adapter files
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # at the end of a tensor's name
+
+
+def in_language_model(name: str) -> bool:
+    """Whether a module or tensor of this name belongs to the language model, by all families' names for it."""
+    return re.search(r"\b(language_model|text_model)\.", name) is not None
+
 
 # Keys of peft's adapter_config.json with which LoRA stays W + scale * B·A; of others the value must say "not used".
 _HARMLESS = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_vlm import tracing
 from rl_vlm.asking import Client
-from rl_vlm.chat import EncodedSpan, expand_image_tokens
+from rl_vlm.chat import EncodedSpan
 from rl_vlm.config import RolloutSection
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import plain_values, reward_parts
@@ -253,7 +253,7 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
         for observation, _ in openings[1:]:
             _check_same_opening(observation, first, prompt, text)
         prompt = replace(prompt, images=await viewed_opening(prompt.images, task, pool))
-        return OpenGroup(task, envs, openings, prompt, _expand(prompt, text, task.group_id))
+        return OpenGroup(task, envs, openings, prompt, text.expand(prompt.token_ids, prompt.images, task.group_id))
 
 
 async def run_group(
@@ -351,7 +351,7 @@ class _GroupSampler:
             ended = episode.turns[-1].stop_reason is StopReason.END_OF_TURN
             span = self.text.codec.encode_continuation(observation.messages, ended)
             span = replace(span, images=viewed(span.images, task))
-            expanded = _expand(span, self.text, task.group_id)
+            expanded = self.text.expand(span.token_ids, span.images, task.group_id)
             budget = episode.next_budget(self.rollout, self.max_context - episode.length - len(expanded))
             if not budget:
                 return
@@ -427,11 +427,6 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
         messages=tuple(episode.messages),
         replica_ids=tuple(episode.replicas),
     ).check()
-
-
-def _expand(span: EncodedSpan, text: TextSide, name: str) -> np.ndarray:
-    counts = [text.images.count_tokens(image.width, image.height) for image in span.images]
-    return expand_image_tokens(span.token_ids, text.codec.image_token_id, counts, name)
 
 
 def _check_same_opening(observation: Observation, first: Observation, prompt: EncodedSpan, text: TextSide) -> None:

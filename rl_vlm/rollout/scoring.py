@@ -220,17 +220,10 @@ async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) 
             "turns: use against: reference."
         )
     codec = answered.text.codec
-    expanded = one.token_ids[: one.turns[0].start]
-    is_image = expanded == codec.image_token_id
-    # One placeholder per image, as requests have them; a Qwen template puts other tokens between two images.
-    first = is_image & ~np.concatenate([[False], is_image[:-1]])
-    request = GenerationRequest(
-        f"{one.trajectory_id}:start",
-        expanded[first | ~is_image],
-        SamplingParams(max_new_tokens, temperature=0.0),
-        one.images[: int(first.sum())],
-        BASE_MODEL,
-    )
+    prompt = answered.text.collapse(one.token_ids[: one.turns[0].start], one.images)
+    shown = one.images[: int((prompt == codec.image_token_id).sum())]
+    sampling = SamplingParams(max_new_tokens, temperature=0.0)
+    request = GenerationRequest(f"{one.trajectory_id}:start", prompt, sampling, shown, BASE_MODEL)
     completion = await answered.policy.generate(request)
     said = completion.samples[0].token_ids
     return without_thoughts(codec.decode(said)), len(completion.prompt_ids) + len(said)

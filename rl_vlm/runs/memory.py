@@ -10,7 +10,7 @@ from typing import Any
 from rl_vlm.config import CommonConfig, PolicyConfig, TrainConfig
 from rl_vlm.machine import multiplies_bfloat16
 from rl_vlm.models.hub import fetch_config
-from rl_vlm.models.loading import SUPPORTED_FAMILIES, DType, builtin_models, resolve_model
+from rl_vlm.models.loading import DType, builtin_models, resolve_model
 from rl_vlm.models.memory.needs import Card, MemoryPlan, plan_memory, published_bytes
 from rl_vlm.models.memory.shape import ELEMENT, ModelShape, amount, gib, text
 from rl_vlm.runs.surroundings import gpu_sizes
@@ -54,8 +54,6 @@ def object_store_mib(config: CommonConfig) -> int:
 def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     """The plan as lines for people."""
     yield f"{config.name}: {config.model.path}, {amount(plan.shape.parameters)} parameters"
-    if plan.shape.family not in SUPPORTED_FAMILIES:
-        yield f"Models of type {plan.shape.family} are planned, and not served or trained yet."
     for card in plan.cards:
         yield from _card(card, plan.gpus)
     if slow := slow_type(config):

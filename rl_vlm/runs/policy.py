@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_vlm.algorithms.checkpoint import write_checkpoint
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
@@ -174,14 +173,17 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
                 raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
             observation, _ = env.reset(seed=0, options={"index": 0, "split": split})
             span = text.codec.encode_prompt(observation.messages)
-            counts = [text.images.count_tokens(image.width, image.height) for image in span.images]
-            length = len(expand_image_tokens(span.token_ids, text.codec.image_token_id, counts))
+            length = len(text.expand(span.token_ids, span.images))
             if length >= config.serving.max_context:
                 raise UserInputError(
                     f"The first {split} prompt has {length} tokens and serving.max_context is "
                     f"{config.serving.max_context}: raise it, or shrink the images."
                 )
-            summary |= {f"{split}_items": size, f"{split}_prompt_tokens": length, f"{split}_image_tokens": sum(counts)}
+            summary |= {
+                f"{split}_items": size,
+                f"{split}_prompt_tokens": length,
+                f"{split}_image_tokens": length - len(span.token_ids) + len(span.images),
+            }
     return summary
 
 

@@ -22,7 +22,14 @@ from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.loading import TextSide, check_quantization, check_weights, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.models.weights import AdapterPayload, WeightPayload, find_trained, read_payload, trained_folder
+from rl_vlm.models.weights import (
+    AdapterPayload,
+    WeightPayload,
+    find_trained,
+    in_language_model,
+    read_payload,
+    trained_folder,
+)
 from rl_vlm.runs.evaluate import run_for
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.surroundings import check_vllm_is_installed
@@ -92,7 +99,7 @@ def plan(
         config = run_for(config, adapter)
     if isinstance(payload, AdapterPayload):
         names = payload.state()  # raises when the file is damaged
-        if _for_serving(config).serving.engine == "vllm" and not all(".language_model." in name for name in names):
+        if _for_serving(config).serving.engine == "vllm" and not all(map(in_language_model, names)):
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
             )

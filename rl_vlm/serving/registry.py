@@ -232,6 +232,7 @@ class Registry:
         known = tenant.reports.get(version) if tenant is not None else None
         if known is None or known.sha256 != sha256:
             return 0.0
+        self._asleep.discard(replica_id)  # loading has woken it, and it says so later
         seconds = known.acked[replica_id] = time.monotonic() - known.published_at
         await self._notify()
         return seconds

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from rl_vlm.chat import EncodedSpan, expand_image_tokens
+from rl_vlm.chat import EncodedSpan
 from rl_vlm.envs.data import IMAGE_MARKER, BadRowError, Row, Schema
 from rl_vlm.learning.batching import count_images
 from rl_vlm.models.loading import TextSide
@@ -198,10 +198,9 @@ class ConversationEncoder:
         length = 0
         for span, is_reply in self._spans(conversation):
             try:
-                counts = [self._text.images.count_tokens(image.width, image.height) for image in span.images]
+                expanded = self._text.expand(span.token_ids, span.images)
             except UserInputError as error:  # an image of a shape that the model cannot be shown
                 raise BadRowError(f"{conversation.where}: {error}") from error
-            expanded = expand_image_tokens(span.token_ids, self._text.codec.image_token_id, counts)
             ids.append(expanded)
             said.append(np.full(len(expanded), is_reply))
             if length < self._max_length:
@@ -214,7 +213,7 @@ class ConversationEncoder:
             # Up to the last token that is said and fits: no image is cut, and nothing is shown that nobody answers.
             stop = int(np.flatnonzero(mask[: self._max_length])[-1]) + 1
             token_ids, mask = token_ids[:stop], mask[:stop]
-            shown = shown[: count_images(token_ids, shown, self._text.images, self._text.codec.image_token_id)]
+            shown = shown[: count_images(token_ids, shown, self._text.images)]
         changes = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
         return Trajectory(
             trajectory_id=conversation.where,

@@ -14,8 +14,8 @@ from core_support import Sample, batch_of, run_config, train_sample
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.models.families.generic import ImageFeatures
 from rl_vlm.models.loading import resolve_model
-from rl_vlm.models.qwen_vl import ImageFeatures
 from rl_vlm.types import EncodedImage, StopReason, Trajectory, TrajectoryStatus, Turn
 
 

@@ -27,7 +27,6 @@ from vllm_support import (
     vllm_config,
 )
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import parse_config
 from rl_vlm.engines import vllm_setup
 from rl_vlm.engines.base import BASE_MODEL, EngineError
@@ -360,13 +359,11 @@ def test_what_cannot_be_sampled_is_named_and_leaves_the_engine_working(
         with pytest.raises(EngineError, match=f"(?s)Request bad.*{message}"):
             generate(engine, good, replace(request, request_id="bad"))
     with monkeypatch.context() as patch:
-        patch.setattr(ImageProcessorSpec, "count_tokens", lambda self, width, height: 5)
+        patch.setattr(ImageProcessorSpec, "count_tokens", lambda self, width, height, name: 5)
         with pytest.raises(EngineError, match="grids"):
             generate(engine, good)
     (completion,) = generate(engine, good)
-    counts = [text.images.count_tokens(96, 64)]
-    expected = expand_image_tokens(good.prompt_ids, text.codec.image_token_id, counts)
-    np.testing.assert_array_equal(completion.prompt_ids, expected)
+    np.testing.assert_array_equal(completion.prompt_ids, text.expand(good.prompt_ids, good.images))
     assert generate(engine) == []
 
 
@@ -406,7 +403,7 @@ def test_adapters_swap_without_mixing_versions(
     assert error < TOLERANCE
 
     async def swap_in_flight() -> tuple[Completion, Completion]:
-        long = replace(request, sampling=SamplingParams(400, n=8, temperature=1.0))
+        long = replace(request, sampling=SamplingParams(400, n=8, temperature=1.0, ignore_eos=True))
         running = asyncio.create_task(engine.generate([long]))
         while engine._llm.get_num_unfinished_requests() < 8:
             await asyncio.sleep(0.01)
@@ -500,7 +497,7 @@ def test_a_dead_engine_core_is_noticed(model: Path, text: TextSide) -> None:
     engine = VLLMEngine(model, vllm_config(1024, rank=8))
 
     async def kill_while_busy() -> None:
-        call = asyncio.create_task(engine.generate([ask(text, "unlucky", n=8, max_new_tokens=900)]))
+        call = asyncio.create_task(engine.generate([ask(text, "unlucky", n=8, max_new_tokens=900, ignore_eos=True)]))
         while engine._llm.get_num_unfinished_requests() < 8:
             await asyncio.sleep(0.01)
         assert not engine.dead

@@ -26,27 +26,27 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import EngineCall
+from rl_vlm.models.families.qwen_vl import QwenBackbone
 from rl_vlm.models.loading import TextSide
-from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, RLVLMError, StopReason
 
 Parts = list[str | EncodedImage]
 
 
 @pytest.fixture
-def endless(model: Any, text: TextSide) -> Iterator[Backbone]:
+def endless(model: Any, text: TextSide) -> Iterator[QwenBackbone]:
     """A backbone that never ends a turn, so that lengths are what the test says."""
     backbone = backbone_of(model, text)
     backbone.token_bias[text.codec.end_of_turn_id] = float("-inf")
     yield backbone
 
 
-def backbone_of(model: Any, text: TextSide) -> Backbone:
-    return Backbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
+def backbone_of(model: Any, text: TextSide) -> QwenBackbone:
+    return QwenBackbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
 
 
-def decoder_of(backbone: Backbone, text: TextSide, max_context: int = 2048) -> Decoder:
-    return Decoder(backbone, text.codec, max_context=max_context)
+def decoder_of(backbone: QwenBackbone, text: TextSide, max_context: int = 2048) -> Decoder:
+    return Decoder(backbone, text, max_context=max_context)
 
 
 def run(decoder: Decoder, *waves: tuple[int, Sequence[GenerationRequest]]) -> dict[str, Completion]:
@@ -142,7 +142,7 @@ def test_requests_that_join_others_give_the_same_as_alone(text: TextSide, model:
             assert close(sample.logprobs, other.logprobs)
 
 
-def test_rows_of_different_lengths_survive_many_retirements(text: TextSide, endless: Backbone) -> None:
+def test_rows_of_different_lengths_survive_many_retirements(text: TextSide, endless: QwenBackbone) -> None:
     rng = np.random.default_rng(3)
     requests = []
     for k, image in enumerate(pictures(rng, 8)):
@@ -170,7 +170,7 @@ def test_more_prompt_tokens_than_one_prefill_takes_give_the_same(
         assert found[name].samples[0].token_ids.tolist() == answer.samples[0].token_ids.tolist()
 
 
-def test_samples_with_seeds_repeat_and_samples_without_differ(text: TextSide, endless: Backbone) -> None:
+def test_samples_with_seeds_repeat_and_samples_without_differ(text: TextSide, endless: QwenBackbone) -> None:
     def tokens(**sampling: Any) -> list[list[int]]:
         answer = run(decoder_of(endless, text), (0, [request(text, ["hi"], max_new_tokens=16, **sampling)]))["r"]
         return [sample.token_ids.tolist() for sample in answer.samples]
@@ -195,14 +195,14 @@ def test_a_sample_ends_with_its_end_of_turn_token(text: TextSide, model: Any) ->
         assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
 
 
-def test_a_sample_stops_at_its_length(text: TextSide, endless: Backbone) -> None:
+def test_a_sample_stops_at_its_length(text: TextSide, endless: QwenBackbone) -> None:
     requests = [request(text, ["?"], name=str(length), max_new_tokens=length) for length in (1, 2, 30)]
     for name, answer in run(decoder_of(endless, text), (0, requests)).items():
         assert len(answer.samples[0].token_ids) == int(name)
         assert answer.samples[0].stop_reason is StopReason.LENGTH
 
 
-def test_a_stop_string_ends_the_sample_where_it_appears(text: TextSide, endless: Backbone) -> None:
+def test_a_stop_string_ends_the_sample_where_it_appears(text: TextSide, endless: QwenBackbone) -> None:
     free = run(decoder_of(endless, text), (0, [request(text, ["?"], max_new_tokens=40, seeds=(8,))]))["r"].samples[0]
     whole = text.codec.decode(free.token_ids)
     stop = text.codec.decode(free.token_ids[10:13])  # three tokens: it straddles token borders
@@ -260,7 +260,7 @@ def test_a_hostile_model_cannot_forge_an_image(hostile_folder: Path) -> None:
     )
 
 
-def test_a_stop_string_in_the_last_allowed_token_counts_as_stop(text: TextSide, endless: Backbone) -> None:
+def test_a_stop_string_in_the_last_allowed_token_counts_as_stop(text: TextSide, endless: QwenBackbone) -> None:
     free = run(decoder_of(endless, text), (0, [request(text, ["?"], max_new_tokens=12, seeds=(9,))]))["r"].samples[0]
     for length in range(1, 12):
         text_now, before = text.codec.decode(free.token_ids[:length]), text.codec.decode(free.token_ids[: length - 1])
@@ -272,7 +272,7 @@ def test_a_stop_string_in_the_last_allowed_token_counts_as_stop(text: TextSide, 
     assert (sample.stop_reason, len(sample.token_ids)) == (StopReason.STOP, length)
 
 
-def test_a_cancelled_job_leaves_and_others_go_on(text: TextSide, endless: Backbone) -> None:
+def test_a_cancelled_job_leaves_and_others_go_on(text: TextSide, endless: QwenBackbone) -> None:
     decoder = decoder_of(endless, text)
     stays = request(text, ["stays"], name="stays", max_new_tokens=30, seeds=(1,))
     leaves = request(text, ["leaves"], name="leaves", max_new_tokens=30, n=3)
@@ -324,6 +324,6 @@ def test_image_features_of_another_form_are_an_error(
         return out
 
     monkeypatch.setattr(model.model, "get_image_features", other)
-    backbone = Backbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
+    backbone = QwenBackbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size))
     with pytest.raises(RLVLMError, match="shapes"):
         backbone.image_features(pictures(np.random.default_rng(0), 2))

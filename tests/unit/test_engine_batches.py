@@ -19,18 +19,18 @@ from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import RowCache, reserved_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
+from rl_vlm.models.families.qwen_vl import _VISION_PATCHES, QwenBackbone
 from rl_vlm.models.images import PixelLimits
 from rl_vlm.models.loading import TextSide, load_text_side
-from rl_vlm.models.qwen_vl import _VISION_PATCHES, Backbone
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.runs.train import inspect_run
 from rl_vlm.serving.replica import build_engine
 from rl_vlm.types import GenerationRequest, SampleChunk, UserInputError
 
 
-def backbone_of(folder: Path, text: TextSide, **more: Any) -> Backbone:
+def backbone_of(folder: Path, text: TextSide, **more: Any) -> QwenBackbone:
     model = plain_model(folder).requires_grad_(False)  # features of a tower that is trained are not kept
-    return Backbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size), **more)
+    return QwenBackbone(model, text.images, text.codec.suppressed_token_ids(text.vocab_size), **more)
 
 
 # --- prompts

@@ -29,8 +29,8 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import choose_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.models.families.qwen_vl import QwenBackbone
 from rl_vlm.models.loading import TextSide
-from rl_vlm.models.qwen_vl import Backbone
 from rl_vlm.numerics import derive_seed, splitmix64, uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason
 
@@ -40,7 +40,7 @@ PREFIXES = ("red", "red square", "redder", "0", "1", "-1")
 @pytest.fixture
 def decoder(model: Any, text: TextSide) -> Decoder:
     suppressed = text.codec.suppressed_token_ids(text.vocab_size)
-    return Decoder(Backbone(model, text.images, suppressed), text.codec, max_context=512)
+    return Decoder(QwenBackbone(model, text.images, suppressed), text, max_context=512)
 
 
 def run(decoder: Decoder, *requests: GenerationRequest) -> list[Completion]:

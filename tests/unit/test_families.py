@@ -33,7 +33,7 @@ from transformers import (
 from rl_vlm.chat import mrope_positions
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.learning.update import PolicyUpdater
-from rl_vlm.models.qwen_vl import Backbone
+from rl_vlm.models.families.qwen_vl import QwenBackbone
 from rl_vlm.types import Message
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
@@ -107,8 +107,8 @@ def test_engine_and_learner_equal_teacher_forcing(folder: Path) -> None:
     text = text_side(folder)
     policy = adapted_policy(folder, rollout__temperature=0.7)
     decoder = Decoder(
-        Backbone(policy.model, text.images, text.codec.suppressed_token_ids(text.vocab_size)),
-        text.codec,
+        QwenBackbone(policy.model, text.images, text.codec.suppressed_token_ids(text.vocab_size)),
+        text,
         max_context=512,
     )
     rng = np.random.default_rng(1)

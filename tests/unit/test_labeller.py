@@ -90,10 +90,9 @@ def next_logits(folder: Path, message: Message, images: list[Image.Image]) -> to
     text = text_side(folder)
     parts = [patchify(text.images, image) for image in images]
     grids = tuple(grid for _, grid in parts)
-    counts = [text.images.num_image_tokens(grid) for grid in grids]
-    image_id = text.codec.image_token_id
-    ids = expand_image_tokens(text.codec.encode_prompt([message]).token_ids, image_id, counts)
-    positions = mrope_positions(ids, image_id, grids, text.images.merge_size)
+    spans = [np.full(text.images.num_image_tokens(grid), text.codec.image_token_id) for grid in grids]
+    ids = expand_image_tokens(text.codec.encode_prompt([message]).token_ids, text.codec.image_token_id, spans)
+    positions = mrope_positions(ids, text.codec.image_token_id, grids, text.images.merge_size)
     with torch.no_grad():
         out = plain_model(folder)(
             input_ids=torch.from_numpy(ids.astype(np.int64))[None],

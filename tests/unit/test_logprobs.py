@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rl_vlm.learning.losses import Tile, token_logprobs
 from rl_vlm.models import devices
-from rl_vlm.models.qwen_vl import Backbone
+from rl_vlm.models.families.qwen_vl import QwenBackbone
 
 VOCABULARY, WIDTH, COUNT = 50, 16, 23
 SUPPRESSED = [0, 7, 8, 49]
@@ -20,15 +20,15 @@ SUPPRESSED = [0, 7, 8, 49]
 class Head:
     """The part of a backbone that makes logits, with a trainable projection so that its gradient can be compared too."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, wide: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, wide: bool = False, softcap: float | None = None) -> None:
         torch.manual_seed(0)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False).to(dtype)
         self.token_bias = torch.zeros(VOCABULARY)
         self.token_bias[SUPPRESSED] = float("-inf")
-        self.wide_head = wide
+        self.wide_head, self.softcap = wide, softcap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return Backbone.logits(self, hidden)  # type: ignore[arg-type]
+        return QwenBackbone.logits(self, hidden)  # type: ignore[arg-type]
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -52,6 +52,27 @@ def gradients(head: Head, values: tuple[Tensor, Tensor], hidden: Tensor) -> tupl
     generator = torch.Generator().manual_seed(2)
     mixture = torch.randn(2, COUNT, generator=generator)
     return torch.autograd.grad((torch.stack(values) * mixture).sum(), [hidden, head.lm_head.weight])
+
+
+def test_capped_logits_have_the_same_gradients_as_written_out() -> None:
+    """Of a tanh before the temperature, in several parts, with suppressed tokens."""
+    head: Any = Head(softcap=0.8)
+    hidden, targets = inputs()
+    hidden, targets = hidden.repeat(30, 1).requires_grad_(), targets.repeat(30)
+    allowed = [i for i in range(VOCABULARY) if i not in SUPPRESSED]
+    capped = 0.8 * torch.tanh(hidden @ head.lm_head.weight.T / 0.8)[:, allowed] / 0.7
+    distribution = torch.distributions.Categorical(logits=capped)
+    wanted = distribution.log_prob(torch.tensor([allowed.index(int(target)) for target in targets]))
+    found, entropy = token_logprobs(head, hidden, targets, 0.7)
+    assert entropy is not None
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(entropy, distribution.entropy())
+    ours, theirs = (
+        torch.autograd.grad((one.cos() + two).sum(), [hidden, head.lm_head.weight], retain_graph=True)
+        for one, two in ((found, entropy), (wanted, distribution.entropy()))
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])

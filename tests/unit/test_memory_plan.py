@@ -21,7 +21,7 @@ from transformers import (
 
 from rl_vlm import cli
 from rl_vlm.config import ModelSection, PolicyConfig, load_config, parse_config
-from rl_vlm.models import qwen_vl
+from rl_vlm.models.families import generic, qwen_vl
 from rl_vlm.models.lora import TARGET_MODULES, inject_lora, lora_config
 from rl_vlm.models.memory import needs
 from rl_vlm.models.memory.needs import (
@@ -109,7 +109,7 @@ def test_a_layer_keeps_what_autograd_keeps(size: str, dtype: str, target: str) -
 
 def test_constants_are_those_of_the_code_that_allocates() -> None:
     assert qwen_vl._VISION_PATCHES == {"cuda": PATCHES_AT_ONCE, "cpu": PATCHES_ON_CPU}
-    assert ModelSection().image_cache_bytes == qwen_vl.CACHE_BYTES
+    assert ModelSection().image_cache_bytes == generic.CACHE_BYTES
     wide, narrow = PolicyConfig(), parse_config({"model": {"image_cache_mib": 16}})
     shape = ModelShape.from_config(PUBLISHED["2b"])
     for images in (

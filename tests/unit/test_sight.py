@@ -17,7 +17,7 @@ from core_support import picture
 from policy_loop import MAX_CONTEXT, ROLLOUT, Loop
 
 from rl_vlm.algorithms.sight_probe import SightProbe
-from rl_vlm.engines import decoder
+from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.envs.base import StepResult, VisionEnv
 from rl_vlm.envs.images import blank
@@ -146,13 +146,13 @@ def test_an_engine_that_loses_pixels_or_swaps_images_is_found(tiny_folder: Path,
 def test_an_engine_with_zeros_in_the_rows_of_positions_is_found(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_rows(*arguments: Any) -> np.ndarray:
-        positions = own(*arguments)
-        positions[1:] = 0
-        return positions
+    def without_rows(*arguments: Any) -> Any:
+        prepared = own(*arguments)
+        prepared.positions[1:] = 0
+        return prepared
 
-    own = decoder.mrope_positions
-    monkeypatch.setattr(decoder, "mrope_positions", without_rows)
+    own = Decoder._expanded
+    monkeypatch.setattr(Decoder, "_expanded", without_rows)
     assert InProcess(tiny_folder).faults() == ["positions"]
 
 

@@ -110,6 +110,17 @@ async def test_replicas_that_do_not_rest_in_time_are_named_and_dead_ones_not_wai
     assert await registry.let_sleep(True, 10.0) == []
 
 
+@in_loop
+async def test_a_replica_that_a_version_has_woken_does_not_pass_for_asleep() -> None:
+    registry = await own_registry()
+    resting = asyncio.create_task(registry.watch("one", None, asleep=True))
+    await until(lambda: registry._asleep == {"one"})
+    await publish(registry, 1)
+    await registry.ack("one", POLICY, 1, "hash 1")
+    assert await registry.let_sleep(True, 0.05) == ["one"]
+    await resting
+
+
 @pytest.mark.parametrize(("config", "reason"), TABLES["runs_that_do_not_take_turns_are_refused"])
 def test_runs_that_do_not_take_turns_are_refused(config: dict[str, dict[str, Any]], reason: str) -> None:
     base: dict[str, dict[str, Any]] = {

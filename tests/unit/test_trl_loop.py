@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from rl_vlm.chat import expand_image_tokens
 from rl_vlm.config import parse_config
 from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
@@ -53,8 +52,7 @@ def test_prompts_are_those_of_the_system(loop, tiny_folder):
     )  # fmt: skip
     for item, ids in zip(items, encoded["input_ids"].tolist(), strict=True):
         span = text.codec.encode_prompt([Message.of("user", item.image, item.question)])
-        count = text.images.count_tokens(item.image.width, item.image.height)
-        assert ids == expand_image_tokens(span.token_ids, text.codec.image_token_id, [count]).tolist()
+        assert ids == text.expand(span.token_ids, [item.image]).tolist()
     decoded = AutoProcessor.from_pretrained(tiny_folder).image_processor(
         images=[item.image.to_pil() for item in items], return_tensors="pt"
     )

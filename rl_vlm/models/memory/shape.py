@@ -108,6 +108,11 @@ class TextShape(BaseModel):
         return self.linear_parameters + norms
 
     @property
+    def kv_per_token(self) -> int:
+        """Numbers in the keys and values of one token, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
     def embedding(self) -> int:
         """Parameters of the embedding, and of the output projection where it is not tied to it."""
         return self.vocab * self.hidden
@@ -167,9 +172,11 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """From the content of config.json. Raises UserInputError for families that are not known."""
-        family = config.get("model_type")
+        family = str(config.get("model_type"))
         if family not in ("qwen3_vl", "qwen2_5_vl"):
-            raise UserInputError(f"No memory plan for model type {family!r}: it is known for Qwen2.5-VL and Qwen3-VL.")
+            from rl_vlm.models.memory.counted import count_shape  # which imports transformers
+
+            return count_shape(config)
         older = family == "qwen2_5_vl"
         text = config.get("text_config", config)  # older folders have the language model's settings at the top
         heads = text["num_attention_heads"]
@@ -199,7 +206,9 @@ class ModelShape:
 
     def adapted(self, target_modules: str) -> list[Linear]:
         """The linear layers that `model.lora.target_modules` changes."""
-        language = [linear for linear in self.text.linears() if linear.name in TARGET_MODULES[target_modules]]
+        names = TARGET_MODULES[target_modules]
+        everything = set(names) == set(TARGET_MODULES["all"])  # some families have layers of other names, too
+        language = [linear for linear in self.text.linears() if everything or linear.name in names]
         return language + (list(self.tower.linears()) if target_modules == "vision" else [])
 
     def lora_parameters(self, rank: int, target_modules: str) -> int:
@@ -207,4 +216,4 @@ class ModelShape:
 
     def kv_bytes_per_token(self, element: int) -> int:
         """Keys and values of one token in all layers, with `element` bytes each."""
-        return 2 * self.text.layers * self.text.kv_heads * self.text.head_dim * element
+        return self.text.kv_per_token * element

@@ -1,0 +1,175 @@
+"""Attention in which several query heads share a key head, and over packed rows, for models of all families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+# By a kernel that does not write out all scores.
+
+
+def needs_own_keys(query: Tensor) -> bool:
+    """Whether every query head must be given keys and values of its own.
+
+    Of a GPU's kernels only those for 16 bits know groups of heads: for float32 torch would write out all scores.
+    """
+    return query.device.type == "cuda" and query.dtype == torch.float32
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """[B, heads, L, head_dim] of query, and of key and value [B, key heads, L, head_dim]; with a gradient."""
+    if needs_own_keys(query):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
+    return functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """As `causal_attention`, where a mask bool [L, K] says what is seen of key and value [B, key heads, K, head_dim].
+
+    Query heads that share a key head are passed as further queries, because keys repeated for each would be kept for
+    the backward pass. Of a long sequence the repeated mask would be larger.
+    """
+    rows, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    if length > 2 * key.shape[1] * size:
+        key, value = (side.repeat_interleave(groups, dim=1) for side in (key, value))
+        groups = 1
+    mixed = functional.scaled_dot_product_attention(
+        query.reshape(rows, heads // groups, groups * length, size),
+        key,
+        value,
+        attn_mask=mask.repeat(groups, 1)[None, None],
+        scale=scale,
+    )
+    return mixed.reshape(rows, heads, length, size)
+
+
+def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, heads * head_dim] of one query per row [B, heads, head_dim], key and value [B, key heads, L, head_dim].
+
+    mask: bool (what is seen) or a bias [B, 1, 1, L]; None where all is seen. Query heads that share a key head are
+    passed as the query dimension: kernels that take a mask know no groups.
+    """
+    rows, key_heads, _, size = key.shape
+    mixed = functional.scaled_dot_product_attention(
+        query.reshape(rows, key_heads, -1, size), key, value, attn_mask=mask, scale=scale
+    )
+    return mixed.reshape(rows, -1)
+
+
+# Attention over packed rows without a mask [B, 1, L, L]: each continuation sees the shared prompt and itself.
+#
+# A row's tokens are its prompt (segment 0), continuations (1, 2, ...) one after the other, and padding (-1). Prompt
+# and first continuation are plain causal attention; each further continuation is a call of its own, whose keys are the
+# prompt's and its own. (Flex attention takes segments as its mask, but refuses gradients on a CPU.)
+
+NAME = "rl_vlm_segments"  # as transformers knows it
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A later continuation [start, stop) of a row whose prompt has `prompt` tokens."""
+
+    prompt: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Where the continuations after the first stand, by row, and a mask that all of them share."""
+
+    later: dict[int, list[Continuation]]
+    longest_prompt: int
+    mask: Tensor  # bool [longest, longest prompt + longest]: prompt, then causal
+
+    @classmethod
+    def of(cls, segments: np.ndarray, device: torch.device | str = "cpu") -> SegmentLayout:
+        """From segments int [B, L] in this order."""
+        later: dict[int, list[Continuation]] = {}
+        for number, row in enumerate(segments):
+            real = row[: int((row >= 0).sum())]
+            kinds, starts = np.unique(real, return_index=True)
+            ends = [*starts[1:].tolist(), len(real)]
+            prompt = ends[0] if len(kinds) and kinds[0] == 0 else 0
+            first = 2 if prompt else 1
+            for start, stop in list(zip(starts.tolist(), ends, strict=True))[first:]:
+                later.setdefault(number, []).append(Continuation(prompt, start, stop))
+        every = [continuation for members in later.values() for continuation in members]
+        longest = max((continuation.stop - continuation.start for continuation in every), default=0)
+        longest_prompt = max((continuation.prompt for continuation in every), default=0)
+        mask = torch.ones(longest, longest_prompt + longest, dtype=torch.bool, device=device)
+        return cls(later, longest_prompt, mask.tril(longest_prompt))
+
+    def pays(self, length: int, call_cost: int) -> bool:
+        """Whether this is cheaper than dense masks of `length`; a further call costs as much as so many pairs."""
+        saved = 0
+        for members in self.later.values():
+            sizes = [(one.prompt, one.stop - one.start) for one in members]
+            spent = call_cost * len(members) + sum(own * (prompt + own) for prompt, own in sizes)
+            saved += length**2 - members[0].start ** 2 - spent
+        return saved >= 0
+
+    def mask_of(self, continuation: Continuation) -> Tensor:
+        """bool [queries, prompt + queries]: a view."""
+        length = continuation.stop - continuation.start
+        return self.mask[:length, self.longest_prompt - continuation.prompt : self.longest_prompt + length]
+
+
+def dense_mask(segments: Tensor) -> Tensor:
+    """The same as a mask bool [B, 1, L, L] of segments [B, L]: the reference."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    key, query = segments[:, None, None, :], segments[:, None, :, None]
+    return causal & ((key == 0) | (key == query))
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    segments: SegmentLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: [B, L, heads, head_dim] of query, key and value [B, heads, L, head_dim]; its
+    own `sdpa` without `segments`. Outputs of padding are unspecified, and finite."""
+    if segments is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
+
+    packed = segments.later
+    if not packed:
+        return causal(query, key, value), None
+    by_number: dict[int, Tensor] = {}
+    plain = [number for number in range(len(query)) if number not in packed]
+    if plain:
+        by_number |= dict(zip(plain, causal(query[plain], key[plain], value[plain]), strict=True))
+    for number, members in packed.items():
+        query_row, key_row, value_row = query[number, None], key[number, None], value[number, None]
+        first = members[0].start
+        pieces = [causal(query_row[:, :, :first], key_row[:, :, :first], value_row[:, :, :first])[0]]
+        for continuation in members:
+            own = slice(continuation.start, continuation.stop)
+            keys, values = (
+                torch.cat([side[:, :, : continuation.prompt], side[:, :, own]], dim=2) for side in (key_row, value_row)
+            )
+            attended = masked_attention(query_row[:, :, own], keys, values, segments.mask_of(continuation), scaling)
+            pieces.append(attended[0].transpose(0, 1))
+        padding = query.shape[2] - members[-1].stop
+        pieces.append(pieces[0].new_zeros(padding, *pieces[0].shape[1:]))
+        by_number[number] = torch.cat(pieces)
+    return torch.stack([by_number[number] for number in range(len(query))]), None

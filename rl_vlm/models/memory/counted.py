@@ -1,0 +1,110 @@
+"""The sizes of models of any family, counted in the model that transformers makes of config.json, without memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_vlm.models.memory.shape import Linear, ModelShape, TextShape, TowerShape
+from rl_vlm.types import UserInputError
+
+
+class CountedText(TextShape):
+    """A language model whose layers are counted."""
+
+    counted: list[Linear]
+    total: int
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self.counted
+
+    @property
+    def parameters(self) -> int:
+        return self.total
+
+    @property
+    def kv_per_token(self) -> int:
+        return 2 * sum(linear.copies * linear.outputs for linear in self.counted if linear.name == "k_proj")
+
+
+class CountedTower(TowerShape):
+    """Towers and projectors whose layers are counted."""
+
+    counted: list[Linear]
+    total: int
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self.counted
+
+    @property
+    def parameters(self) -> int:
+        return self.total
+
+
+def count_shape(config: Mapping[str, Any]) -> ModelShape:
+    """From the content of config.json. Raises UserInputError for a model type that transformers does not know."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from rl_vlm.models.families import text_model, towers
+    from rl_vlm.models.lora import adaptable_linears
+
+    try:
+        family = str(config["model_type"])
+        settings = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model: Any = AutoModelForImageTextToText.from_config(settings)
+    except (KeyError, ValueError) as error:
+        raise UserInputError(
+            f"transformers knows no vision-language model of type {config.get('model_type')!r}: {error}"
+        ) from error
+    text, vision = settings.get_text_config(), settings.vision_config
+    parts: dict[bool, Counter[tuple[str, int, int, bool]]] = {True: Counter(), False: Counter()}
+    language = {id(module) for module in text_model(model).modules()}
+    for name, module in adaptable_linears(model).items():
+        leaf = name.rsplit(".", 1)[-1]
+        parts[id(module) in language][leaf, module.in_features, module.out_features, module.bias is not None] += 1
+    linears = {side: [Linear(*key, copies) for key, copies in found.items()] for side, found in parts.items()}
+    sizes = {side: sum(p.numel() for part in of for p in part.parameters()) for side, of in
+             ((True, [text_model(model)]), (False, towers(model)))}  # fmt: skip
+    embedding = text.vocab_size * text.hidden_size
+    heads = text.num_attention_heads
+    vision_width = int(getattr(vision, "hidden_size", text.hidden_size))
+    return ModelShape(
+        family,
+        CountedText.model_validate({
+            "hidden_size": text.hidden_size, "num_hidden_layers": text.num_hidden_layers, "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+            "intermediate_size": text.intermediate_size, "vocab_size": text.vocab_size, "head_norms": True,
+            "counted": linears[True], "total": sizes[True] - embedding,
+        }),
+        CountedTower.model_validate({
+            "hidden_size": vision_width,
+            "depth": getattr(vision, "depth", None) or vision.num_hidden_layers,
+            "intermediate_size": getattr(vision, "intermediate_size", 4 * vision_width), "temporal_patch_size": 1,
+            "patch_size": _side(getattr(vision, "patch_size", 16)), "spatial_merge_size": _merge(settings, vision),
+            "out_hidden_size": text.hidden_size, "gated": False,
+            "counted": linears[False], "total": sizes[False],
+        }),
+        bool(settings.tie_word_embeddings),
+    )  # fmt: skip
+
+
+def _side(size: Any) -> int:
+    return int(size if isinstance(size, int) else size[0])
+
+
+def _merge(settings: Any, vision: Any) -> int:
+    """How many patches, along a side, one token stands for."""
+    for holder in (settings, vision):
+        for name in ("scale_factor", "spatial_merge_size", "downsample_factor"):
+            if value := getattr(holder, name, None):
+                return int(value)
+    if ratio := getattr(settings, "downsample_ratio", None):
+        return round(1 / ratio)
+    if tokens := getattr(settings, "mm_tokens_per_image", None):
+        return round(_side(vision.image_size) / _side(vision.patch_size) / math.sqrt(tokens))
+    return 1

@@ -1,0 +1,300 @@
+"""Model folders with a family's true form, reduced widths and random weights: `build(family, folder)`.
+
+True are: the configuration's structure, the processor with its settings, how images stand in a prompt, the names of
+special tokens, and the chat template (of those that trl ships, that copy; else written here in the same form).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+# Heads of 32, which vLLM's attention on a CPU asks for.
+_TEXT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.1,
+}  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "initializer_range": 0.15,
+}  # fmt: skip
+_QWEN_TOWER = {
+    "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+    "num_position_embeddings": 64, "initializer_range": 0.15,
+}  # fmt: skip
+_QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def trl_template(name: str) -> str:
+    """A template that trl ships, without importing trl."""
+    found = importlib.util.find_spec("trl")
+    assert found is not None and found.origin is not None
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def _loop(turn: str, end: str, image: str, start: str = "", prompt: str = "") -> str:
+    """A template of the plain form: `turn` before a message, where {role} stands for its role, and `end` after it."""
+    before = turn.replace("{role}", "{{ message['role'] }}")
+    return (
+        f"{start}{{% for message in messages %}}{before}{{% for part in message['content'] %}}"
+        f"{{% if part['type'] == 'image' %}}{image}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}{end}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{prompt or turn.replace('{role}', 'assistant')}{{% endif %}}"
+    )
+
+
+_CHATML = _loop("<|im_start|>{role}\n", "<|im_end|>\n", "<image>\n")
+_MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST]{% for part in "
+    "message['content'] %}{% if part['type'] == 'image' %}[IMG]{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "[/INST]{% else %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+_GLM = _loop("<|{role}|>\n", "", "<|begin_of_image|><|image|><|end_of_image|>", "[gMASK]<sop>")
+
+
+def byte_level(special: tuple[str, ...], **named: str) -> PreTrainedTokenizerFast:
+    """Bytes as tokens, as GPT-2 writes them, and special tokens; `named` gives some of these a name."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # Line breaks join, as in every published vocabulary.
+    vocab = {piece: number for number, piece in enumerate([*alphabet, "ĊĊ", "Ġa"])}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("Ġ", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _finished(tokenizer, special, named)
+
+
+def sentence_pieces(special: tuple[str, ...], **named: str) -> PreTrainedTokenizerFast:
+    """Characters as tokens, spaces as ▁, the rest as bytes, as Gemma's vocabulary has them."""
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, "\n", "\n\n", "\n\n\n", "▁a"]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("▁", "a")]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return _finished(tokenizer, special, named)
+
+
+def _finished(tokenizer: Tokenizer, special: tuple[str, ...], named: Mapping[str, str]) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    usual = {name: token for name, token in named.items() if name in ("bos_token", "eos_token", "pad_token")}
+    extra = {name: token for name, token in named.items() if name not in usual}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=extra, **usual)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to build one: classes of transformers by name, and their settings."""
+
+    config: str
+    processor: str
+    images: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    template: Callable[[], str]
+    special: tuple[str, ...]
+    named: dict[str, str]
+    image_token: str
+    image_settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    processor_settings: dict[str, Any] = field(default_factory=dict)
+    video: str = ""
+    pieces: bool = False
+    id_name: str = "image_token_id"
+
+
+def _rows(side: int) -> tuple[str, ...]:
+    return tuple(f"<row_{row}_col_{column}>" for row in range(1, side + 1) for column in range(1, side + 1))
+
+
+_TILED = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *_rows(4))
+_SMOL = {"eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>", "image_token": "<image>"}
+_QWEN_IMAGES = {"patch_size": 16, "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}}
+
+FAMILIES: dict[str, Family] = {
+    "idefics3": Family(
+        "Idefics3Config", "Idefics3Processor", "Idefics3ImageProcessor",
+        {"model_type": "llama", **_TEXT}, {"image_size": 32, "patch_size": 8, **_SIGLIP},
+        lambda: trl_template("idefics3"), ("<|begin_of_text|>", "<|im_end|>", *_TILED), _SMOL, "<image>",
+        {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}, {"scale_factor": 2},
+        {"image_seq_len": 4},
+    ),
+    "internvl": Family(
+        "InternVLConfig", "InternVLProcessor", "GotOcr2ImageProcessor",
+        {"model_type": "qwen3", **_TEXT}, {"image_size": [32, 32], "patch_size": [8, 8], **_SIGLIP},
+        lambda: _loop("<|im_start|>{role}\n", "<|im_end|>\n", "<IMG_CONTEXT>\n"),
+        ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"),
+        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "start_image_token": "<img>",
+         "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>", "video_token": "<IMG_CONTEXT>"},
+        "<IMG_CONTEXT>", {"size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 4},
+        {"image_seq_length": 4}, {"image_seq_length": 4}, "InternVLVideoProcessor",
+    ),
+    "llava_onevision": Family(
+        "LlavaOnevisionConfig", "LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor",
+        {"model_type": "qwen2", **_TEXT}, {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8,
+         "vision_use_head": False, **_SIGLIP},
+        lambda: _CHATML, ("<|im_start|>", "<|im_end|>", "<image>", "<video>"),
+        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<image>", "video_token": "<video>"},
+        "<image>", {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+        {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}, "LlavaOnevisionVideoProcessor",
+        id_name="image_token_index",
+    ),
+    "gemma3": Family(
+        "Gemma3Config", "Gemma3Processor", "Gemma3ImageProcessor",
+        {**_TEXT, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "query_pre_attn_scalar": 32}, {"image_size": 32, "patch_size": 8, "vision_use_head": False, **_SIGLIP},
+        lambda: trl_template("gemma3"),
+        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
+         "<image_soft_token>"),
+        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "boi_token": "<start_of_image>",
+         "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        "<image_soft_token>", {"size": {"height": 32, "width": 32}}, {"mm_tokens_per_image": 4},
+        {"image_seq_length": 4}, pieces=True, id_name="image_token_index",
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5Config", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
+        {**_TEXT, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
+                             "mrope_interleaved": True, "partial_rotary_factor": 1.0}},
+        _QWEN_TOWER, lambda: trl_template("qwen3_5_nothink"), _QWEN_TOKENS,
+        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<|image_pad|>",
+         "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
+        "<|image_pad|>", _QWEN_IMAGES, {}, {}, "Qwen3VLVideoProcessor",
+    ),
+    "smolvlm": Family(
+        "SmolVLMConfig", "SmolVLMProcessor", "SmolVLMImageProcessor",
+        {"model_type": "llama", **_TEXT}, {"image_size": 32, "patch_size": 8, **_SIGLIP},
+        lambda: trl_template("smolvlm"), ("<|im_start|>", "<|im_end|>", *_TILED), _SMOL, "<image>",
+        {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}, {"scale_factor": 2},
+        {"image_seq_len": 4}, "SmolVLMVideoProcessor",
+    ),
+    "gemma4": Family(
+        "Gemma4Config", "Gemma4Processor", "Gemma4ImageProcessor",
+        {**_TEXT, "num_hidden_layers": 4, "sliding_window": 12, "hidden_size_per_layer_input": 8,
+         "vocab_size_per_layer_input": 400, "global_head_dim": 64, "num_global_key_value_heads": 1,
+         "num_kv_shared_layers": 1, "final_logit_softcapping": 30.0,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.15, "position_embedding_size": 512},
+        lambda: trl_template("gemma4_v5"),
+        ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|think|>", "<|video|>",
+         "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|tool>", "<|audio>", "<audio|>", "<|audio|>"),
+        {"bos_token": "<bos>", "eos_token": "<turn|>", "pad_token": "<pad>", "boi_token": "<|image>",
+         "eoi_token": "<image|>", "image_token": "<|image|>", "audio_token": "<|audio|>", "boa_token": "<|audio>",
+         "eoa_token": "<audio|>"},
+        "<|image|>", {"max_soft_tokens": 70, "patch_size": 16}, {}, {}, "Gemma4VideoProcessor", pieces=True,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeConfig", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
+        {**_TEXT, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
+                             "mrope_interleaved": True, "partial_rotary_factor": 1.0}},
+        _QWEN_TOWER, lambda: trl_template("qwen3_5_nothink"), _QWEN_TOKENS,
+        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<|image_pad|>",
+         "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
+        "<|image_pad|>", _QWEN_IMAGES, {}, {}, "Qwen3VLVideoProcessor",
+    ),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeConfig", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
+        {**_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
+                             "mrope_interleaved": True}},
+        {**_QWEN_TOWER, "deepstack_visual_indexes": [0]}, lambda: trl_template("qwen3_vl"), _QWEN_TOKENS,
+        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<|image_pad|>",
+         "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
+        "<|image_pad|>", _QWEN_IMAGES, {}, {}, "Qwen3VLVideoProcessor",
+    ),
+    "mistral3": Family(
+        "Mistral3Config", "PixtralProcessor", "PixtralImageProcessor",
+        {"model_type": "mistral", "sliding_window": None, **_TEXT},
+        {"model_type": "pixtral", "image_size": 96, "patch_size": 8, "head_dim": 16, **_SIGLIP},
+        lambda: _MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "image_token": "[IMG]",
+         "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        "[IMG]", {"size": {"longest_edge": 96}, "patch_size": {"height": 8, "width": 8}}, {"spatial_merge_size": 2},
+        {"patch_size": 8, "spatial_merge_size": 2}, id_name="image_token_index",
+    ),
+    "glm46v": Family(
+        "Glm46VConfig", "Glm46VProcessor", "Glm46VImageProcessor",
+        {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
+                                      "partial_rotary_factor": 1.0}},
+        {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+         "image_size": 112, "patch_size": 14, "initializer_range": 0.15},
+        lambda: _GLM, ("[gMASK]", "<sop>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>",
+                       "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+        {"eos_token": "<|user|>", "pad_token": "<|endoftext|>", "image_token": "<|image|>", "video_token": "<|video|>"},
+        "<|image|>", {"size": {"shortest_edge": 28 * 28, "longest_edge": 2 * 112 * 112}}, {}, {},
+        "Glm46VVideoProcessor",
+    ),
+    "lfm2_vl": Family(
+        "Lfm2VlConfig", "Lfm2VlProcessor", "Lfm2VlImageProcessor",
+        {**{name: value for name, value in _TEXT.items() if name != "head_dim"}, "block_ff_dim": 96,
+         "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"], "block_dim": 64},
+        {"num_patches": 64, "patch_size": 8, "vision_use_head": False, **_SIGLIP},
+        lambda: _loop("<|im_start|>{role}\n", "<|im_end|>\n", "<image>", "{{ bos_token }}"),
+        ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<|image_start|>", "<|image_end|>",
+         "<|img_thumbnail|>", *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5))),
+        {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<image>",
+         "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
+         "image_thumbnail": "<|img_thumbnail|>"},
+        "<image>",
+        {"tile_size": 64, "max_num_patches": 64, "min_image_tokens": 4, "max_image_tokens": 16, "encoder_patch_size": 8,
+         "max_pixels_tolerance": 2.0, "min_tiles": 2, "max_tiles": 4},
+        {"projector_hidden_size": 48},
+    ),
+}  # fmt: skip
+
+
+_QWEN_IDS = {"video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>"}
+# Further ids in a configuration, by its class.
+_CONFIG_IDS = {
+    "Qwen3_5Config": _QWEN_IDS, "Qwen3_5MoeConfig": _QWEN_IDS, "Qwen3VLMoeConfig": _QWEN_IDS,
+    "Gemma4Config": {"video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
+}  # fmt: skip
+
+
+def build(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write the folder of a family; returns it."""
+    family = FAMILIES[name]
+    make = sentence_pieces if family.pieces else byte_level
+    tokenizer = make(family.special, **family.named)
+    number = tokenizer.convert_tokens_to_ids
+    ids = {f"{kind}_token_id": number(family.named[f"{kind}_token"]) for kind in ("pad", "eos")}
+    config_class: Any = getattr(transformers, family.config)
+    config = config_class(
+        text_config={**family.text, "vocab_size": len(tokenizer) + 6, "max_position_embeddings": 4096, **ids},
+        vision_config=family.vision,
+        **{family.id_name: number(family.image_token)},
+        **family.settings,
+        **{name: number(token) for name, token in _CONFIG_IDS.get(family.config, {}).items()},
+    )
+    torch.manual_seed(seed)
+    model: Any = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for weights, parameter in model.named_parameters():
+            if weights.endswith("mm_input_projection_weight"):  # zeros in a new model, which would see nothing
+                parameter.normal_(std=0.15)
+    model.generation_config.eos_token_id = number(family.named["eos_token"])
+    model.save_pretrained(folder)
+    images: Any = getattr(transformers, family.images)(**family.image_settings)
+    parts = {"image_processor": images, "tokenizer": tokenizer, "chat_template": family.template()}
+    if family.video:
+        parts["video_processor"] = getattr(transformers, family.video)()
+    if name == "gemma4":
+        parts["feature_extractor"] = transformers.Gemma4AudioFeatureExtractor()
+    processor: Any = getattr(transformers, family.processor)(**parts, **family.processor_settings)
+    processor.save_pretrained(folder)
+    return folder
