@@ -146,19 +146,27 @@ class Parity:
 
     def answers(self, messages: Sequence[Message], name: str, **sampling: Any) -> list[Trajectory]:
         """The engine's samples, as trajectories of one turn."""
-        span = self.text.codec.encode_prompt(messages)
-        request = GenerationRequest(name, span.token_ids, SamplingParams(**sampling), span.images)
-        (found,) = asyncio.run(self.engine.generate([request]))
+        return self.answers_together([messages], name, **sampling)
+
+    def answers_together(
+        self, conversations: Sequence[Sequence[Message]], name: str = "asked", **sampling: Any
+    ) -> list[Trajectory]:
+        """The samples of several prompts, asked for in one call."""
+        spans = [self.text.codec.encode_prompt(messages) for messages in conversations]
+        requests = [
+            GenerationRequest(f"{name}-{k}", span.token_ids, SamplingParams(**sampling), span.images)
+            for k, span in enumerate(spans)
+        ]
         made = []
-        for number, sample in enumerate(found.samples):
-            prompt, ids = len(found.prompt_ids), np.concatenate([found.prompt_ids, sample.token_ids])
-            logprobs = np.concatenate([np.zeros(prompt, dtype=np.float32), sample.logprobs])
-            turns = (Turn(prompt, len(ids), 0, sample.stop_reason, 1.0),)
-            status = TrajectoryStatus.COMPLETED
-            one = Trajectory(
-                f"{name}-{number}", ids, np.arange(len(ids)) >= prompt, logprobs, turns, status, span.images
-            )
-            made.append(one.check())
+        for span, found in zip(spans, asyncio.run(self.engine.generate(requests)), strict=True):
+            for number, sample in enumerate(found.samples):
+                prompt, ids = len(found.prompt_ids), np.concatenate([found.prompt_ids, sample.token_ids])
+                logprobs = np.concatenate([np.zeros(prompt, dtype=np.float32), sample.logprobs])
+                one = Trajectory(
+                    f"{found.request_id}-{number}", ids, np.arange(len(ids)) >= prompt, logprobs,
+                    (Turn(prompt, len(ids), 0, sample.stop_reason, 1.0),), TrajectoryStatus.COMPLETED, span.images,
+                )  # fmt: skip
+                made.append(one.check())
         return made
 
     def run(self) -> dict[str, Any]:

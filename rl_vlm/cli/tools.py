@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
@@ -32,9 +33,25 @@ def fetch(
     say(str(fetch_from_hub(name, data, max_rows)))
 
 
-@commands.command(epilog="Example: rl-vlm doctor. For one run: rl-vlm train CONFIG --dry-run")
-def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: versions, hardware, rendering, caches, Ray's doors; say how to fix what is wrong."""
+@commands.command(epilog="Examples: rl-vlm doctor; rl-vlm doctor tiny. For one run: rl-vlm train CONFIG --dry-run")
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A model, as in model.path: say what works with it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: versions, hardware, rendering, caches, Ray's doors; say how to fix what is wrong. With a
+    MODEL: which family it is, which code runs it, and what works with it."""
+    if model is not None:
+        from rl_vlm.runs.model_report import report
+
+        facts = report(model)
+        if as_json:
+            say(json.dumps(facts, indent=2))
+            return
+        width = max(map(len, facts))
+        for name, fact in facts.items():
+            shown = ("no", "yes")[fact] if isinstance(fact, bool) else fact
+            say(f"{name:<{width}}  {shown}")
+        return
     from rl_vlm.cli import doctor as checkup
 
     checks = checkup.diagnose()

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from rl_vlm.config import CommonConfig, ServingSection
+from rl_vlm.models.families import keeps_states
 from rl_vlm.models.loading import TextSide
 from rl_vlm.models.memory.needs import VLLM_RANKS, kv_cache_bytes
 from rl_vlm.models.memory.shape import ModelShape
@@ -76,7 +77,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         raise UserInputError("vLLM has no NF4: set serving.engine to transformers, or serving.quantization to fp8.")
     if not on_gpu and serving.quantization == "fp8":
         raise UserInputError("serving.quantization fp8 needs a GPU, and torch sees none: leave it out.")
-    versions: dict[str, Any] = {"worker_extension_cls": "rl_vlm.engines.vllm_worker.FullWeightsWorker"}
+    versions: dict[str, Any] = {"worker_extension_cls": "rl_vlm.engines.vllm_worker.WeightsWorker"}
     if not config.trains_full:
         rank = next((rank for rank in VLLM_RANKS if rank >= config.max_lora_rank), None)
         if rank is None:
@@ -100,13 +101,12 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         # and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
         max_num_batched_tokens=settings.max_num_batched_tokens if on_gpu else max(16384, serving.max_context),
-        enable_prefix_caching=True,
+        enable_prefix_caching=on_gpu or not keeps_states(model),  # states are shared only where prompts are cut
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
         **versions,
         limit_mm_per_prompt={"video": 0},
-        mm_processor_kwargs={"images_kwargs": {"size": text.images.size}}
-        if text.images.size
-        else {},  # the same limits as our own token counts
+        # The same limits as our own token counts.
+        mm_processor_kwargs={"images_kwargs": {"size": text.images.size}} if text.images.size else {},
         mm_processor_cache_gb=4 if on_gpu else 0.5,  # GiB of the machine's own memory, for the pixels of past images
         structured_outputs_config={"backend": "xgrammar"},  # type: ignore[arg-type]  # whose grammars know tokens
         generation_config="vllm",  # nothing from the model's generation_config.json

@@ -11,13 +11,13 @@ import tempfile
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
 from rl_vlm.engines.vllm_setup import DEAD
-from rl_vlm.models.weights import WeightPayload, in_language_model, require_full
+from rl_vlm.models.weights import UP, AdapterPayload, WeightPayload, in_language_model, require_full
 from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates
 
 _PREFIX = "rl-vlm-adapters-"
@@ -70,6 +70,7 @@ class AdapterVersions(Versions):
         super().__init__(llm, in_flight)
         self._adapters: defaultdict[str, deque[Adapter]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by policy
         self._next_id = 1
+        self._fitting: tuple[str, ...] = ()  # names of tensors of which the model has all modules
 
     @property
     def version(self) -> int:
@@ -93,11 +94,22 @@ class AdapterVersions(Versions):
                 await self._llm.add_lora(adapter.request)
             else:
                 await self._replace(adapter)
+            await self._check_used(adapter, tuple(payload.state()))
         except Exception as error:  # vLLM raises errors of the engine core as plain Exceptions
             adapter.delete()
             reason = DEAD if self._llm.errored else f"vLLM refused adapter version {payload.version}: {error}"
             raise EngineError(reason) from error
         self._adapters[payload.policy].append(adapter)
+
+    async def _check_used(self, adapter: Adapter, names: tuple[str, ...]) -> None:
+        if names == self._fitting:
+            return
+        number = adapter.request.lora_int_id
+        unused = [name for found in await self._llm.collective_rpc("unused_modules", args=(number,)) for name in found]
+        if unused:
+            await self._llm.remove_lora(number)
+            raise EngineError(f"its model has no module {unused[0]}, and {len(unused)} names have no effect")
+        self._fitting = names
 
     async def _replace(self, adapter: Adapter) -> None:
         from vllm.lora.request import LoRARequest
@@ -122,6 +134,7 @@ class AdapterVersions(Versions):
                 f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers "
                 "may be."
             )
+        payload = _unfused(payload)
         number, self._next_id = self._next_id, self._next_id + 1
         # With the number: a policy may be dropped, and its name and versions come again with other weights.
         name = f"{payload.policy}-v{payload.version}-{number}"
@@ -132,6 +145,21 @@ class AdapterVersions(Versions):
 
     async def drop(self, policy: str) -> None:
         self._adapters.pop(policy, None)
+
+
+def _unfused(payload: WeightPayload) -> WeightPayload:
+    """An adapter without layers that vLLM knows as two: the halves of a gate and up projection in one."""
+    state = payload.state()
+    if not any(".gate_up_proj." in name for name in state):
+        return payload
+    parts = {}
+    for name, tensor in state.items():
+        if ".gate_up_proj." not in name:
+            parts[name] = tensor
+            continue
+        halves = tensor.chunk(2) if name.endswith(UP) else (tensor, tensor)
+        parts[name.replace("gate_up", "gate")], parts[name.replace("gate_up", "up")] = halves
+    return replace(AdapterPayload.packed(payload.version, parts, payload.config_json), policy=payload.policy)
 
 
 class FullVersions(Versions):

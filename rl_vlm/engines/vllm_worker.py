@@ -46,12 +46,19 @@ class TokenMask(LogitsProcessor, RunnerV2LogitsProcessor):
         """The mask is the same for every batch."""
 
 
-class FullWeightsWorker:
-    """What vLLM adds to its worker class (`worker_extension_cls`) where versions are all weights."""
+class WeightsWorker:
+    """What vLLM adds to its worker class (`worker_extension_cls`)."""
 
     model_runner: Any
     model_config: Any
     vllm_config: Any
+
+    def unused_modules(self, adapter: int) -> list[str]:
+        """The names in an adapter that was loaded of which the model has no module: vLLM leaves them out in silence."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        lora = manager.get_adapter(adapter)
+        used = {id(manager._get_lora_layer_weights(lora, name)) for name in manager.modules}
+        return sorted(name for name, weights in lora.loras.items() if id(weights) not in used)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -30,6 +30,7 @@ HYPOTHESES: dict[str, tuple[str, str]] = {
     "no_rows": ("positions", "The engine drops the height and width rows of image positions (M-RoPE)."),
     "zero_rows": ("positions", "The engine has zeros in the height and width rows of positions (M-RoPE)."),
     "sequential": ("positions", "The engine counts image tokens one by one, without M-RoPE."),
+    "one_place": ("positions", "The engine counts all tokens of an image as one position."),
     "base": ("stale_adapter", "The engine answers with the model without its adapter, or with an older one."),
 }
 

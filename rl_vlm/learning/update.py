@@ -85,12 +85,19 @@ def _zero_rows(micro: MicroBatch) -> np.ndarray:
     return np.concatenate([micro.position_ids[:1], np.where(micro.segments == 0, 0, micro.position_ids[1:])])
 
 
-# Image positions that a faulty engine may have computed.
+# Image positions that a faulty engine may have computed where positions have axes.
 _OTHER_POSITIONS: dict[str, PositionChange] = {
-    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * len(micro.position_ids)),
+    "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
     "zero_rows": _zero_rows,
     "sequential": lambda micro: np.zeros_like(micro.position_ids) + np.arange(micro.position_ids.shape[-1]),
 }
+
+
+def _one_place(micro: MicroBatch, image_token_id: int) -> np.ndarray:
+    """As if all tokens of an image that stand together had one position."""
+    is_image = micro.input_ids == image_token_id
+    later = is_image & np.pad(is_image, ((0, 0), (1, 0)))[:, :-1]
+    return np.stack([np.cumsum(~later, axis=1) - 1] * len(micro.position_ids))
 
 
 def predicting_states(backbone: Backbone, micro: MicroBatch) -> Tensor:
@@ -266,7 +273,9 @@ class PolicyUpdater:
             partners = [trajectories[k ^ 1 if k ^ 1 < len(trajectories) else 0] for k in range(len(trajectories))]
             pairs = zip(trajectories, partners, strict=True)
             logprobs["other"] = self.recompute([_shown(one, partner.images) for one, partner in pairs])
-        for name, change in _OTHER_POSITIONS.items():
+        changes = dict(_OTHER_POSITIONS) if self._text.images.axes > 1 else {}
+        changes["one_place"] = lambda micro: _one_place(micro, self._text.images.image_token_id)
+        for name, change in changes.items():
             logprobs[name] = self.recompute(trajectories, change)
         logprobs["base"] = self.recompute(trajectories, adapter=False)
         return logprobs

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -75,8 +76,18 @@ def byte_level(special: tuple[str, ...], **named: str) -> PreTrainedTokenizerFas
 def sentence_pieces(special: tuple[str, ...], **named: str) -> PreTrainedTokenizerFast:
     """Characters as tokens, spaces as ▁, the rest as bytes, as Gemma's vocabulary has them."""
     letters = [chr(code) for code in range(33, 127)]
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, "\n", "\n\n", "\n\n\n", "▁a"]
-    merges = [("\n", "\n"), ("\n\n", "\n"), ("▁", "a")]
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *letters,
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        "\n\n\n\n",
+        "▁a",
+    ]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n"), ("▁", "a")]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -186,7 +197,7 @@ FAMILIES: dict[str, Family] = {
          "num_kv_shared_layers": 1, "final_logit_softcapping": 30.0,
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
         {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.15, "position_embedding_size": 512},
+         "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.15, "position_embedding_size": 512, "default_output_length": 70},
         lambda: trl_template("gemma4_v5"),
         ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|think|>", "<|video|>",
          "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|tool>", "<|audio>", "<audio|>", "<|audio|>"),
@@ -209,7 +220,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_vl_moe": Family(
         "Qwen3VLMoeConfig", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
-        {**_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1,
+        {**_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1, "norm_topk_prob": True,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
                              "mrope_interleaved": True}},
         {**_QWEN_TOWER, "deepstack_visual_indexes": [0]}, lambda: trl_template("qwen3_vl"), _QWEN_TOKENS,
@@ -242,7 +253,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2_vl": Family(
         "Lfm2VlConfig", "Lfm2VlProcessor", "Lfm2VlImageProcessor",
         {**{name: value for name, value in _TEXT.items() if name != "head_dim"}, "block_ff_dim": 96,
-         "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"], "block_dim": 64},
+         "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"], "block_dim": 64, "conv_dim": 64},
         {"num_patches": 64, "patch_size": 8, "vision_use_head": False, **_SIGLIP},
         lambda: _loop("<|im_start|>{role}\n", "<|im_end|>\n", "<image>", "{{ bos_token }}"),
         ("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<|image_start|>", "<|image_end|>",
@@ -262,8 +273,19 @@ _QWEN_IDS = {"video_token_id": "<|video_pad|>", "vision_start_token_id": "<|visi
 # Further ids in a configuration, by its class.
 _CONFIG_IDS = {
     "Qwen3_5Config": _QWEN_IDS, "Qwen3_5MoeConfig": _QWEN_IDS, "Qwen3VLMoeConfig": _QWEN_IDS,
-    "Gemma4Config": {"video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
+    "Gemma4Config": {"video_token_id": "<|video|>", "audio_token_id": "<|audio|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
 }  # fmt: skip
+
+
+def _as_on_the_hub(name: str, file: Path) -> None:
+    """Rewrite tensors as they are published, and as vLLM asks for them, where transformers writes them otherwise."""
+    tensors = load_file(file)
+    if name in ("llava_onevision", "gemma3"):  # SigLIP's names have a part more
+        tensors = {key.replace("vision_tower.", "vision_tower.vision_model.", 1): own for key, own in tensors.items()}
+    if name == "qwen3_vl_moe":  # experts have inputs before outputs
+        turned = {key: own.transpose(1, 2).contiguous() for key, own in tensors.items() if ".experts." in key}
+        tensors |= turned
+    save_file(tensors, file, {"format": "pt"})
 
 
 def build(name: str, folder: Path, seed: int = 0) -> Path:
@@ -289,6 +311,7 @@ def build(name: str, folder: Path, seed: int = 0) -> Path:
                 parameter.normal_(std=0.15)
     model.generation_config.eos_token_id = number(family.named["eos_token"])
     model.save_pretrained(folder)
+    _as_on_the_hub(name, folder / "model.safetensors")
     images: Any = getattr(transformers, family.images)(**family.image_settings)
     parts = {"image_processor": images, "tokenizer": tokenizer, "chat_template": family.template()}
     if family.video:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ def make_backbone(model: Any, *arguments: Any, **options: Any) -> Backbone:
 
     kind = QwenBackbone if model.config.model_type in QWEN_TOWERS else Backbone
     return kind(model, *arguments, **options)
+
+
+def keeps_states(folder: Path) -> bool:
+    """Whether some layers of the language model keep a state instead of keys and values (linear attention, ...)."""
+    from transformers import AutoConfig
+
+    kinds = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "layer_types", None) or ()
+    return any(not kind.endswith("_attention") or kind == "linear_attention" for kind in kinds)
 
 
 def text_model(model: Any) -> Any:

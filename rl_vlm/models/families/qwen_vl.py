@@ -79,7 +79,7 @@ class QwenBackbone(Backbone):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._most_patches = 0 if self.image_by_image else _VISION_PATCHES[self.device.type]
+        self._most_patches = 0 if self.image_by_image else _VISION_PATCHES.get(self.device.type, 0)
 
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterable[Sequence[EncodedImage]]:
         grids = [self.images.grid_thw(image.width, image.height, image.sha256[:12]) for image in images]

@@ -1,0 +1,79 @@
+"""What `rl-vlm doctor MODEL` says of a model folder: its family, by which code it runs, and what works with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.models.families import QWEN_TOWERS, WRITTEN_OUT, make_backbone
+from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.memory.shape import ModelShape, amount
+from rl_vlm.types import EncodedImage, Message, Role, UserInputError
+
+_SIDE = 1024  # pixels of the picture whose tokens are told
+_PICTURE = EncodedImage("", b"", 64, 64)  # of which only the place is needed
+
+
+def report(name: str) -> dict[str, Any]:
+    """The facts by name. Raises UserInputError for a folder that cannot be used."""
+    quiet_libraries()
+    folder = resolve_model(name)
+    text = load_text_side(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family, shape = str(config["model_type"]), ModelShape.read(folder)
+    backbone = make_backbone(_on_meta(config), text.images, np.empty(0, dtype=np.int64))
+    codec = text.codec
+    return {
+        "model": str(folder),
+        "family": family,
+        "parameters": amount(shape.parameters),
+        "vision tower": "fast" if family in QWEN_TOWERS else "generic",
+        "decoding (transformers engine)": "fast" if family in WRITTEN_OUT else "generic",
+        "samples of a prompt share a row": backbone.packs,
+        "vLLM knows it": _vllm_knows(config),
+        "end of a turn": codec.token_bytes(codec.end_of_turn_id).decode(),
+        f"tokens of a {_SIDE}² picture": text.images.count_tokens(_SIDE, _SIDE),
+        "system messages": _renders(text, ("system", "user")),
+        "several images": _renders(text, ("user",), images=2),
+        "tool messages": _renders(text, ("user", "assistant", "tool")),
+        "images in tool messages": _renders(text, ("user", "assistant", "tool"), images=1),
+        "opens a thought": codec.opens_thought,
+    }
+
+
+def _on_meta(config: dict[str, Any]) -> Any:
+    """The model without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
+
+
+def _vllm_knows(config: dict[str, Any]) -> bool | str:
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    from vllm import ModelRegistry
+
+    return bool(set(config.get("architectures") or ()) & set(ModelRegistry.get_supported_archs()))
+
+
+def _renders(text: TextSide, roles: tuple[Role, ...], images: int = 0) -> bool | str:
+    """Whether the chat template takes messages of these roles, the last one with images; else why not."""
+    first, *others = [Message(role, ("words",)) for role in roles]
+    messages = [first, *others]
+    messages[-1] = Message(messages[-1].role, (*[_PICTURE] * images, "words"))
+    said: Callable[[], Any] = lambda: text.codec.encode_prompt(messages)  # noqa: E731
+    if "assistant" in roles:
+        said = lambda: text.codec.encode_continuation(messages[2:], ended=True)  # noqa: E731
+    try:
+        said()
+    except UserInputError as error:
+        return f"no: {error}"
+    except Exception as error:  # a template raises what it likes
+        return f"no: {error}"
+    return True
