@@ -83,25 +83,29 @@ def _configured(base: dict[str, Any], changes: dict[str, Any]) -> PolicyConfig:
 class Parity:
     """One folder's figures; `run()` returns them by name."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", engine: str = "transformers") -> None:
+    def __init__(
+        self, folder: Path, dtype: str = "float32", engine: str = "transformers", targets: str = "", device: str = "cpu"
+    ) -> None:
         quiet_libraries()
-        self.dtype = dtype
+        self.dtype, self.device = dtype, device
         on_vllm = engine == "vllm"  # which adapts no tower
         self.run_config = _configured({}, {
             "model.path": str(folder), "model.dtype": dtype, "serving.max_context": 2048,
-            "model.lora.target_modules": "all" if on_vllm else "vision",
+            "model.lora.target_modules": targets or ("all" if on_vllm else "vision"),
             "learner.micro_batch_tokens": 8192, "serving.engine": engine,
             **({"serving.vllm.max_num_seqs": 8} if on_vllm else {}),
         })  # fmt: skip
-        self.policy = PolicyModel(folder, self.run_config)
+        self.policy = PolicyModel(folder, self.run_config, device)
         self.updater = PolicyUpdater(self.policy, self.run_config)
         self.text = self.policy.text
         self.engine: Engine = (
             VLLMEngine(folder, self.run_config) if on_vllm
-            else TransformersEngine(folder, dtype=dtype, max_context=2048)  # type: ignore[arg-type]
+            else TransformersEngine(folder, dtype=dtype, device=device, max_context=2048)  # type: ignore[arg-type]
         )  # fmt: skip
         self.processor: Any = AutoProcessor.from_pretrained(folder)
-        self.plain: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.plain: Any = (
+            AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype)).eval().to(device)
+        )
         self.plain.generation_config.eos_token_id = self.text.codec.end_of_turn_id
 
     def rendered(self, messages: Sequence[Message]) -> dict[str, Any]:
@@ -124,16 +128,19 @@ class Parity:
             span = self.text.codec.encode_prompt(messages)
             ids = self.text.expand(span.token_ids, span.images).astype(np.int64)
             whole = torch.from_numpy(ids)[None]
-            return {**shown, "input_ids": whole, "attention_mask": torch.ones_like(whole)}
+            return self._moved({**shown, "input_ids": whole, "attention_mask": torch.ones_like(whole)})
         options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        return dict(self.processor.apply_chat_template(parts, tokenize=True, **options))
+        return self._moved(dict(self.processor.apply_chat_template(parts, tokenize=True, **options)))
+
+    def _moved(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {name: one.to(self.device) if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
 
     @torch.no_grad()
     def reference(self, messages: Sequence[Message], said: np.ndarray) -> np.ndarray:
         """float32 [T]: log-probabilities of an answer by the plain forward pass."""
         inputs = self.rendered(messages)
         prompt = inputs["input_ids"].shape[1]
-        more = torch.from_numpy(said.astype(np.int64))[None]
+        more = torch.from_numpy(said.astype(np.int64))[None].to(self.device)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], more], dim=1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         for name in ("token_type_ids", "mm_token_type_ids"):
@@ -142,7 +149,7 @@ class Parity:
         if self.text.images.axes > 1:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.text.images.image_token_id).int()
         logits = self.plain(**inputs).logits[0, prompt - 1 : -1].float() + self.policy.backbone.token_bias
-        return torch.log_softmax(logits, dim=-1).gather(1, more[0][:, None])[:, 0].numpy()  # type: ignore[no-any-return]
+        return torch.log_softmax(logits, dim=-1).gather(1, more[0][:, None])[:, 0].cpu().numpy()  # type: ignore[no-any-return]
 
     def answers(self, messages: Sequence[Message], name: str, **sampling: Any) -> list[Trajectory]:
         """The engine's samples, as trajectories of one turn."""
@@ -264,11 +271,11 @@ class Parity:
         return loss, torch.cat(slopes)
 
 
-def measure(family: str, folder: Path | None = None) -> dict[str, Any]:
+def measure(family: str, folder: Path | None = None, device: str = "cpu") -> dict[str, Any]:
     """The cells of a family: float32, and the gaps of bfloat16 with and without images."""
     with tempfile.TemporaryDirectory() as place:
         folder = folder or build(family, Path(place) / family)
-        exact, rounded = Parity(folder).run(), Parity(folder, "bfloat16").run()
+        exact, rounded = (Parity(folder, dtype, device=device).run() for dtype in ("float32", "bfloat16"))
     return {**exact, "bf16": rounded["learner"], "bf16 text alone": rounded["text alone"]}
 
 
@@ -284,11 +291,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=("all", *FAMILIES), required=True)
     parser.add_argument("--folder", type=Path, help="a model folder of that family")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="write JSON here")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     names = list(FAMILIES) if args.family == "all" else [args.family]
-    table = {name: measure(name, args.folder) for name in names}
+    table = {name: measure(name, args.folder, args.device) for name in names}
     columns = list(table[names[0]])
     print(f"| family | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name, cells in table.items():

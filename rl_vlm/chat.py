@@ -112,6 +112,24 @@ class ChatCodec:
             raise UserInputError("The chat template does not end every assistant's turn with the same token.")
         return EncodedSpan(span.token_ids[1:], span.images) if ended else span
 
+    def bare(self, token_ids: np.ndarray) -> np.ndarray:
+        """An encoded prompt without the text around its images, for who adds that by itself."""
+        before, after = self._around
+        if not before and not after:
+            return token_ids
+        starts = np.flatnonzero(np.isin(token_ids, list(self._special_ids.values())))
+        pieces = np.split(token_ids, starts)  # each but the first begins with a special token
+        is_image = [bool(len(piece)) and piece[0] == self.image_token_id for piece in pieces]
+        for number, piece in enumerate(pieces):
+            precedes = is_image[number + 1 : number + 2] == [True]
+            if is_image[number] or precedes:  # other pieces may have been sampled
+                mark = int(number > 0)
+                text = str(self._tokenizer.decode(piece[mark:].tolist()))
+                text = text.removeprefix(after) if is_image[number] else text
+                text = text.removesuffix(before) if precedes else text
+                pieces[number] = np.concatenate([piece[:mark], self.encode_text(text)])
+        return np.concatenate(pieces).astype(np.int32)
+
     def encode_text(self, text: str) -> np.ndarray:
         """Plain text as the policy writes it, int32 [T]; special strings stay text. Raises UserInputError."""
         return np.array(self._ids_of(text), dtype=np.int32)

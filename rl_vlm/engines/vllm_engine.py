@@ -262,7 +262,7 @@ class VLLMEngine:
             )
         with naming(request):  # text that cannot be written, or a damaged image
             choices = choice_tokens(sampling, codec.encode_text, codec.decode)
-            prompt = await vllm_prompt(request)
+            prompt = await vllm_prompt(request, codec)
         self._counts.requests += 1
         self._counts.prompt_tokens += len(ids)
         async with self._versions.lease(request) as lease:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import NewTokens, TokenSequence
 from rl_vlm.types import GenerationRequest, SamplingParams
 
@@ -65,9 +66,9 @@ def read_tokens(output: Any, top: int) -> NewTokens:
     return NewTokens(list(output.token_ids), logprobs, alternatives if top else [])
 
 
-async def vllm_prompt(request: GenerationRequest) -> Mapping[str, Any]:
+async def vllm_prompt(request: GenerationRequest, codec: ChatCodec) -> Mapping[str, Any]:
     """vLLM's prompt: token ids with one placeholder per image, and the images with their hashes as cache keys."""
-    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
+    prompt: dict[str, Any] = {"prompt_token_ids": codec.bare(request.prompt_ids).tolist()}
     if request.images:
         pictures = await asyncio.to_thread(lambda: [image.to_pil() for image in request.images])
         prompt["multi_modal_data"] = {"image": pictures}

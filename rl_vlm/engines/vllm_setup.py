@@ -83,7 +83,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         if rank is None:
             raise UserInputError(f"vLLM serves LoRA up to rank {VLLM_RANKS[-1]}: lower model.lora.rank.")
         slots = config.lora_slots
-        versions = {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots + 2}
+        versions |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots, "max_cpu_loras": slots + 2}
     return AsyncEngineArgs(
         model=str(model),
         dtype=config.model.dtype,

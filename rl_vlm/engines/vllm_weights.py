@@ -11,13 +11,13 @@ import tempfile
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError, check_version
 from rl_vlm.engines.vllm_setup import DEAD
-from rl_vlm.models.weights import UP, AdapterPayload, WeightPayload, in_language_model, require_full
+from rl_vlm.models.weights import WeightPayload, in_language_model, require_full
 from rl_vlm.types import POLICY, GenerationRequest, InFlightUpdates
 
 _PREFIX = "rl-vlm-adapters-"
@@ -134,7 +134,6 @@ class AdapterVersions(Versions):
                 f"Adapter version {payload.version} adapts {unsupported[0]}: only the language model's linear layers "
                 "may be."
             )
-        payload = _unfused(payload)
         number, self._next_id = self._next_id, self._next_id + 1
         # With the number: a policy may be dropped, and its name and versions come again with other weights.
         name = f"{payload.policy}-v{payload.version}-{number}"
@@ -145,21 +144,6 @@ class AdapterVersions(Versions):
 
     async def drop(self, policy: str) -> None:
         self._adapters.pop(policy, None)
-
-
-def _unfused(payload: WeightPayload) -> WeightPayload:
-    """An adapter without layers that vLLM knows as two: the halves of a gate and up projection in one."""
-    state = payload.state()
-    if not any(".gate_up_proj." in name for name in state):
-        return payload
-    parts = {}
-    for name, tensor in state.items():
-        if ".gate_up_proj." not in name:
-            parts[name] = tensor
-            continue
-        halves = tensor.chunk(2) if name.endswith(UP) else (tensor, tensor)
-        parts[name.replace("gate_up", "gate")], parts[name.replace("gate_up", "up")] = halves
-    return replace(AdapterPayload.packed(payload.version, parts, payload.config_json), policy=payload.policy)
 
 
 class FullVersions(Versions):

@@ -129,8 +129,8 @@ def _targets(model: nn.Module, target_modules: str) -> tuple[list[str], str]:
     for place, name in (module.rsplit(".", 1) for module in adaptable_linears(model)):
         if not in_language_model(f"{place}."):
             tower.add((place.split(".")[1], name))
-        elif name not in TARGET_MODULES["all"] + tuple(names):  # a mixer of tokens or a feed-forward layer
-            wanted = "attn" if re.search(r"attn|conv", place) else "mlp"
+        elif ".conv" not in place and name not in TARGET_MODULES["all"] + tuple(names):
+            wanted = "attn" if "attn" in place else "mlp"
             names += [name] if target_modules not in ("attn", "mlp") or target_modules == wanted else []
     parts, leaves = ("|".join(sorted(set(found))) for found in zip(*tower, strict=True))
     # peft would adapt convolutions of these names, too.
@@ -145,10 +145,11 @@ def lora_config(rank: int, alpha: int, target_modules: str, model: Any = None) -
 
     if not TARGET_MODULES[target_modules]:
         raise UserInputError(NOTHING_TO_TRAIN)
-    names, tower = list(TARGET_MODULES[target_modules]), TOWER_PATTERN
+    names, part, tower = list(TARGET_MODULES[target_modules]), ".*language_model", TOWER_PATTERN
     if model is not None and model.config.model_type not in WRITTEN_OUT:
         names, tower = _targets(model, target_modules)
-    language = rf".*(language_model|text_model).*\.({'|'.join(names)})"
+        part = r"(?!.*\.conv\.).*(language_model|text_model)"  # vLLM leaves short convolutions alone, too
+    language = rf"{part}.*\.({'|'.join(names)})"
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,

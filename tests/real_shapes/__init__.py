@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "Qwen3_5Config", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
         {**_TEXT, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
                              "mrope_interleaved": True, "partial_rotary_factor": 1.0}},
         _QWEN_TOWER, lambda: trl_template("qwen3_5_nothink"), _QWEN_TOKENS,
@@ -209,7 +209,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": Family(
         "Qwen3_5MoeConfig", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
         {**_TEXT, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
                              "mrope_interleaved": True, "partial_rotary_factor": 1.0}},
@@ -280,7 +280,7 @@ _CONFIG_IDS = {
 def _as_on_the_hub(name: str, file: Path) -> None:
     """Rewrite tensors as they are published, and as vLLM asks for them, where transformers writes them otherwise."""
     tensors = load_file(file)
-    if name in ("llava_onevision", "gemma3"):  # SigLIP's names have a part more
+    if name in ("llava_onevision", "gemma3", "lfm2_vl"):  # SigLIP's names have a part more
         tensors = {key.replace("vision_tower.", "vision_tower.vision_model.", 1): own for key, own in tensors.items()}
     if name == "qwen3_vl_moe":  # experts have inputs before outputs
         turned = {key: own.transpose(1, 2).contiguous() for key, own in tensors.items() if ".experts." in key}

@@ -30,7 +30,10 @@ class ProcessorImages:
 
         from rl_vlm.models.loading import from_folder
 
-        processor = from_folder(AutoProcessor, folder)
+        try:
+            processor = from_folder(AutoProcessor, folder)
+        except ImportError as error:
+            raise UserInputError(f"The processor of {folder} cannot be loaded: {error}") from error
         if not isinstance(placeholder := getattr(processor, "image_token", None), str):
             raise UserInputError(f"The processor of {folder} names no image_token: this model cannot be shown images.")
         self._processor, self.placeholder = processor, placeholder
