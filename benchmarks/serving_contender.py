@@ -18,7 +18,8 @@ from PIL import Image
 from turns import serve
 
 from rl_vlm.config import PolicyConfig, load_config
-from rl_vlm.models.loading import TextSide, load_model, load_text_side, quiet_libraries
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_model, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams
 

@@ -40,7 +40,7 @@ from rl_vlm.waiting import JITTER
 if TYPE_CHECKING:  # slow to import, and an env runner without a judge needs neither
     import httpx
 
-    from rl_vlm.models.loading import TextSide
+    from rl_vlm.models.images import TextSide
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=BaseModel)

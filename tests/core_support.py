@@ -19,7 +19,8 @@ from rl_vlm.engines.base import Engine
 from rl_vlm.learning.batching import BatchBuilder, Minibatch
 from rl_vlm.learning.plan import UpdateBatch, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.types import (
     Completion,
     EncodedImage,

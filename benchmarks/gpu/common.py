@@ -30,7 +30,8 @@ from rl_vlm.config import PolicyConfig, apply_overrides, parse_config
 from rl_vlm.learning.batching import Minibatch
 from rl_vlm.learning.plan import UpdateBatch
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.models.loading import TextSide, disable_cudnn_attention, quiet_libraries
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import disable_cudnn_attention, quiet_libraries
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn
 from rl_vlm.zoo.tiny import model as tiny
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer

@@ -37,7 +37,8 @@ from rl_vlm.learning.plan import (
     update_batches,
 )
 from rl_vlm.learning.update import lr_factor
-from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import shares_gpu
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import WeightPayload

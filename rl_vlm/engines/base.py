@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import (
     Completion,

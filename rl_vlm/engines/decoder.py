@@ -29,11 +29,11 @@ from rl_vlm.engines.rows import (
     penalise,
     restrict_to_choices,
 )
-from rl_vlm.models.attention import causal_attention, last_token_attention
 from rl_vlm.models.families import WRITTEN_OUT
 from rl_vlm.models.families.generic import Backbone, ImageFeatures
 from rl_vlm.models.families.qwen_vl import rolled_sin, rotate
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.kernels import causal_attention, last_token_attention
 from rl_vlm.models.memory.shape import PREFILL_TOKENS
 from rl_vlm.numerics import in_batches, uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError

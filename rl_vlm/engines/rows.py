@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rl_vlm.engines.base import BASE_MODEL, TokenSequence, TokenStream
-from rl_vlm.models.attention import last_token_attention
 from rl_vlm.models.families.generic import ImageFeatures
+from rl_vlm.models.kernels import last_token_attention
 from rl_vlm.models.memory.shape import KV_BLOCK, KV_ROWS_PER_USED
 from rl_vlm.types import Completion, GenerationRequest, Sample, SamplingParams, StopReason, TopLogprobs
 

@@ -12,7 +12,7 @@ import torch
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.models.families import keeps_states
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.models.memory.needs import VLLM_RANKS, kv_cache_bytes
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.types import UserInputError

@@ -27,7 +27,7 @@ from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_reques
 from rl_vlm.http.reader import RequestReader, return_freed_memory
 from rl_vlm.http.replies import ChatReply
 from rl_vlm.http.schema import ChatRequest, GenerateRequest, parse_body
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.safe_text import one_line, without_thoughts
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.follower import ReplicaState

@@ -16,8 +16,7 @@ from rl_vlm.engines.base import choice_tokens
 from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, TextPart
-from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, shrunk
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, TextSide, shrunk
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
 

@@ -29,7 +29,7 @@ from rl_vlm.models.loading import from_folder, resolve_model
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
-    from rl_vlm.models.loading import TextSide
+    from rl_vlm.models.images import TextSide
 
 
 logger = logging.getLogger(__name__)

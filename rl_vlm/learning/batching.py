@@ -21,7 +21,7 @@ from rl_vlm.types import EncodedImage, Trajectory
 if TYPE_CHECKING:
     from torch import Tensor  # the driver packs nothing and need not import torch
 
-    from rl_vlm.models.loading import TextSide
+    from rl_vlm.models.images import TextSide
 
 # A packed row under a dense mask computes attention over its whole length, squared: at most this many times that of
 # separate rows.

@@ -16,7 +16,7 @@ from rl_vlm.learning.plan import ScoreBatch, Scores, UpdateBatch, UpdateResult, 
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import make_strategy
 from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average, scale_lr
-from rl_vlm.models.devices import give_back, learner_device, limit_memory
+from rl_vlm.models.devices import learner_device, limit_memory
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.tracing import continued, span
 
@@ -114,7 +114,8 @@ class VLMLearner(TorchLearner):
                         move_average(self._average, self.policy.trained.weights(), decay)
             if self._learner_index in (None, 0):
                 result.adapter = self.policy.payload(batch.version, dtype=self._published_dtype)
-        give_back(self._run)
+        if self._run.serving.vllm.rest_while_learning and self.policy.backbone.device.type == "cuda":
+            torch.cuda.empty_cache()  # a replica takes turns with this learner
         return result
 
     def averaged_adapter(self, version: int) -> WeightPayload:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from PIL import Image
 
-from rl_vlm.chat import mrope_positions
+from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
 from rl_vlm.types import MAX_ASPECT_RATIO, EncodedImage, PixelLimits, UserInputError, as_rgb
 
 Grid = tuple[int, int, int]  # temporal, height, width in patches
@@ -57,6 +57,33 @@ class ImageLayout(Protocol):
 
     def read(self, image: EncodedImage) -> Any:
         """What the backbone makes features of. Raises ImageError for one that cannot be decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """Chat codec and image layout of one model, without its weights."""
+
+    codec: ChatCodec
+    images: ImageLayout
+    vocab_size: int
+
+    def expand(self, token_ids: np.ndarray, images: Sequence[EncodedImage], name: str = "") -> np.ndarray:
+        """Encoded ids int32 with the span of each image in the place of its placeholder. Raises UserInputError."""
+        spans = [self.images.span(image.width, image.height, name) for image in images]
+        return expand_image_tokens(token_ids, self.codec.image_token_id, spans, name)
+
+    def collapse(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
+        """The inverse of `expand`, of ids that may hold the first images only."""
+        pieces, end = [], 0
+        features = token_ids == self.images.image_token_id
+        for image in images:
+            span = self.images.span(image.width, image.height)
+            if not features[end:].any():
+                break
+            start = end + int(features[end:].argmax()) - int((span == self.images.image_token_id).argmax())
+            pieces += [token_ids[end:start], [self.codec.image_token_id]]
+            end = start + len(span)
+        return np.concatenate([*pieces, token_ids[end:]]).astype(np.int32)
 
 
 @lru_cache(maxsize=16)

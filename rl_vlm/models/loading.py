@@ -7,22 +7,20 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from jinja2.exceptions import TemplateError
 from safetensors import SafetensorError, safe_open
 
-from rl_vlm.chat import ChatCodec, expand_image_tokens
+from rl_vlm.chat import ChatCodec
 from rl_vlm.imports import replaced
 from rl_vlm.models.families import QWEN_TOWERS, text_model
 from rl_vlm.models.families.processor import ProcessorImages
-from rl_vlm.models.images import DEFAULT_PIXELS, ImageLayout, ImageProcessorSpec, PixelLimits
+from rl_vlm.models.images import DEFAULT_PIXELS, ImageProcessorSpec, PixelLimits, TextSide
 from rl_vlm.registry import provided
-from rl_vlm.types import EncodedImage, UserInputError
+from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
     import torch
@@ -42,33 +40,6 @@ def builtin_models() -> dict[str, Any]:
 DType = Literal["float32", "bfloat16", "float16"]
 HeadDType = Literal["model", "float32"]  # float32: logits are not rounded to the model's type
 Quantization = Literal["none", "nf4"]
-
-
-@dataclass(frozen=True, slots=True)
-class TextSide:
-    """Chat codec and image layout of one model, without its weights."""
-
-    codec: ChatCodec
-    images: ImageLayout
-    vocab_size: int
-
-    def expand(self, token_ids: np.ndarray, images: Sequence[EncodedImage], name: str = "") -> np.ndarray:
-        """Encoded ids int32 with the span of each image in the place of its placeholder. Raises UserInputError."""
-        spans = [self.images.span(image.width, image.height, name) for image in images]
-        return expand_image_tokens(token_ids, self.codec.image_token_id, spans, name)
-
-    def collapse(self, token_ids: np.ndarray, images: Sequence[EncodedImage]) -> np.ndarray:
-        """The inverse of `expand`, of ids that may hold the first images only."""
-        pieces, end = [], 0
-        features = token_ids == self.images.image_token_id
-        for image in images:
-            span = self.images.span(image.width, image.height)
-            if not features[end:].any():
-                break
-            start = end + int(features[end:].argmax()) - int((span == self.images.image_token_id).argmax())
-            pieces += [token_ids[end:start], [self.codec.image_token_id]]
-            end = start + len(span)
-        return np.concatenate([*pieces, token_ids[end:]]).astype(np.int32)
 
 
 def resolve_model(name: str, seed: int = 0) -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rl_vlm.config import SACSection
-from rl_vlm.models.devices import FastLinear
+from rl_vlm.models.kernels import FastLinear
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import UserInputError
 

@@ -26,7 +26,7 @@ from rl_vlm.asking import Answer, Ask, Client, Endpoint, Question, ServedEndpoin
 from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.errors import place_of
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.registry import Registry
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout.env_pool import GroupFailedError

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.models.families import QWEN_TOWERS, WRITTEN_OUT, make_backbone
-from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.memory.shape import ModelShape, amount
 from rl_vlm.types import EncodedImage, Message, Role, UserInputError
 

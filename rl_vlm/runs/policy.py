@@ -18,7 +18,8 @@ from rl_vlm.envs.isolation import check_plain
 from rl_vlm.envs.registry import make_part, portable_id, train_size
 from rl_vlm.evaluation.sight_faults import Fault, SightError, raise_or_tell
 from rl_vlm.learning.plan import ESTIMATORS
-from rl_vlm.models.loading import TextSide, load_text_side, quiet_libraries, resolve_model
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.rollout.scoring import try_parts

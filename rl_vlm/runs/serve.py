@@ -20,7 +20,8 @@ from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp, ServeBackend
 from rl_vlm.http.gate import Gate
 from rl_vlm.http.server import HTTPServer, bind, check_exposure
-from rl_vlm.models.loading import TextSide, check_quantization, check_weights, load_text_side, quiet_libraries
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import check_quantization, check_weights, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import (
     AdapterPayload,

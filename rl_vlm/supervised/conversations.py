@@ -13,7 +13,7 @@ import numpy as np
 from rl_vlm.chat import EncodedSpan
 from rl_vlm.envs.data import IMAGE_MARKER, BadRowError, Row, Schema
 from rl_vlm.learning.batching import count_images
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.types import EncodedImage, Message, Role, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError
 
 ROLES: tuple[str, ...] = get_args(Role)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_vlm.config import SFTConfig
 from rl_vlm.envs.data import RowTable, reject_shared_rows, split_slice
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.supervised.conversations import Conversation, ConversationEncoder
 from rl_vlm.supervised.sources import has_split, open_conversations

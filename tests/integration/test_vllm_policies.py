@@ -12,7 +12,8 @@ from vllm_support import TeacherForcing, ask, hostile_model, random_adapters, vl
 
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.vllm_engine import VLLMEngine
-from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest
 

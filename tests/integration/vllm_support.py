@@ -19,7 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from rl_vlm.config import PolicyConfig, parse_config
-from rl_vlm.models.loading import TextSide, load_model, load_text_side
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, load_lora_state, lora_config, lora_state
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, Message, SampleChunk, SamplingParams, StopReason

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from rl_vlm.models.loading import TextSide
+    from rl_vlm.models.images import TextSide
     from rl_vlm.models.supervised import DialogueEncoder
 
 

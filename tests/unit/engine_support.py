@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.models.lora import adaptable_linears
 
 

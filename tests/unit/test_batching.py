@@ -35,9 +35,8 @@ from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.models import images
-from rl_vlm.models.attention import SegmentLayout, dense_mask, segment_attention
-from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, frame_patches
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, TextSide, frame_patches
+from rl_vlm.models.kernels import SegmentLayout, dense_mask, segment_attention
 from rl_vlm.types import EncodedImage, Trajectory
 
 TEMPERATURE = 0.7

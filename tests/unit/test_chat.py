@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
-from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.images import TextSide
+from rl_vlm.models.loading import load_text_side
 from rl_vlm.types import Message, UserInputError
 
 IMAGE = picture(np.random.default_rng(0))

@@ -21,7 +21,7 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
 from rl_vlm.engines.rows import RowCache
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, EncodedImage, GenerationRequest, UserInputError
 

@@ -20,8 +20,8 @@ from rl_vlm.engines.rows import RowCache, reserved_tokens
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.models.families.qwen_vl import _VISION_PATCHES, QwenBackbone
-from rl_vlm.models.images import PixelLimits
-from rl_vlm.models.loading import TextSide, load_text_side
+from rl_vlm.models.images import PixelLimits, TextSide
+from rl_vlm.models.loading import load_text_side
 from rl_vlm.rollout.env_runner import RolloutWorker
 from rl_vlm.runs.train import inspect_run
 from rl_vlm.serving.replica import build_engine

@@ -17,7 +17,7 @@ from version_support import model_of
 from rl_vlm.engines.base import BASE_MODEL, EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.engines.weights import AdapterWeights, Factors
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import Completion, GenerationRequest, UserInputError
 

@@ -22,7 +22,7 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.images import blank, resized
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.env_pool import EnvPool, GroupFailedError
 from rl_vlm.rollout.episodes import run_group

@@ -22,7 +22,7 @@ from rl_vlm.asking import Answer, Ask, EndpointError, Question
 from rl_vlm.config import RewardSection, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout import scoring as judge_module
 from rl_vlm.rollout.env_pool import GroupFailedError

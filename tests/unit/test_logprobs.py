@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.learning.losses import Tile, token_logprobs
-from rl_vlm.models import devices
+from rl_vlm.models import kernels
 from rl_vlm.models.families.qwen_vl import QwenBackbone
 
 VOCABULARY, WIDTH, COUNT = 50, 16, 23
@@ -98,8 +98,8 @@ def test_values_and_gradients_equal_the_direct_computation(temperature: float, t
 def test_tiles_equal_the_direct_computation_in_float32(
     use_onednn: bool, entropy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "USE_ONEDNN", use_onednn)
-    monkeypatch.setattr(devices, "_SMALL", 0)
+    monkeypatch.setattr(kernels, "USE_ONEDNN", use_onednn)
+    monkeypatch.setattr(kernels, "_SMALL", 0)
     head: Any = Head()
     head.lm_head.weight.requires_grad_(False)
     hidden, targets = inputs()
@@ -155,7 +155,7 @@ def test_logits_of_all_positions_are_never_kept(monkeypatch: pytest.MonkeyPatch)
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         sizes.append(max(len(x) * len(weight), x.numel()))
-        return devices.linear(x, weight, bias)
+        return kernels.linear(x, weight, bias)
 
     monkeypatch.setattr("rl_vlm.learning.losses.linear", counted)
     saved: list[int] = []

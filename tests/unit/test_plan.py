@@ -20,7 +20,7 @@ from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, over
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.strategies import Strategy
 from rl_vlm.learning.update import PolicyUpdater
-from rl_vlm.models.loading import TextSide
+from rl_vlm.models.images import TextSide
 from rl_vlm.types import Trajectory, TrajectoryGroup, Turn
 
 AGGREGATIONS = ["sequence_mean", "token_mean", "constant"]

@@ -13,8 +13,8 @@ from core_support import adapted_policy
 from torch import nn
 
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.models import devices
-from rl_vlm.models.devices import FastLinear, linear, use_fast_products
+from rl_vlm.models import kernels
+from rl_vlm.models.kernels import FastLinear, linear, use_fast_products
 from rl_vlm.types import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -22,21 +22,21 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def onednn_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "USE_ONEDNN", True)
-    monkeypatch.setattr(devices, "_SMALL", 1)
+    monkeypatch.setattr(kernels, "USE_ONEDNN", True)
+    monkeypatch.setattr(kernels, "_SMALL", 1)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of x that oneDNN multiplies."""
     shapes: list[torch.Size] = []
-    plain = devices._onednn
+    plain = kernels._onednn
 
     def counted(x: torch.Tensor, *rest: Any) -> Any:
         shapes.append(x.shape)
         return plain(x, *rest)
 
-    monkeypatch.setattr(devices, "_onednn", counted)
+    monkeypatch.setattr(kernels, "_onednn", counted)
     return shapes
 
 
@@ -85,7 +85,7 @@ def test_the_engine_samples_the_same_by_either_product(
     prompt = np.arange(40, dtype=np.int32)
     found = []
     for use_onednn in (False, True):
-        monkeypatch.setattr(devices, "USE_ONEDNN", use_onednn)
+        monkeypatch.setattr(kernels, "USE_ONEDNN", use_onednn)
         calls.clear()
         engine = TransformersEngine(tiny_folder, max_context=128, lockstep=True)
         asyncio.run(engine.load_adapter(payload))

@@ -69,16 +69,18 @@ def count_shape(config: Mapping[str, Any]) -> ModelShape:
     linears = {side: [Linear(*key, copies) for key, copies in found.items()] for side, found in parts.items()}
     sizes = {side: sum(p.numel() for part in of for p in part.parameters()) for side, of in
              ((True, [text_model(model)]), (False, towers(model)))}  # fmt: skip
-    embedding = text.vocab_size * text.hidden_size
-    heads = text.num_attention_heads
+    # As a dictionary: of what differs from layer to layer a configuration gives no attribute.
+    values = text.to_dict()
+    embedding, heads = values["vocab_size"] * values["hidden_size"], values["num_attention_heads"]
     vision_width = int(getattr(vision, "hidden_size", text.hidden_size))
     return ModelShape(
         family,
         CountedText.model_validate({
-            "hidden_size": text.hidden_size, "num_hidden_layers": text.num_hidden_layers, "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-            "intermediate_size": text.intermediate_size, "vocab_size": text.vocab_size, "head_norms": True,
+            "hidden_size": values["hidden_size"], "num_hidden_layers": values["num_hidden_layers"],
+            "num_attention_heads": heads, "num_key_value_heads": values.get("num_key_value_heads") or heads,
+            "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+            "intermediate_size": values.get("intermediate_size") or values["hidden_size"],
+            "vocab_size": values["vocab_size"], "head_norms": True,
             "counted": linears[True], "total": sizes[True] - embedding,
         }),
         CountedTower.model_validate({
