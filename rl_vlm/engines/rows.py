@@ -205,16 +205,16 @@ class RowCache:
 
     def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a key and value per row [rows, heads, head_dim]; returns all seen [rows, heads, window, head_dim]."""
-        stored = []
-        for tensor, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            heads, capacity, size = tensor.shape[1:]
-            if (places := self._write_at.get((heads, capacity))) is None:  # in the tensor as [rows * heads * capacity]
-                rows = torch.arange(len(new) * heads, device=new.device)
-                places = rows * capacity + self._lengths.repeat_interleave(heads)
-                self._write_at[heads, capacity] = places
+        mine, theirs = self._keys[layer], self._values[layer]
+        heads, capacity = mine.shape[1:3]
+        if (places := self._write_at.get((heads, capacity))) is None:  # in the tensor as [rows * heads * capacity]
+            rows = torch.arange(len(keys) * heads, device=keys.device)
+            places = self._write_at[heads, capacity] = rows * capacity + self._lengths.repeat_interleave(heads)
+        for tensor, new in ((mine, keys), (theirs, values)):
+            size = new.shape[-1]
             tensor.view(-1, size).index_copy_(0, places, new.reshape(-1, size))
-            stored.append(tensor[: len(new), :, : self._window])
-        return stored[0], stored[1]
+        count, seen = len(keys), slice(self._window)
+        return mine[:count, :, seen], theirs[:count, :, seen]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order; int64 [K]. Only rows that change place are copied."""
