@@ -369,7 +369,8 @@ def test_what_cannot_be_sampled_is_named_and_leaves_the_engine_working(
 
 def test_cancelling_a_call_aborts_its_requests(engine: VLLMEngine, text: TextSide) -> None:
     async def cancel() -> int:
-        call = asyncio.create_task(engine.generate([ask(text, "long", n=8, temperature=0.5, max_new_tokens=900)]))
+        long = ask(text, "long", n=8, temperature=0.5, max_new_tokens=900, ignore_eos=True)
+        call = asyncio.create_task(engine.generate([long]))
         while engine._llm.get_num_unfinished_requests() < 8:
             await asyncio.sleep(0.01)
         call.cancel()
