@@ -6,7 +6,7 @@ attention and of convolutions are kept beside them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -90,21 +90,21 @@ class ModelCache(RowCache):
             own = [_RowLayer(self, next(places)) if isinstance(layer, tuple) else next(left) for layer in layers]
             self.view = Cache(layers=own)
             return
-        for mine, new in zip(self._states, states, strict=True):
-            for held, more in ((mine.conv_states, new.conv_states), (mine.recurrent_states, new.recurrent_states)):
-                for number, tensor in more.items():
-                    if tensor is not None:
-                        held[number] = torch.cat([held[number], tensor])
+        for held, number, tensor in self._beside(states):
+            held[number] = torch.cat([held[number], tensor])
 
     def replace(self, layers: Sequence[LayerState], rows: Tensor) -> None:
         """As `RowCache.replace`."""
         attention, states = _parted(layers)
         super().replace(attention, rows)
+        for held, number, tensor in self._beside(states):
+            held[number][rows] = tensor
+
+    def _beside(self, states: Sequence[LinearAttentionLayer]) -> Iterator[tuple[dict[int, Any], int, Tensor]]:
+        """Each tensor of new states, with the dictionary and the key of its own here."""
         for mine, new in zip(self._states, states, strict=True):
             for held, more in ((mine.conv_states, new.conv_states), (mine.recurrent_states, new.recurrent_states)):
-                for number, tensor in more.items():
-                    if tensor is not None:
-                        held[number][rows] = tensor
+                yield from ((held, number, tensor) for number, tensor in more.items() if tensor is not None)
 
     def keep(self, rows: Tensor) -> None:
         super().keep(rows)

@@ -131,14 +131,41 @@ _TILED = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utter
 _SMOL = {"eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>", "image_token": "<image>"}
 _QWEN_IMAGES = {"patch_size": 16, "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}}
 
-FAMILIES: dict[str, Family] = {
-    "idefics3": Family(
-        "Idefics3Config", "Idefics3Processor", "Idefics3ImageProcessor",
-        {"model_type": "llama", **_TEXT}, {"image_size": 32, "patch_size": 8, **_SIGLIP},
-        lambda: trl_template("idefics3"), ("<|begin_of_text|>", "<|im_end|>", *_TILED), _SMOL, "<image>",
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DELTA_NET = {  # heads of 128, which vLLM's kernel on a CPU asks for
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+_QWEN_ROPE = {
+    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True,
+    "partial_rotary_factor": 1.0,
+}  # fmt: skip
+_QWEN_NAMES = {
+    "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+}  # fmt: skip
+
+
+def _qwen(config: str, template: str, text: dict[str, Any], **tower: Any) -> Family:
+    return Family(
+        config, "Qwen3VLProcessor", "Qwen2VLImageProcessor", {**_TEXT, "rope_parameters": _QWEN_ROPE, **text},
+        {**_QWEN_TOWER, **tower}, lambda: trl_template(template), _QWEN_TOKENS, _QWEN_NAMES, "<|image_pad|>",
+        _QWEN_IMAGES, video="Qwen3VLVideoProcessor",
+    )  # fmt: skip
+
+
+def _tiled(name: str, start: str, video: str = "") -> Family:
+    return Family(
+        f"{name}Config", f"{name}Processor", f"{name}ImageProcessor", {"model_type": "llama", **_TEXT},
+        {"image_size": 32, "patch_size": 8, **_SIGLIP}, lambda: trl_template(name.lower()),
+        (start, "<|im_end|>", *_TILED), _SMOL, "<image>",
         {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}, {"scale_factor": 2},
-        {"image_seq_len": 4},
-    ),
+        {"image_seq_len": 4}, video,
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {
+    "idefics3": _tiled("Idefics3", "<|begin_of_text|>"),
     "internvl": Family(
         "InternVLConfig", "InternVLProcessor", "GotOcr2ImageProcessor",
         {"model_type": "qwen3", **_TEXT}, {"image_size": [32, 32], "patch_size": [8, 8], **_SIGLIP},
@@ -172,24 +199,8 @@ FAMILIES: dict[str, Family] = {
         "<image_soft_token>", {"size": {"height": 32, "width": 32}}, {"mm_tokens_per_image": 4},
         {"image_seq_length": 4}, pieces=True, id_name="image_token_index",
     ),
-    "qwen3_5": Family(
-        "Qwen3_5Config", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
-        {**_TEXT, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
-                             "mrope_interleaved": True, "partial_rotary_factor": 1.0}},
-        _QWEN_TOWER, lambda: trl_template("qwen3_5_nothink"), _QWEN_TOKENS,
-        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<|image_pad|>",
-         "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
-        "<|image_pad|>", _QWEN_IMAGES, {}, {}, "Qwen3VLVideoProcessor",
-    ),
-    "smolvlm": Family(
-        "SmolVLMConfig", "SmolVLMProcessor", "SmolVLMImageProcessor",
-        {"model_type": "llama", **_TEXT}, {"image_size": 32, "patch_size": 8, **_SIGLIP},
-        lambda: trl_template("smolvlm"), ("<|im_start|>", "<|im_end|>", *_TILED), _SMOL, "<image>",
-        {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}, {"scale_factor": 2},
-        {"image_seq_len": 4}, "SmolVLMVideoProcessor",
-    ),
+    "qwen3_5": _qwen("Qwen3_5Config", "qwen3_5_nothink", _DELTA_NET),
+    "smolvlm": _tiled("SmolVLM", "<|im_start|>", "SmolVLMVideoProcessor"),
     "gemma4": Family(
         "Gemma4Config", "Gemma4Processor", "Gemma4ImageProcessor",
         {**_TEXT, "num_hidden_layers": 4, "sliding_window": 12, "hidden_size_per_layer_input": 8,
@@ -206,27 +217,12 @@ FAMILIES: dict[str, Family] = {
          "eoa_token": "<audio|>"},
         "<|image|>", {"max_soft_tokens": 70, "patch_size": 16}, {}, {}, "Gemma4VideoProcessor", pieces=True,
     ),
-    "qwen3_5_moe": Family(
-        "Qwen3_5MoeConfig", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
-        {**_TEXT, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
-                             "mrope_interleaved": True, "partial_rotary_factor": 1.0}},
-        _QWEN_TOWER, lambda: trl_template("qwen3_5_nothink"), _QWEN_TOKENS,
-        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<|image_pad|>",
-         "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
-        "<|image_pad|>", _QWEN_IMAGES, {}, {}, "Qwen3VLVideoProcessor",
+    "qwen3_5_moe": _qwen(
+        "Qwen3_5MoeConfig", "qwen3_5_nothink", {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 24}
     ),
-    "qwen3_vl_moe": Family(
-        "Qwen3VLMoeConfig", "Qwen3VLProcessor", "Qwen2VLImageProcessor",
-        {**_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1, "norm_topk_prob": True,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4],
-                             "mrope_interleaved": True}},
-        {**_QWEN_TOWER, "deepstack_visual_indexes": [0]}, lambda: trl_template("qwen3_vl"), _QWEN_TOKENS,
-        {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "image_token": "<|image_pad|>",
-         "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
-        "<|image_pad|>", _QWEN_IMAGES, {}, {}, "Qwen3VLVideoProcessor",
+    "qwen3_vl_moe": _qwen(
+        "Qwen3VLMoeConfig", "qwen3_vl", {**_EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
+        deepstack_visual_indexes=[0],
     ),
     "mistral3": Family(
         "Mistral3Config", "PixtralProcessor", "PixtralImageProcessor",

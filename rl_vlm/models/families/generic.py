@@ -74,8 +74,8 @@ class Backbone:
         self.token_bias = bias.to(self.device)  # [V]: 0 where allowed, -inf where suppressed
         self.wide_head = head_dtype == "float32" and self.lm_head.weight.dtype != torch.float32
         # Logits are within ± this, by a tanh (Gemma 2, arXiv 2408.00118, section 2.1).
-        config: Any = model.config
-        self.softcap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
+        self._settings: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+        self.softcap: float | None = getattr(self._settings, "final_logit_softcapping", None)
         self._attention: Attention = "dense"
         # Features of a tower that is trained need a gradient, and are other ones after every step.
         self.trains_tower = any(one.requires_grad for tower in towers(model) for one in tower.parameters())
@@ -87,6 +87,13 @@ class Backbone:
         self.cache_hits = self.cache_misses = 0
         inner: Any = type(self.model.model)
         self._arguments = inspect.signature(inner.forward).parameters
+        # Whether a row may hold a prompt and several continuations, which takes layers that attend to all that a mask
+        # shows: sliding windows, linear attention and convolutions know no such mask, nor do images whose tokens see
+        # each other. With axes the types of tokens serve only to compute positions, which are given.
+        kinds = getattr(self._settings, "layer_types", None)
+        windows = kinds is None and getattr(self._settings, "sliding_window", None)
+        plain = images.axes > 1 or not {"token_type_ids", "mm_token_type_ids"} & set(self._arguments)
+        self.packs = plain and not windows and set(kinds or ()) <= {"full_attention"}
         self._image_arguments = inspect.signature(inner.get_image_features).parameters
 
     @property
@@ -98,20 +105,6 @@ class Backbone:
     def lm_head(self) -> nn.Linear:
         """The output projection [V, D]."""
         return self.model.lm_head  # type: ignore[no-any-return]
-
-    @property
-    def packs(self) -> bool:
-        """Whether a row may hold a prompt and several continuations: every layer attends to all that a mask shows.
-
-        Sliding windows, linear attention and convolutions know no such mask, nor do images whose tokens see each other.
-        """
-        settings = self.model.config.get_text_config()
-        kinds = getattr(settings, "layer_types", None)
-        windows = kinds is None and getattr(settings, "sliding_window", None)
-        types = {"token_type_ids", "mm_token_type_ids"} & set(self._arguments)
-        # With axes the types of tokens serve only to compute positions, which are given.
-        plain = not types or self.images.axes > 1
-        return plain and not windows and set(kinds or ()) <= {"full_attention"}
 
     def image_features(self, images: Sequence[EncodedImage]) -> list[ImageFeatures]:
         """Features of each image, in order; with a gradient and never cached where the tower is trained."""
@@ -208,10 +201,11 @@ class Backbone:
     def run(self, input_ids: Tensor, position_ids: Tensor, features: Sequence[ImageFeatures], **options: Any) -> Any:
         """The model's own forward pass, without its head."""
         is_image = input_ids == self.images.image_token_id
-        settings = self.model.config.get_text_config()
-        plain_ids = input_ids.masked_fill(is_image, settings.pad_token_id or 0)
+        plain_ids = input_ids.masked_fill(is_image, self._settings.pad_token_id or 0)
         embeds = self.model.get_input_embeddings()(plain_ids)
-        if getattr(settings, "hidden_size_per_layer_input", None):  # Gemma's embeddings of their own for every layer
+        if getattr(
+            self._settings, "hidden_size_per_layer_input", None
+        ):  # Gemma's embeddings of their own for every layer
             options["per_layer_inputs"] = self.text.get_per_layer_inputs(plain_ids, embeds)
         if features:
             rows = torch.cat([one.merged for one in features]).to(embeds.dtype)

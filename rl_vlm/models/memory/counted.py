@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from rl_vlm.models.memory.shape import Linear, ModelShape, TextShape, TowerShape
 from rl_vlm.types import UserInputError
 
 
-class CountedText(TextShape):
-    """A language model whose layers are counted."""
+class _Counted(BaseModel):
+    """What is counted instead of read from settings."""
 
     counted: list[Linear]
     total: int
@@ -23,24 +25,18 @@ class CountedText(TextShape):
     @property
     def parameters(self) -> int:
         return self.total
+
+
+class CountedText(_Counted, TextShape):
+    """A language model whose layers are counted."""
 
     @property
     def kv_per_token(self) -> int:
         return 2 * sum(linear.copies * linear.outputs for linear in self.counted if linear.name == "k_proj")
 
 
-class CountedTower(TowerShape):
+class CountedTower(_Counted, TowerShape):
     """Towers and projectors whose layers are counted."""
-
-    counted: list[Linear]
-    total: int
-
-    def linears(self) -> Iterator[Linear]:
-        yield from self.counted
-
-    @property
-    def parameters(self) -> int:
-        return self.total
 
 
 def count_shape(config: Mapping[str, Any]) -> ModelShape:
