@@ -68,6 +68,10 @@ class ChatCodec:
         if said_end is None:
             raise UserInputError("The chat template ends an assistant's turn with no special token: it cannot be used.")
         self.end_of_turn_id = self._special_ids[said_end.group()]
+        # Some templates end a prompt with "Assistant:" and write a blank before the text: the policy writes it.
+        asked, answered = self._render((("user", "t"),)), self._render((("user", "t"), ("assistant", "a")))
+        between = answered.partition(_ASSISTANT_MARK)[0].removeprefix(asked)
+        self._lead = between if between.isspace() else ""
         # Texts of prompts repeat: a task's question, the words between images.
         self._remembered_ids = lru_cache(maxsize=4096)(self._ids_of)
         self.token_bytes = lru_cache(maxsize=None)(self._bytes_of_token)
@@ -127,17 +131,17 @@ class ChatCodec:
                 text = str(self._tokenizer.decode(piece[mark:].tolist()))
                 text = text.removeprefix(after) if is_image[number] else text
                 text = text.removesuffix(before) if precedes else text
-                pieces[number] = np.concatenate([piece[:mark], self.encode_text(text)])
+                pieces[number] = np.concatenate([piece[:mark], self._ids_of(text)])
         return np.concatenate(pieces).astype(np.int32)
 
     def encode_text(self, text: str) -> np.ndarray:
-        """Plain text as the policy writes it, int32 [T]; special strings stay text. Raises UserInputError."""
-        return np.array(self._ids_of(text), dtype=np.int32)
+        """A turn's text as the policy writes it, int32 [T]; special strings stay text. Raises UserInputError."""
+        return np.array(self._ids_of(self._lead + text), dtype=np.int32)
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Sampled ids as text, without a closing end-of-turn token."""
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_of_turn_id else token_ids
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)).removeprefix(self._lead)
 
     def _bytes_of_token(self, token_id: int) -> bytes:
         """The UTF-8 bytes that a token stands for: often less than a character. Those of a sample join to its text."""

@@ -108,7 +108,7 @@ def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSi
             return TextSide(codec, spec, vocab_size)
         if pixels != DEFAULT_PIXELS:
             raise UserInputError("model.min_pixels and model.max_pixels are for Qwen's models: leave them out.")
-        images = ProcessorImages(folder, config)
+        images = ProcessorImages.from_folder(folder, config)
         codec = ChatCodec(tokenizer, template, images.placeholder, (images.before, images.after))
         return TextSide(codec, images, vocab_size)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, TemplateError) as error:

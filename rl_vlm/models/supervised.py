@@ -1,9 +1,9 @@
-"""Dialogues as teacher-forced batches for a Qwen-VL model, encoded as in reinforcement learning."""
+"""Dialogues as teacher-forced batches for a model, encoded as in reinforcement learning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from rl_vlm.chat import ChatCodec, expand_image_tokens, mrope_positions
-from rl_vlm.models.images import Grid, ImageProcessorSpec, patchify
+from rl_vlm.chat import ChatCodec, expand_image_tokens
+from rl_vlm.models.families.processor import ProcessorImages
+from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, patchify
 from rl_vlm.types import EncodedImage, Message, Role
 
 _STAND_IN = EncodedImage("", b"", 0, 0)  # for any image, where only token ids are needed: encoding PNGs is slow
@@ -28,18 +30,25 @@ class Example:
 
     token_ids: np.ndarray  # int32 [T]
     targets: np.ndarray  # bool [T], True for tokens of the policy
-    positions: np.ndarray  # int64 [3, T]
-    patches: np.ndarray  # of all images, see `patchify`
-    grids: tuple[Grid, ...]
+    positions: np.ndarray  # int64 [axes, T]
+    pixels: dict[str, Tensor]  # of all images: arguments of the model's forward
 
 
 class DialogueEncoder:
-    """Turns images, messages and replies into an `Example` for a Hugging Face processor of the Qwen-VL family."""
+    """Turns images, messages and replies into an `Example` for a Hugging Face processor."""
 
     def __init__(self, processor: Any) -> None:
         tokenizer = processor.tokenizer
-        codec = ChatCodec(tokenizer, processor.chat_template or tokenizer.chat_template, processor.image_token)
-        self._codec, self.images = codec, ImageProcessorSpec.from_processor(processor)
+        self._read_images, around = processor.image_processor, ("", "")
+        self.images: ImageLayout
+        if "Qwen" in type(processor).__name__:
+            spec = ImageProcessorSpec.from_processor(processor)
+            self.images = replace(spec, image_token_id=processor.image_token_id)
+        else:
+            self.images = images = ProcessorImages(processor, {"image_token_id": processor.image_token_id})
+            around = (images.before, images.after)
+        template = processor.chat_template or tokenizer.chat_template
+        self._codec = codec = ChatCodec(tokenizer, template, processor.image_token, around)
         self.pad_token_id = codec.pad_token_id  # fills the right side of shorter rows
 
         def given(role: Role, parts: tuple[str | None, ...], is_first: bool) -> np.ndarray:
@@ -49,8 +58,7 @@ class DialogueEncoder:
             return span.token_ids
 
         def said(reply: str) -> np.ndarray:
-            ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-            return np.array([*ids, codec.end_of_turn_id], dtype=np.int32)
+            return np.append(codec.encode_text(reply), codec.end_of_turn_id).astype(np.int32)
 
         # A warm start repeats few texts many times.
         self._given, self._said = lru_cache(maxsize=4096)(given), lru_cache(maxsize=4096)(said)
@@ -66,20 +74,21 @@ class DialogueEncoder:
             texts = tuple(part if isinstance(part, str) else None for part in parts)
             spans += [self._given(role, texts, not number), self._said(reply)]
         shown = [Image.fromarray(part) for _, parts, _ in turns for part in parts if not isinstance(part, str)]
-        patches, grids = zip(*(patchify(self.images, image) for image in shown), strict=True)
         short_ids, image_id = np.concatenate(spans), self._codec.image_token_id
-        counts = [self.images.num_image_tokens(grid) for grid in grids]
-        token_ids = expand_image_tokens(short_ids, image_id, [np.full(count, image_id) for count in counts])
+        stands = [self.images.span(image.width, image.height) for image in shown]
+        token_ids = expand_image_tokens(short_ids, image_id, stands)
         repeats = np.ones(len(short_ids), dtype=np.int64)
-        repeats[short_ids == image_id] = counts
+        repeats[short_ids == image_id] = [len(ids) for ids in stands]
         is_reply = np.concatenate([np.full(len(span), number % 2 == 1) for number, span in enumerate(spans)])
-        return Example(
-            token_ids,
-            np.repeat(is_reply, repeats),
-            mrope_positions(token_ids, image_id, grids, self.images.merge_size),
-            np.concatenate(patches),
-            grids,
-        )
+        sizes = [replace(_STAND_IN, width=image.width, height=image.height) for image in shown]
+        positions = self.images.positions(token_ids, sizes)
+        return Example(token_ids, np.repeat(is_reply, repeats), positions, self._pixels(shown))
+
+    def _pixels(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        if not isinstance(self.images, ImageProcessorSpec):
+            return dict(self._read_images([images], return_tensors="pt"))
+        patches, grids = zip(*(patchify(self.images, image) for image in images), strict=True)
+        return {"pixel_values": torch.from_numpy(np.concatenate(patches)), "image_grid_thw": torch.tensor(grids)}
 
 
 def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -88,12 +97,17 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> tuple[dict[str, t
     def padded(rows: Sequence[np.ndarray], value: int = 0) -> torch.Tensor:
         return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=value)
 
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        """Along the first axis; those with fewer tiles, the second one, end with empty ones."""
+        most = max(tensor.shape[1] for tensor in tensors)
+        return torch.cat([functional.pad(one, (*(0, 0) * (one.ndim - 2), 0, most - one.shape[1])) for one in tensors])
+
+    positions = padded([example.positions.T for example in examples]).permute(2, 0, 1)
     arguments = {
         "input_ids": padded([example.token_ids.astype(np.int64) for example in examples], pad_token_id),
         "attention_mask": padded([np.ones(len(example.token_ids), np.int64) for example in examples]),
-        "position_ids": padded([example.positions.T for example in examples]).permute(2, 0, 1),
-        "pixel_values": torch.from_numpy(np.concatenate([example.patches for example in examples])),
-        "image_grid_thw": torch.tensor([grid for example in examples for grid in example.grids]),
+        "position_ids": positions if len(positions) > 1 else positions[0],
+        **{name: joined([example.pixels[name] for example in examples]) for name in examples[0].pixels},
     }
     return arguments, padded([example.targets for example in examples])
 

@@ -127,6 +127,8 @@ def strategy(name: str) -> tuple[str, ...]:
 
 WAYS = {
     "two turns": ("env.kwargs={task: count, turns: 2}", "rollout.max_turns=2", "algorithm.iterations=250"),
+    "a model of another family": ("model.path=tiny-smol",),
+    "the same on vLLM": ("model.path=tiny-smol", "serving.engine=vllm", "serving.num_replicas=1"),
     "sampling overlaps learning": ("rollout.max_policy_lag=1",),
     **{name: (*strategy(name), "logging.checkpoint_every=10") for name in STRATEGIES},
 }

@@ -11,11 +11,13 @@ import core_support  # one thread: several gain nothing on a model this small
 import pytest
 import torch
 from PIL import Image
+from real_shapes import trl_template
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
+from rl_vlm.chat import ChatCodec
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
-from rl_vlm.types import UserInputError
+from rl_vlm.types import Message, UserInputError
 from rl_vlm.zoo.tiny import model as tiny
 from rl_vlm.zoo.tiny.teach import teach
 from rl_vlm.zoo.tiny.variants import VARIANTS
@@ -154,7 +156,8 @@ def test_the_warm_start_depends_on_its_seed_alone(variant: str) -> None:
         draw = VARIANTS[variant].lessons.drawer(seed)
         losses.append(teach(model, DialogueEncoder(processor), draw, steps=2, batch=6))
     assert losses[0] == losses[1] != losses[2]
-    assert len(processor.tokenizer) == 490 and model.config.text_config.num_hidden_layers == VARIANTS[variant].layers
+    assert len(processor.tokenizer) == (474 if VARIANTS[variant].smol else 490)
+    assert model.config.text_config.num_hidden_layers == VARIANTS[variant].layers
 
 
 def test_every_variant_is_a_built_in_model_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +200,26 @@ def test_the_template_renders_images_tools_and_turns_as_qwen3_vl_does(processor:
         "<|im_start|>assistant\n12<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_the_smol_template_renders_as_smolvlms_does() -> None:
+    processor, theirs = tiny.build_processor("smol"), trl_template("smolvlm")
+    image, text, said = ({"type": "image"}, {"type": "text", "text": "Find x."}, {"type": "text", "text": "12"})
+    user, reply = {"role": "user", "content": [image, text, image]}, {"role": "assistant", "content": [said]}
+    for chat in ([user], [{"role": "system", "content": [text]}, user, reply, {"role": "user", "content": [text]}]):
+        for options in ({}, {"add_generation_prompt": True}):
+            assert render(processor, chat, **options) == render(processor, chat, chat_template=theirs, **options)
+
+
+def test_a_blank_before_a_reply_belongs_to_the_template() -> None:
+    """SmolVLM's prompt ends with "Assistant:" and its history says "Assistant: 12"."""
+    processor = tiny.build_processor("smol")
+    codec = ChatCodec(processor.tokenizer, processor.chat_template, "<image>")
+    prompt, reply = codec.encode_prompt([Message.of("user", "Find x.")]).token_ids, codec.encode_text("12")
+    chat = [{"role": "user", "content": "Find x."}, {"role": "assistant", "content": "12"}]
+    expected = processor.tokenizer(render(processor, chat).removesuffix("\n"))["input_ids"]
+    assert [*prompt, *reply, codec.end_of_turn_id] == expected
+    assert codec.decode(reply) == "12"
 
 
 def test_the_template_lists_tools_and_writes_calls_as_qwen3_vl_does(processor: Any) -> None:

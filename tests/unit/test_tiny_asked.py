@@ -49,7 +49,9 @@ def test_an_episode_is_encoded_as_its_lessons_are(variant: str, recipe: str, rep
     pad = codec.image_token_id
     single = [token for k, token in enumerate(example.token_ids) if token != pad or example.token_ids[k - 1] != pad]
     assert single == ids.tolist()
-    assert len(example.grids) == sum(not isinstance(part, str) for _, parts, _ in turns for part in parts)
+    assert len(example.pixels["image_grid_thw"]) == sum(
+        not isinstance(part, str) for _, parts, _ in turns for part in parts
+    )
 
     draw = VARIANTS[variant].lessons.drawer(0)
     taught = {(role, _text(parts)) for _ in range(150) for role, parts, _ in draw()}

@@ -62,4 +62,4 @@ def test_it_is_asked_in_the_words_of_its_lessons(processor: Any, encoder: Dialog
     example = encoder.encode_turn(lesson.parts, lesson.reply)
     answer = tokenizer(lesson.reply)["input_ids"]
     assert example.token_ids[example.targets].tolist() == [*answer, codec.end_of_turn_id]
-    assert (example.token_ids == codec.image_token_id).sum() == 8 and len(example.grids) == 2
+    assert (example.token_ids == codec.image_token_id).sum() == 8 and len(example.pixels["image_grid_thw"]) == 2

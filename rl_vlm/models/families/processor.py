@@ -25,17 +25,9 @@ class ProcessorImages:
     the tokenizer may join with the words beside it.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        from transformers import AutoProcessor
-
-        from rl_vlm.models.loading import from_folder
-
-        try:
-            processor = from_folder(AutoProcessor, folder)
-        except ImportError as error:
-            raise UserInputError(f"The processor of {folder} cannot be loaded: {error}") from error
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
         if not isinstance(placeholder := getattr(processor, "image_token", None), str):
-            raise UserInputError(f"The processor of {folder} names no image_token: this model cannot be shown images.")
+            raise UserInputError("The model's processor names no image_token: this model cannot be shown images.")
         self._processor, self.placeholder = processor, placeholder
         self.image_token_id = int(config.get("image_token_id") or config["image_token_index"])
         rope = config.get("text_config", config).get("rope_parameters") or {}
@@ -47,6 +39,18 @@ class ProcessorImages:
         marks = [number for number, token in enumerate(ids) if token in self._special]
         self.before = processor.tokenizer.decode(ids[: marks[0]])
         self.after = processor.tokenizer.decode(ids[marks[-1] + 1 :])
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: Mapping[str, Any]) -> ProcessorImages:
+        """Of a model folder and the content of its config.json. Raises UserInputError."""
+        from transformers import AutoProcessor
+
+        from rl_vlm.models.loading import from_folder
+
+        try:
+            return cls(from_folder(AutoProcessor, folder), config)
+        except ImportError as error:
+            raise UserInputError(f"The processor of {folder} cannot be loaded: {error}") from error
 
     def span(self, width: int, height: int, name: str = "") -> np.ndarray:
         """See ImageLayout."""

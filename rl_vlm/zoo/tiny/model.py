@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.files import cache_folder, clean_leftovers, locked, replace_folder
 from rl_vlm.types import UserInputError
+from rl_vlm.zoo.tiny import smol
 from rl_vlm.zoo.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rl_vlm.zoo.tiny.variants import VARIANTS, variant_named
 
@@ -22,6 +24,7 @@ from rl_vlm.zoo.tiny.variants import VARIANTS, variant_named
 RECIPE_VERSION = 4
 ROUNDS = 3  # of lessons at most
 MAX_LENGTH = 8192
+POSITIONS = ("visual.pos_embed.weight", "position_embedding.weight")  # of the vision tower
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
 logger = logging.getLogger(__name__)
@@ -73,7 +76,7 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # faster for a model this small, and the weights do not depend on the machine's cores
     try:
-        with fast_vision(model):
+        with nullcontext() if known.smol else fast_vision(model):
             for _ in range(ROUNDS):
                 loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
                 if known.passes(model, encoder):
@@ -92,6 +95,9 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
 def build_processor(variant: str = "small") -> Any:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
+    known = variant_named(variant)
+    if known.smol:
+        return smol.build_processor(MAX_LENGTH, known.corpus)
     images = {
         "patch_size": 16,
         "temporal_patch_size": 2,
@@ -102,7 +108,7 @@ def build_processor(variant: str = "small") -> Any:
     }
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**images),
-        tokenizer=build_tokenizer(MAX_LENGTH, variant_named(variant).corpus),
+        tokenizer=build_tokenizer(MAX_LENGTH, known.corpus),
         video_processor=Qwen3VLVideoProcessor(**images),
         chat_template=CHAT_TEMPLATE,
     )
@@ -111,9 +117,11 @@ def build_processor(variant: str = "small") -> Any:
 def build_config(tokenizer: Any, variant: str = "small") -> Any:
     from transformers import Qwen3VLConfig
 
+    known = variant_named(variant)
+    if known.smol:
+        return smol.build_config(tokenizer, MAX_LENGTH)
     token_id = tokenizer.convert_tokens_to_ids
     end, pad = token_id("<|im_end|>"), token_id("<|endoftext|>")
-    known = variant_named(variant)
     return Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -159,17 +167,17 @@ def build_config(tokenizer: Any, variant: str = "small") -> Any:
 
 
 def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
-    """A `Qwen3VLForConditionalGeneration` with random weights that depend on the seed alone."""
+    """A model with random weights that depend on the seed alone."""
     import torch
-    from transformers import GenerationConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText, GenerationConfig
 
     config = build_config(tokenizer, variant)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         # Larger position embeddings than usual: with small ones the model did not learn positions.
-        positions = model.model.visual.pos_embed.weight
+        positions = next(weight for name, weight in model.named_parameters() if name.endswith(POSITIONS))
         positions *= 0.5 / positions.std()
     ids = config.text_config
     model.generation_config = GenerationConfig(

@@ -118,8 +118,11 @@ _SENTENCES = (
 )
 
 
-def train_bpe(extra: Sequence[str] = ()) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary (text -> id) and the merges, always the same; the words of `extra` become single tokens."""
+def train_bpe(extra: Sequence[str] = (), split: Any = None) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The vocabulary (text -> id) and the merges, always the same; the words of `extra` become single tokens.
+
+    split: cuts texts into words and these into bytes, by default as Qwen's tokenizer does.
+    """
     import json
 
     from tokenizers import Tokenizer, trainers
@@ -128,7 +131,7 @@ def train_bpe(extra: Sequence[str] = ()) -> tuple[dict[str, int], list[tuple[str
     from transformers import Qwen2Tokenizer
 
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer  # Qwen's split pattern, then bytes
+    tokenizer.pre_tokenizer = split or Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_BPE_IDS, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
     )

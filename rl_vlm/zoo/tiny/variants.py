@@ -17,7 +17,8 @@ class Variant:
     the warm start, and conversations per step. version: of the lessons; raise it whenever the weights would come out
     differently (None: counted by RECIPE_VERSION alone). rise: steps until the full learning rate. test: the module's
     function that says whether a model has learned the lessons; if not, they are repeated, at most twice. wide: heads of
-    32 dimensions instead of 16, the fewest that vLLM's kernels support. layers: of the language model.
+    32 dimensions instead of 16, the fewest that vLLM's kernels support. layers: of the language model. smol: SmolVLM's
+    form (`zoo/tiny/smol.py`) in place of Qwen's.
     """
 
     lesson: str
@@ -28,6 +29,7 @@ class Variant:
     test: str = ""
     wide: bool = False
     layers: int = 2
+    smol: bool = False
 
     @property
     def lessons(self) -> Any:
@@ -46,6 +48,7 @@ VARIANTS = {
     # The shapes of Shapes-v0.
     "small": Variant("shapes.lesson", 450, 64, rise=1),
     "wide": Variant("shapes.lesson", 450, 64, rise=1, wide=True),
+    "smol": Variant("shapes.lesson", 450, 64, smol=True),
     # Pictures of poles, which it compares. A few seeds need further rounds to learn that.
     "labeller": Variant("poles.lesson", 600, 64, version=2, test="can_compare", wide=True),
     # What is where on 3×3 and 4×4 grids of GridWalk-v0.
