@@ -138,6 +138,12 @@ class Parity:
     @torch.no_grad()
     def reference(self, messages: Sequence[Message], said: np.ndarray) -> np.ndarray:
         """float32 [T]: log-probabilities of an answer by the plain forward pass."""
+        logits = self.plain_logits(self.plain, messages, said) + self.policy.backbone.token_bias
+        ids = torch.from_numpy(said.astype(np.int64)).to(self.device)
+        return torch.log_softmax(logits, dim=-1).gather(1, ids[:, None])[:, 0].cpu().numpy()  # type: ignore[no-any-return]
+
+    def plain_logits(self, model: Any, messages: Sequence[Message], said: np.ndarray) -> torch.Tensor:
+        """float32 [T, V]: what a model's own forward pass predicts at an answer's places."""
         inputs = self.rendered(messages)
         prompt = inputs["input_ids"].shape[1]
         more = torch.from_numpy(said.astype(np.int64))[None].to(self.device)
@@ -148,8 +154,7 @@ class Parity:
                 inputs[name] = torch.cat([inputs[name], torch.zeros_like(more)], dim=1)
         if self.text.images.axes > 1:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.text.images.image_token_id).int()
-        logits = self.plain(**inputs).logits[0, prompt - 1 : -1].float() + self.policy.backbone.token_bias
-        return torch.log_softmax(logits, dim=-1).gather(1, more[0][:, None])[:, 0].cpu().numpy()  # type: ignore[no-any-return]
+        return model(**inputs).logits[0, prompt - 1 : -1].float()  # type: ignore[no-any-return]
 
     def answers(self, messages: Sequence[Message], name: str, **sampling: Any) -> list[Trajectory]:
         """The engine's samples, as trajectories of one turn."""

@@ -129,7 +129,7 @@ def _rows(side: int) -> tuple[str, ...]:
 
 _TILED = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *_rows(4))
 _SMOL = {"eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>", "image_token": "<image>"}
-_QWEN_IMAGES = {"patch_size": 16, "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}}
+_QWEN_IMAGES = {"size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}}
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DELTA_NET = {  # heads of 128, which vLLM's kernel on a CPU asks for
@@ -146,11 +146,12 @@ _QWEN_NAMES = {
 }  # fmt: skip
 
 
-def _qwen(config: str, template: str, text: dict[str, Any], **tower: Any) -> Family:
+def _qwen(config: str, template: str, text: dict[str, Any], series: str = "Qwen3VL", **tower: Any) -> Family:
     return Family(
-        config, "Qwen3VLProcessor", "Qwen2VLImageProcessor", {**_TEXT, "rope_parameters": _QWEN_ROPE, **text},
+        config, f"{series}Processor", "Qwen2VLImageProcessor", {**_TEXT, "rope_parameters": _QWEN_ROPE, **text},
         {**_QWEN_TOWER, **tower}, lambda: trl_template(template), _QWEN_TOKENS, _QWEN_NAMES, "<|image_pad|>",
-        _QWEN_IMAGES, video="Qwen3VLVideoProcessor",
+        {**_QWEN_IMAGES, "patch_size": tower.get("patch_size", 16)},
+        video="Qwen2VLVideoProcessor" if series == "Qwen2_5_VL" else "Qwen3VLVideoProcessor",
     )  # fmt: skip
 
 
@@ -198,6 +199,10 @@ FAMILIES: dict[str, Family] = {
          "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         "<image_soft_token>", {"size": {"height": 32, "width": 32}}, {"mm_tokens_per_image": 4},
         {"image_seq_length": 4}, pieces=True, id_name="image_token_index",
+    ),
+    "qwen3_vl": _qwen("Qwen3VLConfig", "qwen3_vl", {}, deepstack_visual_indexes=[0]),
+    "qwen2_5_vl": _qwen(  # attention in windows
+        "Qwen2_5_VLConfig", "qwen2_5_vl", {}, "Qwen2_5_VL", patch_size=14, window_size=56, fullatt_block_indexes=[1]
     ),
     "qwen3_5": _qwen("Qwen3_5Config", "qwen3_5_nothink", _DELTA_NET),
     "smolvlm": _tiled("SmolVLM", "<|im_start|>", "SmolVLMVideoProcessor"),
@@ -268,7 +273,7 @@ FAMILIES: dict[str, Family] = {
 _QWEN_IDS = {"video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>"}
 # Further ids in a configuration, by its class.
 _CONFIG_IDS = {
-    "Qwen3_5Config": _QWEN_IDS, "Qwen3_5MoeConfig": _QWEN_IDS, "Qwen3VLMoeConfig": _QWEN_IDS,
+    "Qwen3VLConfig": _QWEN_IDS, "Qwen2_5_VLConfig": _QWEN_IDS, "Qwen3_5Config": _QWEN_IDS, "Qwen3_5MoeConfig": _QWEN_IDS, "Qwen3VLMoeConfig": _QWEN_IDS,
     "Gemma4Config": {"video_token_id": "<|video|>", "audio_token_id": "<|audio|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
 }  # fmt: skip
 
