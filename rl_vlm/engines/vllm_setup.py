@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from rl_vlm.config import CommonConfig, ServingSection
-from rl_vlm.models.families import keeps_states
+from rl_vlm.models.families import TRANSFORMERS_IN_VLLM, keeps_states, model_type
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.memory.needs import VLLM_RANKS, kv_cache_bytes
 from rl_vlm.models.memory.shape import ModelShape
@@ -101,6 +101,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         # and the budget holds many of them with their images.
         enable_chunked_prefill=on_gpu,
         max_num_batched_tokens=settings.max_num_batched_tokens if on_gpu else max(16384, serving.max_context),
+        model_impl="transformers" if model_type(model) in TRANSFORMERS_IN_VLLM else "auto",
         enable_prefix_caching=on_gpu or not keeps_states(model),  # states are shared only where prompts are cut
         quantization="fp8_per_tensor" if serving.quantization == "fp8" else None,  # done while loading
         **versions,

@@ -16,6 +16,7 @@ LIMITS = {"float32": 1e-4, "bfloat16": 0.15}  # nats
         ("internvl", "float32", "all"),
         pytest.param("idefics3", "float32", "all", marks=pytest.mark.acceptance),
         pytest.param("smolvlm", "float32", "all", marks=pytest.mark.acceptance),
+        pytest.param("llava_onevision", "float32", "all", marks=pytest.mark.acceptance),
         pytest.param("mistral3", "float32", "all", marks=pytest.mark.acceptance),
         pytest.param("glm46v", "float32", "attn", marks=pytest.mark.acceptance),
         pytest.param("qwen3_5", "bfloat16", "all", marks=pytest.mark.acceptance),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 # Model types whose towers and images are Qwen's, and those whose language model the transformers engine writes out.
 QWEN_TOWERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 WRITTEN_OUT = ("qwen2_5_vl", "qwen3_vl")
+# Those whose class in vLLM takes no LoRA: vLLM runs transformers' own code for them.
+TRANSFORMERS_IN_VLLM = ("llava_onevision",)
 
 
 def make_backbone(model: Any, *arguments: Any, **options: Any) -> Backbone:
@@ -22,6 +25,11 @@ def make_backbone(model: Any, *arguments: Any, **options: Any) -> Backbone:
 
     kind = QwenBackbone if model.config.model_type in QWEN_TOWERS else Backbone
     return kind(model, *arguments, **options)
+
+
+def model_type(folder: Path) -> str:
+    """As config.json says."""
+    return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
 
 
 def keeps_states(folder: Path) -> bool:
