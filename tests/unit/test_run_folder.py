@@ -310,6 +310,7 @@ def test_a_storage_that_stays_away_keeps_the_folder_here(tmp_path: Path, monkeyp
     def push(self: RemoteFolder) -> None:
         raise RemoteStorageError("memory://bucket/run could not be written: 403.")
 
+    monkeypatch.setattr(run_folder, "_LAST_COPY_S", 0.2)
     monkeypatch.setattr(RemoteFolder, "push", push)
     with pytest.raises(RemoteStorageError), remote_run_folder(URL, resume=False, overwrite=False) as folder:
         write(folder, "progress.csv", "1\n")
