@@ -133,21 +133,10 @@ class ClipSimilarity(_ModelSimilarity):
 
     families = ("clip",)
 
-    def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
-        import torch
-
-        super().__init__(model, text, device)
-        tokens = self._processor(text=[text], return_tensors="pt", padding=True, truncation=True).to(device)
-        with torch.inference_mode():
-            outputs = self._model.text_model(tokens["input_ids"], tokens["attention_mask"])
-            self._features = torch.nn.functional.normalize(self._model.text_projection(outputs.pooler_output), dim=-1)
-
     def _score(self, batch: list[np.ndarray]) -> Any:
-        import torch
-
-        pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self._device)
-        pooled = self._model.vision_model(pixels).pooler_output
-        return (torch.nn.functional.normalize(self._model.visual_projection(pooled), dim=-1) @ self._features.T)[:, 0]
+        words = {"text": [self._text], "padding": True, "truncation": True}
+        inputs = self._processor(images=batch, return_tensors="pt", **words).to(self._device)
+        return self._model(**inputs).logits_per_image[:, 0] / self._model.logit_scale.exp()
 
 
 class MatchingSimilarity(_ModelSimilarity):

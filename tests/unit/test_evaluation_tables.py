@@ -339,7 +339,7 @@ def test_plain_generate_chooses_the_engines_tokens(adapted: bool, tiny_folder: P
     conversations = ItemPrompts(run).take([0, 1])
     conversations.append((*conversations[0], Message.of("assistant", "3"), Message.of("user", "Really? Look again.")))
     conversations.append((Message.of("user", "How are you?"),))
-    theirs = PlainGenerate(run, str(folder) if adapted else None).answer(conversations)
+    theirs = PlainGenerate(run, folder if adapted else None).answer(conversations)
 
     async def ask() -> list[list[int]]:
         engine, codec = TransformersEngine(tiny_folder, max_context=512), text_side(tiny_folder).codec
