@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_vlm.asking import Answer, Ask, Question, ask_again
@@ -59,6 +59,13 @@ async def play_tasks(
     except ExceptionGroup as several:
         raise several.exceptions[0] from None
     return lost
+
+
+def check_some_are_left(found: Collection[Any], lost: Mapping[str, str], count: int) -> None:
+    """Raise EpisodesLostError where nothing was found of `count` tasks."""
+    if not found:
+        reason = next(iter(lost.values()), "no tasks")
+        raise EpisodesLostError(f"All {count} episodes failed, the last because of: {reason}")
 
 
 def losses(lost: Mapping[str, str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rl_vlm.asking import HTTPEndpoint
 from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.registry import Survey, survey
-from rl_vlm.evaluation.heldout import EvaluationOptions, ItemPrompts, evaluation_tasks, identity_of, viewed_tasks
+from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks, identity_of, item_prompts, viewed_tasks
 from rl_vlm.evaluation.outcomes import (
     Outcome,
     OutcomeLog,
@@ -31,7 +31,7 @@ from rl_vlm.evaluation.outcomes import (
     outcomes_of,
     summarize,
 )
-from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError, Play, losses, play_tasks
+from rl_vlm.evaluation.players import EndpointPlayer, Play, check_some_are_left, losses, play_tasks
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.models.weights import find_trained, is_full, read_payload
@@ -98,7 +98,7 @@ async def measure_throughput(
     """
     new_tokens = config.rollout.max_new_tokens_per_turn
     served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL)
-    prompts, numbers = ItemPrompts(config), itertools.count()
+    prompts = item_prompts(config)
     plain = None
     if compare_hf:
         from rl_vlm.evaluation.plain_generate import PlainGenerate  # imports torch
@@ -109,7 +109,7 @@ async def measure_throughput(
     throughput: dict[int, dict[str, list[float]]] = {batch: defaultdict(list) for batch in BATCHES}
     for number in range(-_WARM_UPS, runs):
         for batch in BATCHES:
-            asked, streamed = (prompts.take([next(numbers) for _ in range(batch)]) for _ in range(2))
+            asked, streamed = (list(itertools.islice(prompts, batch)) for _ in range(2))
             kept = throughput[batch] if number >= 0 else defaultdict(list)
             theirs = plain.timed(asked) if plain and number % 2 else None
             seconds, tokens = await served.answer(asked)
@@ -121,7 +121,6 @@ async def measure_throughput(
             first, steady = await served.stream(streamed)
             kept["first_s"].append(first)
             kept["steady"].append(steady)
-    prompts.close()
     batches = {str(batch): _summary(kept) for batch, kept in throughput.items()}
     return {"runs": runs, "new_tokens": new_tokens, "batches": batches}
 
@@ -214,9 +213,7 @@ def evaluate_policy_run(
         measured = _Evaluation(config, options, adapters, envs, tasks, log)
         lost: dict[str, str] = {}
         session = measured.play_missing(lost)
-        if not log.outcomes:
-            reason = next(iter(lost.values()), "no tasks")
-            raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
+        check_some_are_left(log.outcomes, lost, len(tasks))
         results = dict(
             to_jsonable(
                 {

@@ -84,7 +84,8 @@ def test_rewards_before_and_after_are_of_different_rows(
     rewards: list[float], before: float | None, after: float | None, tmp_path: Path
 ) -> None:
     run = Refused(PolicyConfig(), tmp_path, False)
-    run.rewards = rewards
+    for iteration, reward in enumerate(rewards, 1):
+        run.recorder.log_iteration(iteration, {"reward/mean": reward})
     result = run._result("done")
     approximate = [value if value is None else pytest.approx(value) for value in (before, after)]
     assert [result["reward_before"], result["reward_after"]] == approximate
