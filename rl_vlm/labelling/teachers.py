@@ -105,8 +105,16 @@ class _ModelSimilarity:
     def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
         if not text.strip():
             raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
-        self._model, self._processor = _load_pretrained(model, self.families)
-        self._model.to(device)
+        from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
+
+        folder = resolve_model(str(model))
+        family = from_folder(AutoConfig, folder).model_type
+        if family not in self.families:
+            wanted = " or ".join(self.families)
+            raise UserInputError(f"The model {model} is of type {family!r}; this labeller needs {wanted}.")
+        kind = AutoModel if family == "clip" else Blip2ForImageTextRetrieval
+        self._model = kind.from_pretrained(folder).eval().requires_grad_(False).to(device)
+        self._processor = from_folder(AutoProcessor, folder)
         self._device, self._text = device, text
 
     def similarities(self, frames: np.ndarray) -> np.ndarray:
@@ -172,17 +180,6 @@ class SimilarityLabeller(Labeller):
             return []
         similarities = await asyncio.to_thread(self._similarity.similarities, np.stack(frames))
         return [Score(max(value, 0.0)) for value in similarities.tolist()]
-
-
-def _load_pretrained(name: str | Path, families: tuple[str, ...]) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
-
-    folder = resolve_model(str(name))
-    family = from_folder(AutoConfig, folder).model_type
-    if family not in families:
-        raise UserInputError(f"The model {name} is of type {family!r}; this labeller needs {' or '.join(families)}.")
-    kind = AutoModel if family == "clip" else Blip2ForImageTextRetrieval
-    return kind.from_pretrained(folder).eval().requires_grad_(False), from_folder(AutoProcessor, folder)
 
 
 # Labellers by configuration.

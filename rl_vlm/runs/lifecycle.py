@@ -395,12 +395,7 @@ class RunLifecycle(BaseRun):
 @contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
     """Redirect stderr to a file: Ray and RLlib write messages about internals while they start."""
-    try:
-        file = open_own(path)
-    except (OSError, RLVLMError):
-        yield
-        return
-    with file:
+    with open_own(path) as file:
         sys.stderr.flush()
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)
