@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from core_support import text_side
 from PIL import Image
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.base import Engine
+from rl_vlm.engines.base import BASE_MODEL, Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import ModelApp, ServedModel
+from rl_vlm.http.app import ModelApp
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.types import Completion, GenerationRequest, SampleChunk
 
@@ -35,10 +35,10 @@ class EngineBackend:
         self.engine = engine
         self.running = 0  # calls that have not ended
 
-    async def models(self) -> Sequence[ServedModel]:
+    async def models(self) -> dict[str, int]:
         version = self.engine.version
-        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version)]
-        return [*(policy if version else []), ServedModel("tiny")]
+        policy = {"policy": version, f"policy-v{version}": version} if version else {}
+        return policy | {"tiny": BASE_MODEL}
 
     async def generate(self, request: GenerationRequest) -> Completion:
         self.running += 1

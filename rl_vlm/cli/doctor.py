@@ -266,15 +266,11 @@ def ray_checks() -> Iterator[Check]:
 
 def _open_ports() -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
-    for process in psutil.process_iter(["name"]):
-        name = process.info["name"] or ""
-        if not (name in _SERVERS or name.startswith(_WORKERS)):
+    for connection in psutil.net_connections(kind="inet"):
+        if connection.status != psutil.CONN_LISTEN or connection.pid is None or is_loopback(connection.laddr.ip):
             continue
-        try:
-            connections = process.net_connections(kind="inet")
-        except psutil.Error:  # it ended, or is another user's
-            continue
-        for connection in connections:
-            if connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip):
+        with suppress(psutil.Error):  # it has ended
+            name = psutil.Process(connection.pid).name()
+            if name in _SERVERS or name.startswith(_WORKERS):
                 found.setdefault(name, set()).add(connection.laddr.port)
     return found

@@ -105,7 +105,9 @@ def learning_curve(
         name, separator, path = run.partition("=")
         # A path may hold an equals sign itself.
         named = bool(separator) and not Path(run).exists()
-        kinds.setdefault(name if named else _run_name(run), []).append(path if named else run)
+        place = Path(run).resolve()
+        own_name = place.parent.name if place.suffix else place.name
+        kinds.setdefault(name if named else own_name, []).append(path if named else run)
     outputs = out or [Path(DEFAULT_FILE)]
     bands = draw_learning_curve(kinds, outputs, window=window, title=title, column=column)
     smoothed = f" (trailing mean of {window} evaluations)" if window > 1 else ""
@@ -129,8 +131,3 @@ def label_accuracy(
     # Without a decided label there is no accuracy, and JSON has no NaN.
     say(json.dumps(to_jsonable(draw_label_accuracy(logs, outputs, bins=bins, title=title)), indent=2))
     say(f"Wrote {', '.join(map(str, outputs))}", err=True)
-
-
-def _run_name(path: str) -> str:
-    found = Path(path)
-    return found.resolve().parent.name if found.suffix else found.resolve().name

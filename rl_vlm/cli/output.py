@@ -34,8 +34,7 @@ def say_check(name: str, status: str, detail: str, width: int = 12) -> None:
 class ErrorReport:
     """Turns an exception into a sentence and an exit code; tracebacks go to `folder`."""
 
-    def __init__(self) -> None:
-        self.folder: Path | None = None
+    folder: Path | None = None
 
     def report(self, error: Exception) -> int:
         """Print the sentence; return 2 for bad input, an interrupted run's own code, 1 otherwise."""

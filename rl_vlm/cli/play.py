@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,8 @@ def play_episode(
 ) -> float:
     """Show what the environment says and ask for answers until the episode ends; return the sum of rewards."""
     console = console or Console(highlight=False)
-    env = make(env_id, **kwargs)
     total, ended = 0.0, ""
-    try:
+    with closing(make(env_id, **kwargs)) as env:
         options: dict[str, Any] = {"split": split} | ({} if index is None else {"index": index})
         observation, info = check_reset(env.reset(seed=seed, options=options))
         _say(console, _shorten(info), "dim")
@@ -67,8 +67,6 @@ def play_episode(
             _say(console, f"reward {reward:g}  {_shorten(info)}", "dim")
             _show(console, observation)
             ended = "The end" if terminated else "Cut off" if truncated else ""
-    finally:
-        env.close()
     if ended:
         _say(console, f"{ended}: {total:g} in all.", "bold")
     return total

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -82,29 +84,21 @@ def viewed_tasks(tasks: Sequence[RolloutTask], view: View, limit: int | None = N
     ]
 
 
-class ItemPrompts:
-    """The prompts of an evaluation's items, for measurements that ask them without playing them."""
-
-    def __init__(self, config: PolicyConfig) -> None:
-        self._seed, self._split = config.seed, config.evaluation.split
-        made = [(make_part(config.env, name), part) for name, part in config.env.parts.items()]
-        self._envs = [(env, part_size(part, env, self._split)) for env, part in made]
-
-    def take(self, numbers: Sequence[int]) -> list[tuple[Message, ...]]:
-        """What these items show first. Numbers wrap around at the split's end; a mixture takes turns."""
-        found = []
-        for number in numbers:
-            rank, place = divmod(number, len(self._envs))
-            env, size = self._envs[place]
-            index = rank % (size or 2**31 - 1)
-            options = {"index": index, "split": self._split}
-            observation, _ = env.reset(seed=derive_seed(self._seed, 4, index), options=options)
-            found.append(observation.messages)
-        return found
-
-    def close(self) -> None:
-        for env, _ in self._envs:
-            env.close()
+def item_prompts(config: PolicyConfig) -> Iterator[tuple[Message, ...]]:
+    """What the items of an evaluation show first, for measurements that ask them without playing them: again from the
+    split's beginning after its end; a mixture takes turns."""
+    split = config.evaluation.split
+    with ExitStack() as stack:
+        envs = []
+        for name, part in config.env.parts.items():
+            env = stack.enter_context(closing(make_part(config.env, name)))
+            envs.append((env, part_size(part, env, split)))
+        for rank in itertools.count():
+            for env, size in envs:
+                index = rank % (size or 2**31 - 1)
+                options = {"index": index, "split": split}
+                observation, _ = env.reset(seed=derive_seed(config.seed, 4, index), options=options)
+                yield observation.messages
 
 
 # The settings that decide an evaluation's outcomes.

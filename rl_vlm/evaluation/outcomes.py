@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, get_args
@@ -138,13 +139,11 @@ class OutcomeLog:
     ) -> None:
         self._path = path
         self._found: dict[tuple[Side, str, int], Outcome] = {}
-        self._file = open_own(path) if path is not None else None
-        if path is not None and self._file is not None:
-            try:
-                self._open(path, self._file, dict(to_jsonable(identity)), resume, overwrite)
-            except BaseException:
-                self._file.close()
-                raise
+        with ExitStack() as opened:
+            if path is not None:
+                file = opened.enter_context(open_own(path))
+                self._open(path, file, dict(to_jsonable(identity)), resume, overwrite)
+            self._opened = opened.pop_all()
 
     def _open(self, path: Path, file: BinaryIO, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
         try:
@@ -190,8 +189,7 @@ class OutcomeLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._opened.close()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the outcomes of one finished item: in the file when this returns."""

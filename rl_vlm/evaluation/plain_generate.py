@@ -1,4 +1,4 @@
-"""Plain transformers `generate`, in a child process that `--compare-hf` starts (see `child`)."""
+"""Plain transformers `generate`, which `--compare-hf` measures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rl_vlm.child import Answer
-from rl_vlm.config import PolicyConfig, of_policy, parse_config
-from rl_vlm.evaluation.heldout import ItemPrompts
-from rl_vlm.frames import Frame
+from rl_vlm.config import PolicyConfig
 from rl_vlm.models.loading import from_folder, load_model, load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.lora import merge_into
 from rl_vlm.models.weights import read_payload
@@ -24,7 +21,7 @@ from rl_vlm.types import Message
 class PlainGenerate:
     """The model, with the adapter merged into it, and its image processor."""
 
-    def __init__(self, config: PolicyConfig, adapter: str | None) -> None:
+    def __init__(self, config: PolicyConfig, adapter: Path | None) -> None:
         from transformers import AutoProcessor
 
         quiet_libraries()
@@ -36,11 +33,17 @@ class PlainGenerate:
         self._text = load_text_side(folder, config.model.pixels)
         self._model: Any = load_model(folder, config.model.dtype, self._device)
         if adapter is not None:
-            merge_into(self._model, read_payload(Path(adapter), 0))
+            merge_into(self._model, read_payload(adapter, 0))
         self._model.generation_config.eos_token_id = None  # every answer has its full length
         self._processor: Any = from_folder(AutoProcessor, folder).image_processor
         self._scaled = {"size": self._text.images.size} if self._text.images.size else {}
         self._suppressed = self._text.codec.suppressed_token_ids(self._text.vocab_size).tolist()
+
+    def timed(self, conversations: Sequence[tuple[Message, ...]]) -> tuple[float, list[list[int]]]:
+        """Seconds from messages to tokens, and the new tokens of each conversation."""
+        started = time.perf_counter()
+        tokens = self.answer(conversations)
+        return time.perf_counter() - started, tokens
 
     def answer(self, conversations: Sequence[tuple[Message, ...]]) -> list[list[int]]:
         """The new tokens of each conversation, as one batch with padding on the left."""
@@ -70,18 +73,3 @@ class PlainGenerate:
                 **pictures,
             )
         return out[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
-
-
-def answerer(settings: dict[str, Any], adapter: str | None) -> Answer:
-    """Answers the `items` of a request, numbers, greedily as one batch: the `seconds` from messages to tokens, and the
-    `tokens` of each."""
-    config = of_policy(parse_config(settings))
-    prompts, plain = ItemPrompts(config), PlainGenerate(config, adapter)
-
-    def answer(request: dict[str, Any], blobs: list[bytes]) -> Frame:
-        conversations = prompts.take(request["items"])
-        started = time.perf_counter()
-        tokens = plain.answer(conversations)
-        return {"seconds": time.perf_counter() - started, "tokens": tokens}, []
-
-    return answer

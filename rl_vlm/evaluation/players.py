@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_vlm.asking import Answer, Ask, Question, ask_again
@@ -16,6 +16,7 @@ from rl_vlm.rollout.env_pool import EnvPool, EnvPools, discard_on_failure
 from rl_vlm.rollout.episodes import Conversation, all_ended, viewed, viewed_opening
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import EncodedImage, Message, RLVLMError, images_of
+from rl_vlm.waiting import all_or_none
 
 # Plays one task: its outcomes, or why it is lost.
 Play = Callable[[RolloutTask], Awaitable[list[Outcome] | str]]
@@ -35,30 +36,29 @@ async def play_tasks(
 ) -> dict[str, str]:
     """Play all tasks, `at_once` at a time; returns why which task was lost. Raises EpisodesLostError after `max_losses`
     losses in a row; what was finished before is kept."""
-    waiting = iter(tasks)
-    lost: dict[str, str] = {}
-    in_a_row = 0
+    slots, lost, in_a_row = asyncio.Semaphore(at_once), dict[str, str](), 0
 
-    async def work() -> None:
+    async def work(task: RolloutTask) -> None:
         nonlocal in_a_row
-        for task in waiting:
+        async with slots:
             played = await play(task)
-            if isinstance(played, str):
-                lost[task.group_id] = played
-                in_a_row += 1
-                if in_a_row >= max_losses:
-                    raise EpisodesLostError(f"{in_a_row} episodes in a row were lost, the last because of: {played}")
-            else:
+            if not isinstance(played, str):
                 in_a_row = 0
-                keep(played)
+                return keep(played)
+            lost[task.group_id] = played
+            in_a_row += 1
+            if in_a_row >= max_losses:
+                raise EpisodesLostError(f"{in_a_row} episodes in a row were lost, the last because of: {played}")
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(at_once, len(tasks))):
-                group.create_task(work())
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
+    await all_or_none([work(task) for task in tasks])
     return lost
+
+
+def check_some_are_left(found: Collection[Any], lost: Mapping[str, str], count: int) -> None:
+    """Raise EpisodesLostError where nothing was found of `count` tasks."""
+    if not found:
+        reason = next(iter(lost.values()), "no tasks")
+        raise EpisodesLostError(f"All {count} episodes failed, the last because of: {reason}")
 
 
 def losses(lost: Mapping[str, str]) -> dict[str, Any]:

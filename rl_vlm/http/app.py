@@ -7,10 +7,9 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
@@ -65,8 +64,8 @@ class ModelApp:
     async def _chat(self, request: Request) -> Response:
         body, deadline = parse_body(request.scope.pop(BODY), ChatRequest), request.scope[DEADLINE]
         async with self._in_time(deadline):
-            model = await self._find(body.model)
-            asked, prompt_tokens = await self._read(self._reader.chat, body, "chatcmpl", model)
+            version = await self._find(body.model)
+            asked, prompt_tokens = await self._read(self._reader.chat, body, "chatcmpl", version)
             reply = ChatReply(self._codec, asked, body.model, prompt_tokens, body.logprobs)
             if not body.stream:
                 completion = await self._complete(asked)
@@ -82,22 +81,24 @@ class ModelApp:
         """A conversation in, a text out; thoughts are removed."""
         body = parse_body(request.scope.pop(BODY), GenerateRequest)
         async with self._in_time(request.scope[DEADLINE]):
-            model = await self._find(None)
-            asked, _ = await self._read(self._reader.generate, body, "generate", model)
+            version = await self._find(None)
+            asked, _ = await self._read(self._reader.generate, body, "generate", version)
             completion = await self._complete(asked)
         return JSONResponse({"text": without_thoughts(self._codec.decode(completion.samples[0].token_ids))})
 
     async def _list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(model) for model in await self._backend.models()]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in await self._backend.models()]})
 
     async def _show_model(self, request: Request) -> Response:
-        return JSONResponse(self._card(await self._find(request.path_params["name"])))
+        name = request.path_params["name"]
+        await self._find(name)
+        return JSONResponse(self._card(name))
 
     async def _show_health(self, _: Request) -> Response:
         state: dict[str, Any] = {"status": "ok", "models": [], "in_flight": self.gate.in_flight, "detail": ""}
         try:
             await self._backend.health()
-            state["models"] = [model.name for model in await self._backend.models()]
+            state["models"] = [*await self._backend.models()]
         except RLVLMError as error:
             state |= {"status": "unavailable", "detail": str(error)}
         return JSONResponse(state, 200 if state["status"] == "ok" else 503)
@@ -106,8 +107,8 @@ class ModelApp:
         text = generate_latest(self.gate.registry).decode() + await self._backend.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    def _card(self, model: ServedModel) -> dict[str, Any]:
-        return {"id": model.name, "created": self._started, "object": "model", "owned_by": "rl_vlm"}
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "created": self._started, "object": "model", "owned_by": "rl_vlm"}
 
     @asynccontextmanager
     async def _in_time(self, deadline: float) -> AsyncIterator[None]:
@@ -118,24 +119,24 @@ class ModelApp:
             late = f"No complete answer within {self._limits.deadline_s:g} s: ask for less, or later."
             raise RequestError(504, late) from error
 
-    async def _find(self, name: str | None) -> ServedModel:
-        """The model of that name; the first one without a name. Raises RequestError."""
+    async def _find(self, name: str | None) -> int:
+        """The version of the model of that name; of the first one without a name. Raises RequestError."""
         models = await self._backend.models()
-        chosen = next((model for model in models if name is None or model.name == name), None)
-        if chosen is None:
-            known = ", ".join(model.name for model in models)
-            message = f"Model {name!r} is not served here: ask for one of {known}."
+        if name is None:
+            return next(iter(models.values()))
+        if name not in models:
+            message = f"Model {name!r} is not served here: ask for one of {', '.join(models)}."
             raise RequestError(404, message, code="model_not_found", param="model")
-        return chosen
+        return models[name]
 
     async def _read(
-        self, read: Callable[[B, str, int], tuple[GenerationRequest, int]], body: B, prefix: str, model: ServedModel
+        self, read: Callable[[B, str, int], tuple[GenerationRequest, int]], body: B, prefix: str, version: int
     ) -> tuple[GenerationRequest, int]:
         """What the engine is asked, by a method of the reader on a thread; `prefix` begins the request's id."""
         name = f"{prefix}-{uuid.uuid4().hex}"
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, read, body, name, model.version)
+            return await loop.run_in_executor(self._threads, read, body, name, version)
         finally:
             # The handler keeps the body until it has answered, and encoded images may take megabytes.
             body.messages = []
@@ -197,14 +198,6 @@ _REFRESH_S = 0.5  # how old the registry's status may be
 _ANSWER_S = 5.0  # how long the registry may take
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A name that clients may ask for and the policy version behind it (`BASE_MODEL`: no adapter)."""
-
-    name: str
-    version: int = BASE_MODEL
-
-
 class ServeBackend(PolicyClient):
     """Answers through a run's Serve application. Its errors are RLVLMErrors.
 
@@ -225,15 +218,14 @@ class ServeBackend(PolicyClient):
         self._good_until = float("-inf")
         self._asking = asyncio.Lock()
 
-    async def models(self) -> Sequence[ServedModel]:
-        """The newest version, if there is one, and the model without one where replicas have that, too. The first is
-        for clients that name none."""
-        base = ServedModel(self._name, BASE_MODEL)
-        version = (await self._status())["version"]
+    async def models(self) -> dict[str, int]:
+        """The names that clients may ask for, and their versions: the newest one, if there is one, and the model
+        without one where replicas have that, too. The first is for clients that name none."""
+        base, version = {self._name: BASE_MODEL}, (await self._status())["version"]
         if not version:
-            return [base]
-        policy = [ServedModel("policy", version), ServedModel(f"policy-v{version}", version)]
-        return [*policy, base] if self._keeps_base else policy
+            return base
+        policy = {"policy": version, f"policy-v{version}": version}
+        return policy | base if self._keeps_base else policy
 
     async def _status(self) -> dict[str, Any]:
         """The registry's status, half a second old; the last one while it is being restarted. Raises

@@ -128,7 +128,12 @@ class EnvServer:
         return await asyncio.wrap_future(session.submit(session.carry_out, request))
 
     async def _open(self) -> bytes:
-        await self._make_room()
+        self._sessions = {name: one for name, one in self._sessions.items() if not one.ended or one.busy}
+        since = time.monotonic() - _UNUSED_S
+        unused = [one for one in self._sessions.values() if not (one.busy or one.ended) and one.used < since]
+        if self.num_sessions >= self._max_sessions and unused:
+            closing = min(unused, key=lambda session: session.used).end()
+            await asyncio.wait([asyncio.wrap_future(closing)], timeout=_CLOSE_S)
         if self.num_sessions >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open, as many as --max-sessions allows")
         name = secrets.token_hex(16)
@@ -141,15 +146,6 @@ class EnvServer:
         if "error" in reply:
             session.end()  # the environment may be made all the same
         return pack_frame({**reply, "session": name}, [])
-
-    async def _make_room(self) -> None:
-        """Forget closed sessions and, where all places are taken, end the one that was unused longest."""
-        self._sessions = {name: one for name, one in self._sessions.items() if not one.ended or one.busy}
-        since = time.monotonic() - _UNUSED_S
-        unused = [one for one in self._sessions.values() if not (one.busy or one.ended) and one.used < since]
-        if self.num_sessions >= self._max_sessions and unused:
-            closing = min(unused, key=lambda session: session.used).end()
-            await asyncio.wait([asyncio.wrap_future(closing)], timeout=_CLOSE_S)
 
     def app(self, limits: HTTPSection, token: str | None) -> Gate:
         """The ASGI application, behind the same gate as a served model's: token, body size, queue and deadline."""

@@ -105,8 +105,16 @@ class _ModelSimilarity:
     def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
         if not text.strip():
             raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
-        self._model, self._processor = _load_pretrained(model, self.families)
-        self._model.to(device)
+        from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
+
+        folder = resolve_model(str(model))
+        family = from_folder(AutoConfig, folder).model_type
+        if family not in self.families:
+            wanted = " or ".join(self.families)
+            raise UserInputError(f"The model {model} is of type {family!r}; this labeller needs {wanted}.")
+        kind = AutoModel if family == "clip" else Blip2ForImageTextRetrieval
+        self._model = kind.from_pretrained(folder).eval().requires_grad_(False).to(device)
+        self._processor = from_folder(AutoProcessor, folder)
         self._device, self._text = device, text
 
     def similarities(self, frames: np.ndarray) -> np.ndarray:
@@ -133,21 +141,10 @@ class ClipSimilarity(_ModelSimilarity):
 
     families = ("clip",)
 
-    def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
-        import torch
-
-        super().__init__(model, text, device)
-        tokens = self._processor(text=[text], return_tensors="pt", padding=True, truncation=True).to(device)
-        with torch.inference_mode():
-            outputs = self._model.text_model(tokens["input_ids"], tokens["attention_mask"])
-            self._features = torch.nn.functional.normalize(self._model.text_projection(outputs.pooler_output), dim=-1)
-
     def _score(self, batch: list[np.ndarray]) -> Any:
-        import torch
-
-        pixels = self._processor(images=batch, return_tensors="pt")["pixel_values"].to(self._device)
-        pooled = self._model.vision_model(pixels).pooler_output
-        return (torch.nn.functional.normalize(self._model.visual_projection(pooled), dim=-1) @ self._features.T)[:, 0]
+        words = {"text": [self._text], "padding": True, "truncation": True}
+        inputs = self._processor(images=batch, return_tensors="pt", **words).to(self._device)
+        return self._model(**inputs).logits_per_image[:, 0] / self._model.logit_scale.exp()
 
 
 class MatchingSimilarity(_ModelSimilarity):
@@ -183,17 +180,6 @@ class SimilarityLabeller(Labeller):
             return []
         similarities = await asyncio.to_thread(self._similarity.similarities, np.stack(frames))
         return [Score(max(value, 0.0)) for value in similarities.tolist()]
-
-
-def _load_pretrained(name: str | Path, families: tuple[str, ...]) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
-
-    folder = resolve_model(str(name))
-    family = from_folder(AutoConfig, folder).model_type
-    if family not in families:
-        raise UserInputError(f"The model {name} is of type {family!r}; this labeller needs {' or '.join(families)}.")
-    kind = AutoModel if family == "clip" else Blip2ForImageTextRetrieval
-    return kind.from_pretrained(folder).eval().requires_grad_(False), from_folder(AutoProcessor, folder)
 
 
 # Labellers by configuration.

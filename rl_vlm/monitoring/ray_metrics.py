@@ -93,7 +93,7 @@ class RayMetrics:
         self._gauges: dict[str, Gauge] = {}
         self._values: dict[Series, tuple[Gauge, dict[str, str], float]] = {}
         self._warned_of_too_many = False
-        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._closing = threading.Event()
         self._reward, self._mismatch, self._seconds = Trend(), Trend(), Trend()
         self._row_at: float | None = None  # by the clock that is never set; None: the run is starting
         about = {"algorithm": config.algorithm.name, "env": config.env.title, "model": config.model.path}
@@ -149,9 +149,7 @@ class RayMetrics:
 
     def _repeat(self) -> None:
         while not self._closing.wait(_AGAIN_S):
-            with self._lock:
-                known = list(self._values.values())
-            for gauge, tags, value in known:
+            for gauge, tags, value in list(self._values.values()):  # others may be added meanwhile
                 gauge.set(value, tags)
 
     def _set_state(self, **values: float | None) -> None:
@@ -177,6 +175,5 @@ class RayMetrics:
         gauge = self._gauges.get(series.metric)
         if gauge is None:
             gauge = self._gauges[series.metric] = Gauge(series.metric, description, tag_keys=tuple(tags))
-        with self._lock:
-            self._values[series] = gauge, tags, float(value)
+        self._values[series] = gauge, tags, float(value)
         gauge.set(float(value), tags)

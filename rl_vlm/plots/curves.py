@@ -223,7 +223,9 @@ def draw_learning_curve(
             f"The files hold different measures ({', '.join(sorted(measures))}): choose one with --column."
         )
     success = measures == {SUCCESS}
-    bands = {name: combine([trailing_mean(curve, window) for curve in curves]) for name, curves in raw.items()}
+    bands = {
+        name: combine([curve.rolling(window, min_periods=1).mean() for curve in curves]) for name, curves in raw.items()
+    }
     notes = [f"mean of {window} evaluations"] * (window > 1)
     notes += ["band: 95 % interval of the mean"] * any(band.half is not None for band in bands.values())
     figure, (panel,) = new_figure(title=title, note=", ".join(notes))
@@ -240,10 +242,6 @@ def draw_learning_curve(
     add_legend(panel)
     save_figure(figure, outputs)
     return bands
-
-
-def trailing_mean(values: pd.Series, window: int) -> pd.Series:
-    return values.rolling(window, min_periods=1).mean()
 
 
 def draw_band(panel: Axes, band: Band, color: str, label: str) -> None:

@@ -8,7 +8,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_vlm.asking import HTTPEndpoint
-from rl_vlm.child import Child, ChildStartError
 from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.registry import Survey, survey
-from rl_vlm.evaluation.heldout import EvaluationOptions, ItemPrompts, evaluation_tasks, identity_of, viewed_tasks
+from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks, identity_of, item_prompts, viewed_tasks
 from rl_vlm.evaluation.outcomes import (
     Outcome,
     OutcomeLog,
@@ -32,13 +31,12 @@ from rl_vlm.evaluation.outcomes import (
     outcomes_of,
     summarize,
 )
-from rl_vlm.evaluation.players import EndpointPlayer, EpisodesLostError, Play, losses, play_tasks
+from rl_vlm.evaluation.players import EndpointPlayer, Play, check_some_are_left, losses, play_tasks
 from rl_vlm.files import to_jsonable, write_atomic
-from rl_vlm.frames import FrameError, PeerGoneError
 from rl_vlm.models.loading import load_text_side, resolve_model
 from rl_vlm.models.weights import find_trained, is_full, read_payload
 from rl_vlm.rollout.tasks import RolloutTask
-from rl_vlm.types import GenerationRequest, Message, RLVLMError, SamplingParams, Split, UserInputError
+from rl_vlm.types import GenerationRequest, Message, SamplingParams, Split, UserInputError
 
 if TYPE_CHECKING:
     from rl_vlm.rollout.env_runner import RolloutWorker
@@ -89,10 +87,6 @@ BATCHES = (1, 8)
 _WARM_UPS = 2
 
 
-class PlainGenerateError(RLVLMError):
-    """The process with plain transformers ended or did not answer."""
-
-
 async def measure_throughput(
     config: PolicyConfig, run_id: str, adapter: Path | None, runs: int, compare_hf: bool
 ) -> dict[str, Any]:
@@ -104,28 +98,29 @@ async def measure_throughput(
     """
     new_tokens = config.rollout.max_new_tokens_per_turn
     served = _ServedModel(config, run_id, 1 if adapter is not None else BASE_MODEL)
-    prompts, numbers = ItemPrompts(config), itertools.count()
+    prompts = item_prompts(config)
+    plain = None
+    if compare_hf:
+        from rl_vlm.evaluation.plain_generate import PlainGenerate  # imports torch
+
+        plain = PlainGenerate(config, adapter)
     # Of each batch size a value per run: tokens per second of ours and theirs, times of streams, and for each item
     # whether both chose the same tokens.
     throughput: dict[int, dict[str, list[float]]] = {batch: defaultdict(list) for batch in BATCHES}
-    with _plain(config, adapter) if compare_hf else nullcontext() as plain:
-        for number in range(-_WARM_UPS, runs):
-            for batch in BATCHES:
-                items = [next(numbers) for _ in range(batch)]
-                streamed = prompts.take([next(numbers) for _ in range(batch)])
-                kept = throughput[batch] if number >= 0 else defaultdict(list)
-                theirs = plain(items) if plain and number % 2 else None
-                seconds, tokens = await served.answer(prompts.take(items))
-                if plain and theirs is None:
-                    theirs = plain(items)
-                kept["ours"].append(batch * new_tokens / seconds)
-                if theirs is not None:
-                    kept["theirs"].append(batch * new_tokens / theirs[0])
-                    kept["equal"] += [ours == other for ours, other in zip(tokens, theirs[1], strict=True)]
-                first, steady = await served.stream(streamed)
-                kept["first_s"].append(first)
-                kept["steady"].append(steady)
-    prompts.close()
+    for number in range(-_WARM_UPS, runs):
+        for batch in BATCHES:
+            asked, streamed = (list(itertools.islice(prompts, batch)) for _ in range(2))
+            kept = throughput[batch] if number >= 0 else defaultdict(list)
+            theirs = plain.timed(asked) if plain and number % 2 else None
+            seconds, tokens = await served.answer(asked)
+            kept["ours"].append(batch * new_tokens / seconds)
+            if plain:
+                theirs = theirs or plain.timed(asked)
+                kept["theirs"].append(batch * new_tokens / theirs[0])
+                kept["equal"] += [ours == other for ours, other in zip(tokens, theirs[1], strict=True)]
+            first, steady = await served.stream(streamed)
+            kept["first_s"].append(first)
+            kept["steady"].append(steady)
     batches = {str(batch): _summary(kept) for batch, kept in throughput.items()}
     return {"runs": runs, "new_tokens": new_tokens, "batches": batches}
 
@@ -190,36 +185,6 @@ class _ServedModel:
         return [(time.perf_counter(), len(chunk.token_ids)) async for chunk in stream if len(chunk.token_ids)]
 
 
-@contextmanager
-def _plain(
-    config: PolicyConfig, adapter: Path | None
-) -> Iterator[Callable[[Sequence[int]], tuple[float, list[list[int]]]]]:
-    """Plain transformers in a process of its own: a function that answers items as one batch, and returns seconds and
-    the new tokens of each."""
-    child = Child(
-        "rl_vlm.evaluation.plain_generate:answerer",
-        [config.model_dump(mode="json"), str(adapter) if adapter is not None else None],
-        variables={"OMP_NUM_THREADS": str(config.serving.num_threads), "TOKENIZERS_PARALLELISM": "false"},
-        quiet=False,
-    )
-    limit_s = config.serving.startup_timeout_s
-
-    def answer(items: Sequence[int]) -> tuple[float, list[list[int]]]:
-        try:
-            reply, _ = child.ask({"items": list(items)}, timeout_s=limit_s)
-        except (TimeoutError, PeerGoneError, FrameError) as error:
-            raise PlainGenerateError(f"Plain transformers gave no answer in {limit_s:g} s, or ended.") from error
-        return reply["seconds"], reply["tokens"]
-
-    try:
-        child.wait_ready(limit_s)
-        yield answer
-    except ChildStartError as error:
-        raise PlainGenerateError(f"Plain transformers: {error}") from error
-    finally:
-        child.kill()
-
-
 def evaluate_policy_run(
     config: PolicyConfig,
     *,
@@ -248,9 +213,7 @@ def evaluate_policy_run(
         measured = _Evaluation(config, options, adapters, envs, tasks, log)
         lost: dict[str, str] = {}
         session = measured.play_missing(lost)
-        if not log.outcomes:
-            reason = next(iter(lost.values()), "no tasks")
-            raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
+        check_some_are_left(log.outcomes, lost, len(tasks))
         results = dict(
             to_jsonable(
                 {

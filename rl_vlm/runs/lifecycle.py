@@ -184,9 +184,6 @@ class BaseRun(ABC):
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0
         self.write_errors = 0
-        # Of this process, for when a full disk keeps them out of the files.
-        self.rewards: list[float] = []
-        self.evaluations: list[dict[str, Any]] = []
 
     def _changes(self) -> str:
         """Other settings than before, as a sentence. Raises UserInputError for those that change what is learned."""
@@ -307,12 +304,11 @@ class BaseRun(ABC):
             self.display.message(f"Could not write {what} ({error.strerror or error}); going on without it.")
 
     def _before_and_after(self, name: str, key: str) -> dict[str, Any]:
-        evaluations = self.recorder.evaluations() or self.evaluations
-        values = [entry[key] for entry in evaluations if entry.get(key) is not None]
+        values = [entry[key] for entry in self.recorder.evaluations() if entry.get(key) is not None]
         return {f"{name}_before": values[0] if values else None, f"{name}_after": values[-1] if values else None}
 
     def _result(self, status: str) -> dict[str, Any]:
-        rewards = self.recorder.column("reward/mean") or self.rewards
+        rewards = self.recorder.column("reward/mean")
         window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
@@ -399,12 +395,7 @@ class RunLifecycle(BaseRun):
 @contextmanager
 def stderr_to(path: Path) -> Iterator[None]:
     """Redirect stderr to a file: Ray and RLlib write messages about internals while they start."""
-    try:
-        file = open_own(path)
-    except (OSError, RLVLMError):
-        yield
-        return
-    with file:
+    with open_own(path) as file:
         sys.stderr.flush()
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)

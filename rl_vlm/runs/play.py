@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_vlm.config import PolicyConfig
 from rl_vlm.envs.registry import survey
-from rl_vlm.evaluation.players import EpisodesLostError, losses
+from rl_vlm.evaluation.players import check_some_are_left, losses
 from rl_vlm.files import to_jsonable, write_atomic
 from rl_vlm.models.weights import find_trained, read_payload
 from rl_vlm.numerics import derive_seed
@@ -104,7 +104,5 @@ def _run_tasks(config: PolicyConfig, adapter: Path | None, tasks: list[RolloutTa
         result = merged(
             [loop.run(worker.run(tasks[start : start + batch])) for start in range(0, len(tasks), batch)], sum
         )
-    if not result.groups:
-        reason = next(iter(result.lost.values()), "no tasks")
-        raise EpisodesLostError(f"All {len(tasks)} episodes failed, the last because of: {reason}")
+    check_some_are_left(result.groups, result.lost, len(tasks))
     return result

@@ -53,21 +53,15 @@ def blind(results: Mapping[str, float]) -> str:
     )
 
 
-class EqualRewards:
-    """Warns once if in no group of the first iterations the rewards differ."""
-
-    _iterations = 0
-
-    def look(self, iteration: int, metrics: Mapping[str, float]) -> str:
-        if iteration == self._iterations + 1 and metrics.get("reward/zero_advantage_groups", 0.0) >= 1.0:
-            self._iterations = iteration
-        if not iteration == self._iterations == _FIRST:
-            return ""
-        return (
-            f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
-            f"(mean reward {metrics['reward/mean']:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows "
-            "answers and their rewards."
-        )
+def equal_rewards(without_advantage: Sequence[float], reward: float) -> str:
+    """A warning after the first iterations if in no group of them the rewards differ. `without_advantage`: the share of
+    such groups in each iteration so far; `reward`: the mean of the last one."""
+    if len(without_advantage) != _FIRST or min(without_advantage) < 1.0:
+        return ""
+    return (
+        f"Nothing was learned: in each group of the first {_FIRST} iterations all answers had the same reward "
+        f"(mean reward {reward:.3f}) [reward/zero_advantage_groups]. `rl-vlm rollout` shows answers and their rewards."
+    )
 
 
 class NotFiniteError(RLVLMError):
@@ -207,7 +201,7 @@ class PolicyRun(RunLifecycle):
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
         super().__init__(config, folder, resume, config.algorithm.iterations)
         self.last_iteration = self.start
-        self._equal_rewards, self._skipped_steps = EqualRewards(), SkippedSteps()
+        self._skipped_steps = SkippedSteps()
 
     @staticmethod
     def algorithm_class(config: PolicyConfig) -> type[RunAlgorithm]:
@@ -280,17 +274,17 @@ class PolicyRun(RunLifecycle):
             self._forget_after(iteration)
             return
         self.last_iteration = iteration
-        if "reward/mean" in metrics:
-            self.rewards.append(metrics["reward/mean"])
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
         self._tell_failures()
         self.display.update(iteration, metrics)
         if algorithm.sight_faults and config.sight.gate != "off":
             self._tell_faults(algorithm.sight_faults)
-        for watch in (self._equal_rewards, self._skipped_steps):
-            if hint := watch.look(iteration, metrics):
-                self.display.message(hint)
+        hints = [self._skipped_steps.look(iteration, metrics)]
+        if iteration == _FIRST and "reward/mean" in metrics:
+            hints.append(equal_rewards(self.recorder.column("reward/zero_advantage_groups"), metrics["reward/mean"]))
+        for hint in filter(None, hints):
+            self.display.message(hint)
         # Groups of a round that is recorded carry their conversations; with lag, rounds and iterations differ.
         recorded = [k for k, group in enumerate(algorithm.last_groups) if group.trajectories[0].messages]
         if recorded:
@@ -317,7 +311,6 @@ class PolicyRun(RunLifecycle):
 
     def _evaluate(self) -> None:
         results = self.algorithm.evaluation.evaluate()
-        self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
         if self.algorithm.updates > self.start and (hint := blind(results)):

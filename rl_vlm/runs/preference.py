@@ -61,8 +61,7 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
     from rl_vlm.preference.feedback import check_cache
 
     settings = config.preference
-    env = make_run_env(config)
-    try:
+    with closing(make_run_env(config)) as env:
         env.reset(seed=0)
         env.step(env.action_space.sample())
         summary: dict[str, Any] = {
@@ -74,8 +73,6 @@ def inspect_preference_run(config: PreferenceConfig) -> dict[str, Any]:
         }
         if settings.draws_frames or settings.evaluation.film:
             summary["frame"] = "×".join(map(str, env.frame().shape))
-    finally:
-        env.close()
     if settings.learns_reward:
         cache = label_cache(settings.labels.cache)
         if cache is not None:
@@ -300,9 +297,8 @@ def _load_actor(config: PreferenceConfig, checkpoint: Path) -> NumpyActor:
         sizes = (layers[0][0].shape[1], len(layers[-1][1]) // 2)
     except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
         raise UserInputError(f"The checkpoint {checkpoint} is corrupt ({error}): use an older one.") from error
-    env = make_run_env(config)
-    wanted = (env.observation_space.shape[0], env.action_space.shape[0])
-    env.close()
+    with closing(make_run_env(config)) as env:
+        wanted = (env.observation_space.shape[0], env.action_space.shape[0])
     if sizes != wanted:
         raise UserInputError(
             f"The checkpoint's agent takes {sizes[0]} observations and gives {sizes[1]} actions, {config.env.id} has "

@@ -10,15 +10,15 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePath
 
 from rl_vlm.files import cache_folder, open_own
 from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run, run_files
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
+from rl_vlm.waiting import retried
 
 # A run folder on object storage (s3://, gs://, abfs://, ...): written here, copied there while the run goes on.
 #
@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 RunDir = str | Path  # a folder, or a URL of remote storage
 
 PUSH_EVERY_S = 30.0
-_ATTEMPTS = 3  # of the last copy
+_LAST_COPY_S = 30.0  # for which the last copy is tried again
 _LISTINGS = 5  # of the folder in one copy, before it waits for the next
 _INDEX = "index.json"
 _UNFINISHED = tuple(f"{parent}{prefix}" for parent in ("", "checkpoints/") for prefix in (".writing-", ".replaced-"))
 _PROBE = ".rl_vlm_probe"
+_EXISTS = "The run folder {} exists: choose another --run-dir, or add --resume or --overwrite."
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}  # protocol -> extra of this package
 
 
@@ -71,10 +72,10 @@ class RemoteFolder:
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Fetch the run at the URL (`resume`), delete it (`overwrite`), or refuse it. Raises UserInputError,
         RemoteStorageError."""
-        with self._errors("written"):  # a bucket that is not there is found now, not when the run is over
+        with self._errors("opened"):
+            # A bucket that is not there is found now, not when the run is over.
             self._files.pipe_file(f"{self._root}/{_PROBE}", b"rl-vlm wrote this to see whether it may.\n")
             self._delete([_PROBE])
-        with self._errors("read"):
             self._files.invalidate_cache()
             index = self._read_index()
             if index is None:
@@ -84,30 +85,25 @@ class RemoteFolder:
                     raise UserInputError(
                         f"{self.url} holds files and no run, and nothing in it is deleted: choose another --run-dir."
                     )
-                return
-        if not (resume or overwrite):
-            raise UserInputError(
-                f"The run folder {self.url} exists: choose another --run-dir, or add --resume or --overwrite."
-            )
-        with self._errors("read" if resume else "emptied"):
-            if not resume:
-                return self._delete([_INDEX, *index])
-            for name in sorted(index):
-                path = self.folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(f"{self._root}/{name}", str(path))
-                self._copied[name] = _state(path)
-            self._index = index
+            elif resume:
+                for name in sorted(index):
+                    path = self.folder / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self._files.get_file(f"{self._root}/{name}", str(path))
+                    self._copied[name] = _state(path)
+                self._index = index
+            elif overwrite:
+                self._delete([_INDEX, *index])
+            else:
+                raise UserInputError(_EXISTS.format(self.url))
 
     def push(self) -> None:
         """Upload what has changed, then the index; then delete what is gone here. Raises RemoteStorageError."""
         with self._errors("written"):
             for _ in range(_LISTINGS):
                 names = self._names()
-                if RUN_MARKER not in names:
-                    if self._index:  # as nothing here is older than what is there, nothing there is deleted for it
-                        raise RemoteStorageError(f"{self.url} was left as it was: its copy {self.folder} is gone.")
-                    return
+                if RUN_MARKER not in names:  # nothing there is deleted for it
+                    raise RemoteStorageError(f"{self.url} was left as it was: its copy {self.folder} is gone.")
                 for name in sorted(names, key=lambda name: (name != RUN_MARKER, name)):  # marker first: see `prepare`
                     self._upload(name)
                 # A checkpoint that was replaced meanwhile is in neither listing whole.
@@ -115,25 +111,10 @@ class RemoteFolder:
                     break
             else:
                 raise RemoteStorageError(f"{self.url} was not written: files changed while they were copied.")
-            gone = self._index - names
             if names != self._index:
                 self._files.pipe_file(f"{self._root}/{_INDEX}", json.dumps({"files": sorted(names)}, indent=1).encode())
-                self._index = names
-            self._copied = {name: state for name, state in self._copied.items() if name in names}
-            self._delete(sorted(gone))
-
-    def push_until(self, stop: threading.Event) -> None:
-        while not stop.wait(PUSH_EVERY_S):
-            try:
-                self.push()
-            except RemoteStorageError as error:  # the next copy has it all
-                logger.warning("%s", error)
-
-    def push_the_rest(self) -> None:
-        for _ in range(_ATTEMPTS - 1):
-            with suppress(RemoteStorageError):
-                return self.push()
-        self.push()
+                gone, self._index = self._index - names, names
+                self._delete(sorted(gone))
 
     def _names(self) -> frozenset[str]:
         names = (name for name in run_files(self.folder) if not name.startswith(_UNFINISHED))
@@ -153,15 +134,13 @@ class RemoteFolder:
 
     def _read_index(self) -> frozenset[str] | None:
         try:
-            content = self._files.cat_file(f"{self._root}/{_INDEX}")
+            names = frozenset(json.loads(self._files.cat_file(f"{self._root}/{_INDEX}"))["files"])
+            inside = not any(PurePath(name).is_absolute() or ".." in PurePath(name).parts for name in names)
         except FileNotFoundError:
             return None
-        try:
-            names = frozenset(json.loads(content)["files"])
-            outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
         except (ValueError, TypeError, KeyError):
-            names, outside = frozenset(), []
-        if outside or RUN_MARKER not in names:
+            names, inside = frozenset(), False
+        if not inside or RUN_MARKER not in names:
             raise UserInputError(f"{self.url}/{_INDEX} is not a run's: choose another --run-dir.")
         return names
 
@@ -199,7 +178,15 @@ def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Pa
         shutil.rmtree(folder, ignore_errors=True)
         raise
     stop = threading.Event()
-    background = threading.Thread(target=remote.push_until, args=(stop,), name="remote run folder", daemon=True)
+
+    def push_now_and_then() -> None:
+        while not stop.wait(PUSH_EVERY_S):
+            try:
+                remote.push()
+            except RemoteStorageError as error:  # the next copy has it all
+                logger.warning("%s", error)
+
+    background = threading.Thread(target=push_now_and_then, name="remote run folder", daemon=True)
     background.start()
     try:
         yield folder
@@ -208,7 +195,7 @@ def remote_run_folder(url: str, *, resume: bool, overwrite: bool) -> Iterator[Pa
         print(f"Copying the run to {url} ...", file=sys.stderr, flush=True)
         try:
             background.join()
-            remote.push_the_rest()
+            retried(remote.push, (RemoteStorageError,), _LAST_COPY_S)
         except (RemoteStorageError, KeyboardInterrupt) as error:
             why = str(error) or f"The last copy to {url} was interrupted."
             raise RemoteStorageError(f"{why} The run folder is {folder} on this machine: copy it yourself.") from error
@@ -246,20 +233,15 @@ def held(folder: Path, marker_name: str = RUN_MARKER) -> Iterator[None]:
     except OSError as error:
         raise UserInputError(f"Cannot write to the run folder {folder}: {error.strerror}.") from error
     with marker:
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise UserInputError(
-                        f"Another process is writing to the run folder {folder}: wait for its end or stop it, or "
-                        "choose another --run-dir."
-                    ) from error
-                time.sleep(0.2)
-            except OSError:  # a file system without locks
-                break
+        try:
+            retried(lambda: fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB), (BlockingIOError,), _PATIENCE_S)
+        except BlockingIOError as error:
+            raise UserInputError(
+                f"Another process is writing to the run folder {folder}: wait for its end or stop it, or choose "
+                "another --run-dir."
+            ) from error
+        except OSError:
+            logger.debug("%s is on a file system without locks.", folder)
         yield
 
 
@@ -283,9 +265,7 @@ def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
     if not folder.is_dir() or not any(folder.iterdir()) or (overwrite and not resume):
         return
     if not resume:
-        raise UserInputError(
-            f"The run folder {folder} exists: choose another --run-dir, or add --resume or --overwrite."
-        )
+        raise UserInputError(_EXISTS.format(folder))
     if not (folder / RUN_MARKER).is_file() and not (folder / "checkpoints").is_dir():
         raise UserInputError(f"{folder} holds no run to resume: choose another --run-dir.")
 

@@ -92,7 +92,7 @@ def _turn(message: Any, number: int) -> tuple[Role, list[str | Picture]]:
     if thought := message.get("reasoning_content"):
         if role != "assistant" or not isinstance(thought, str):
             raise BadRowError(f"{name} has a reasoning_content that is no text of the assistant.")
-        parts = [with_thought(thought, "".join(part for part in parts if isinstance(part, str)))]
+        parts = ["".join((f"{_OPEN}\n", thought.strip("\n"), _AFTER, *map(str, parts)))]
     return role, parts
 
 
@@ -121,11 +121,6 @@ def _check_order(roles: Sequence[Role]) -> None:
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _AFTER = f"\n{_CLOSE}\n\n"  # a thought, between it and the answer
-
-
-def with_thought(thought: str, answer: str) -> str:
-    thought = thought.strip("\n")
-    return f"{_OPEN}\n{thought}{_AFTER}{answer}"
 
 
 def after_opened_thought(text: str) -> tuple[str, str]:

@@ -61,35 +61,31 @@ def open_job_data(job: SFTConfig, text: TextSide, progress: Callable[[str], None
     sft = job.sft
     encoder = ConversationEncoder(text, sft.max_length, sft.too_long)
     train = open_conversations(sft.data, "train")
-    rows = np.arange(len(train))
-    held_out: tuple[RowTable[Conversation], np.ndarray] | None = None
+    rows, held_out, held_rows = np.arange(len(train)), None, np.arange(0)
     if sft.eval_fraction:
-        rng = np.random.default_rng(derive_seed(job.seed, _SPLIT_STREAM))
         count = max(1, round(sft.eval_fraction * len(train)))
         if count >= len(train):
             raise UserInputError(
                 f"sft.eval_fraction leaves none of the {len(train)} conversations to train on: lower it."
             )
-        shuffled = rng.permutation(len(train))
-        rows, held_out = np.sort(shuffled[count:]), (train, np.sort(shuffled[:count]))
+        shuffled = np.random.default_rng(derive_seed(job.seed, _SPLIT_STREAM)).permutation(len(train))
+        rows, held_out, held_rows = np.sort(shuffled[count:]), train, np.sort(shuffled[:count])
     elif sft.eval_data is not None or has_split(sft.data, "test"):
         # A slice of `data` is one of its train split.
-        table = open_conversations(sft.eval_data or split_slice(sft.data)[0], "test")
+        held_out = open_conversations(sft.eval_data or split_slice(sft.data)[0], "test")
+        held_rows = np.arange(len(held_out))
         if sft.eval_data is not None:
-            chosen_rows = {"train": train.selected, "test": table.selected}
-            reject_shared_rows({"train": sft.data, "test": sft.eval_data}, chosen_rows.__getitem__, "sft.data")
-        held_out = (table, np.arange(len(table)))
+            chosen = {"train": train.selected, "test": held_out.selected}
+            reject_shared_rows({"train": sft.data, "test": sft.eval_data}, chosen.__getitem__, "sft.data")
     measured = _measure(train, rows, encoder, progress)
     if not len(measured):
         raise UserInputError(
             f"All {len(rows)} conversations of {train.name} are longer than sft.max_length ({sft.max_length}): raise "
             "it."
         )
-    if held_out is None:
-        return JobData(encoder, measured, None, sft.batch_size, job.seed)
-    table, chosen = held_out
-    spread = np.linspace(0, len(chosen) - 1, min(len(chosen), sft.eval_items)).astype(np.int64)
-    return JobData(encoder, measured, _measure(table, chosen[spread], encoder, progress), sft.batch_size, job.seed)
+    spread = np.linspace(0, len(held_rows) - 1, min(len(held_rows), sft.eval_items)).astype(np.int64)
+    tested = None if held_out is None else _measure(held_out, held_rows[spread], encoder, progress)
+    return JobData(encoder, measured, tested, sft.batch_size, job.seed)
 
 
 def _measure(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from rl_vlm.config import TrainConfig, load_config
@@ -13,32 +12,28 @@ from rl_vlm.sweeps.sweep import sweep_folder
 from rl_vlm.types import RLVLMError, UserInputError
 
 
-@dataclass(frozen=True, slots=True)
-class SweepArguments:
+class SweepArguments(argparse.Namespace):
     """The arguments of a script: its small setting or the full one, where results go, and changes to every trial."""
 
     quick: bool
     out: Path
     resume: bool
-    changes: tuple[str, ...]
+    changes: list[str]
 
     def recipe(self, path: str | Path, *small: str) -> TrainConfig:
         """A configuration with these changes, and then the user's. Raises UserInputError."""
         return load_config(Path(path), [*small, *self.changes])
 
 
-def run_script(
-    description: str, name: str, work: Callable[[SweepArguments], None], argv: Sequence[str] | None = None
-) -> None:
+def run_script(description: str, name: str, work: Callable[[SweepArguments], None]) -> None:
     """Read the arguments, do the work, and end with an exit code: 1 when it fails, 2 for bad input."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small: minutes on two cores")
-    parser.add_argument("--out", default=Path("runs") / name, help="where results go (%(default)s)")
+    parser.add_argument("--out", type=sweep_folder, default=f"runs/{name}", help="where results go (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted sweep; nothing is repeated")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the configuration of every trial")
-    given = parser.parse_args(argv)
     try:
-        work(SweepArguments(given.quick, sweep_folder(given.out), given.resume, tuple(given.changes)))
+        work(parser.parse_args(namespace=SweepArguments()))
     except RLVLMError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserInputError) else int(getattr(error, "exit_code", 1)))

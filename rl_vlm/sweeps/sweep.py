@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,22 +66,13 @@ def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: 
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # of an earlier sweep of this process
     stop = StopRequest(_interrupt_tune, f"Stopping; {_GOES_ON}. Once more to stop at once.")
     stop.starting = False
-    with ExitStack() as stack:  # keeps other processes out of the folder
-
-        def begin() -> None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserInputError(
-                    f"The folder {folder} cannot be made ({error.strerror}): choose another."
-                ) from error
-            stack.enter_context(held(folder, _MARKER))
-            if not resume:
-                check_folder(config, sweep, folder, resume)  # another process may have begun meanwhile
-                write_settings(config, sweep, folder)
-
-        if resume:
-            begin()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserInputError(f"The folder {folder} cannot be made ({error.strerror}): choose another.") from error
+    with held(folder, _MARKER):
+        check_folder(config, sweep, folder, resume)  # another process may have begun meanwhile
+        begin = partial(write_settings, config, sweep, folder)
         try:
             with stop.installed(partial(print, flush=True)):
                 results = _run_trials(trial, sweep, folder, resume, begin)

@@ -329,7 +329,7 @@ def backend_of(registry: Registry, keeps_base: bool = True) -> ServeBackend:
 
 
 async def names(backend: ServeBackend) -> list[str]:
-    return [model.name for model in await backend.models()]
+    return [*await backend.models()]
 
 
 @in_loop

@@ -17,7 +17,7 @@ from task_support import trajectory
 
 from rl_vlm.config import parse_config
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.evaluation.heldout import ItemPrompts, evaluation_tasks, viewed_tasks
+from rl_vlm.evaluation.heldout import evaluation_tasks, item_prompts, viewed_tasks
 from rl_vlm.evaluation.outcomes import (
     Outcome,
     OutcomeLog,
@@ -336,10 +336,10 @@ def test_plain_generate_chooses_the_engines_tokens(adapted: bool, tiny_folder: P
     run = parse_config({"model": {"path": str(tiny_folder)}, "env": {"id": "Shapes-v0"}, "rollout": rollout})
     folder = adapted_policy(tiny_folder).payload(1).write(tmp_path / "adapter")
     # Of different lengths, so that a batch is padded; the last has no picture.
-    conversations = ItemPrompts(run).take([0, 1])
+    conversations = list(itertools.islice(item_prompts(run), 2))
     conversations.append((*conversations[0], Message.of("assistant", "3"), Message.of("user", "Really? Look again.")))
     conversations.append((Message.of("user", "How are you?"),))
-    theirs = PlainGenerate(run, str(folder) if adapted else None).answer(conversations)
+    theirs = PlainGenerate(run, folder if adapted else None).answer(conversations)
 
     async def ask() -> list[list[int]]:
         engine, codec = TransformersEngine(tiny_folder, max_context=512), text_side(tiny_folder).codec

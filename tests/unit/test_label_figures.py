@@ -13,7 +13,7 @@ from scipy.stats import t as student_t
 from test_cli import output, run
 
 from rl_vlm.labelling.store import StepCsv
-from rl_vlm.plots.curves import combine, read_curve, trailing_mean
+from rl_vlm.plots.curves import combine, read_curve
 from rl_vlm.plots.label_accuracy import draw_label_accuracy, histogram, read_labels, summarise
 from rl_vlm.preference.collector import EpisodeResult, evaluation_metrics
 from rl_vlm.runs.preference import EVAL_COLUMNS, evaluation_row
@@ -60,14 +60,6 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, header: str, rows: st
         read_curve(eval_csv(tmp_path / "eval.csv", rows, header))
     with pytest.raises(UserInputError, match="Cannot read"):
         read_curve(tmp_path / "none.csv")
-
-
-def test_the_trailing_mean_looks_back_only() -> None:
-    values = pd.Series([1.0, 2, 3, 4, 5, 6, 7])
-    expected = [np.mean(values[max(k - 4, 0) : k + 1]) for k in range(7)]
-    np.testing.assert_allclose(trailing_mean(values, 5), expected)
-    assert trailing_mean(values, 1).tolist() == values.tolist()
-    np.testing.assert_allclose(trailing_mean(values, 99), [np.mean(values[: k + 1]) for k in range(7)])
 
 
 def test_runs_are_combined_with_students_interval() -> None:

@@ -209,19 +209,6 @@ def test_identical_pictures_are_not_asked_about() -> None:
     assert label.value == -1 and not label.error and script.questions == []
 
 
-def test_what_fails_is_asked_again() -> None:
-    failures = iter([EndpointError("busy"), EndpointError("busy")])
-
-    def answer(question: Question) -> str:
-        for error in failures:
-            raise error
-        return "1"
-
-    labeller = VLMLabeller(Scripted(answer), PROMPTS, one_step(both_orders=False))
-    (label,) = asked(labeller, pair(20, 3))
-    assert label.value == 1 and labeller.stats.retries == 2 and labeller.stats.questions == 1
-
-
 def test_one_failure_leaves_the_other_labels() -> None:
     def answer(question: Question) -> str:
         if broken.sha256 in [image.sha256 for image in question.messages[0].images]:  # type: ignore[union-attr]

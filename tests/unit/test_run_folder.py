@@ -84,7 +84,8 @@ def test_rewards_before_and_after_are_of_different_rows(
     rewards: list[float], before: float | None, after: float | None, tmp_path: Path
 ) -> None:
     run = Refused(PolicyConfig(), tmp_path, False)
-    run.rewards = rewards
+    for iteration, reward in enumerate(rewards, 1):
+        run.recorder.log_iteration(iteration, {"reward/mean": reward})
     result = run._result("done")
     approximate = [value if value is None else pytest.approx(value) for value in (before, after)]
     assert [result["reward_before"], result["reward_after"]] == approximate
@@ -188,6 +189,15 @@ def write(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
 
 
+def new_run(folder: Path, *names: str) -> Path:
+    """A run folder with files of these names."""
+    folder.mkdir()
+    mark_run(folder)
+    for name in names:
+        write(folder, name, "1\n")
+    return folder
+
+
 def copies(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "cache" / "runs").glob("run-*"))
 
@@ -251,11 +261,7 @@ def test_an_index_that_is_not_ours_is_refused(storage: Any, index: bytes) -> Non
 def test_what_the_index_names_is_whole_when_a_checkpoint_goes_during_a_copy(
     storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    mark_run(folder)
-    for name in ("a", "b"):
-        write(folder, f"checkpoints/iteration-000001/{name}.json", "1")
+    folder = new_run(tmp_path / "run", "checkpoints/iteration-000001/a.json", "checkpoints/iteration-000001/b.json")
     remote = RemoteFolder(URL, folder)
     upload, calls = remote._upload, []
 
@@ -275,10 +281,7 @@ def test_what_the_index_names_is_whole_when_a_checkpoint_goes_during_a_copy(
 
 
 def test_only_what_changed_is_uploaded(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    mark_run(folder)
-    write(folder, "progress.csv", "1\n")
+    folder = new_run(tmp_path / "run", "progress.csv")
     remote, sent = RemoteFolder(URL, folder), []
     put = type(storage).put_file
     monkeypatch.setattr(
@@ -310,6 +313,7 @@ def test_a_storage_that_stays_away_keeps_the_folder_here(tmp_path: Path, monkeyp
     def push(self: RemoteFolder) -> None:
         raise RemoteStorageError("memory://bucket/run could not be written: 403.")
 
+    monkeypatch.setattr(run_folder, "_LAST_COPY_S", 0.2)
     monkeypatch.setattr(RemoteFolder, "push", push)
     with pytest.raises(RemoteStorageError), remote_run_folder(URL, resume=False, overwrite=False) as folder:
         write(folder, "progress.csv", "1\n")
@@ -331,10 +335,7 @@ def test_a_bucket_that_is_not_there_is_an_error_at_the_start(
 
 
 def test_a_folder_that_is_gone_deletes_nothing_there(storage: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    mark_run(folder)
-    write(folder, "progress.csv", "1\n")
+    folder = new_run(tmp_path / "run", "progress.csv")
     remote = RemoteFolder(URL, folder)
     remote.push()
     before = contents(storage)
@@ -366,11 +367,7 @@ def test_a_first_copy_that_was_cut_short_does_not_keep_the_run_from_beginning(
             raise KeyboardInterrupt
         put(self, source, target, **settings)
 
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    for name in ("config.yaml", "progress.csv", "startup.log"):
-        write(folder, name, name)
-    mark_run(folder)
+    folder = new_run(tmp_path / "killed", "config.yaml", "progress.csv", "startup.log")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(type(storage), "put_file", killed)
         RemoteFolder(URL, folder).push()
