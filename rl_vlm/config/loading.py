@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rl_vlm.config.learner import without_preset_keys
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
-from rl_vlm.config.section import Section, keys_of, section_of
+from rl_vlm.config.section import Section, WrittenFloat, keys_of, section_of
 from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
 from rl_vlm.types import UserInputError
@@ -58,8 +58,13 @@ for _tag, _pattern, _first in _CORE:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
 
 
-# Numbers of numpy, such as those that Tune draws.
-_Dumper.add_multi_representer(float, lambda dumper, value: dumper.represent_float(float(value)))
+def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> WrittenFloat:
+    value = WrittenFloat(loader.construct_yaml_float(node))
+    value.spelling = node.value
+    return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
 
 def load_yaml(text: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rl_vlm.files import resolved
 
@@ -28,6 +28,23 @@ class OnlyWith(NamedTuple):
     keys: tuple[str, ...]
     chooser: str
     values: tuple[Any, ...] = ()
+
+
+class WrittenFloat(float):
+    """A number of YAML that is its own spelling where a text is wanted, such as the name 1e3 or 1.10."""
+
+    spelling = ""
+
+    def __str__(self) -> str:
+        return self.spelling
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return float(value) if isinstance(value, float) else value
 
 
 class Section(BaseModel):
@@ -53,6 +70,11 @@ class Section(BaseModel):
     def reads(self, rule: OnlyWith) -> bool:
         chosen = getattr(self, rule.chooser)
         return chosen in rule.values if rule.values else bool(chosen)
+
+    @field_validator("*")
+    @classmethod
+    def _has_plain_values(cls, value: Any) -> Any:
+        return _plain(value)
 
     @model_validator(mode="after")
     def _has_no_problems(self) -> Self:

@@ -179,6 +179,8 @@ def test_a_saved_config_holds_plain_values(tmp_path: Path) -> None:
         ("name=007", "007"),
         ("name=2026-11-25", "2026-11-25"),
         ("name=on", "on"),
+        ("name=1e3", "1e3"),
+        ("name=1.10", "1.10"),
         ("name=7", "7"),
         ("seed=010", 10),
         ("sight.gate=off", "off"),
