@@ -14,6 +14,7 @@ import os
 import resource
 import secrets
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,14 +101,8 @@ class Child:
         try:
             self._ready = self._exchange(None, (), timeout_s)[0] == {"ready": True}
         except (TimeoutError, PeerGoneError, FrameError) as error:
-            raise ChildStartError(
-                f"the process did not start. Run this to see why: {self.command_line} < /dev/null"
-            ) from error
-
-    @property
-    def command_line(self) -> str:
-        """The command, for a shell."""
-        return " ".join([*self.command[:-1], f"'{self.command[-1]}'"])
+            command = shlex.join(self.command)
+            raise ChildStartError(f"the process did not start. Run this to see why: {command} < /dev/null") from error
 
     def ask(
         self, content: dict[str, Any], blobs: Sequence[bytes] = (), *, timeout_s: float, cpu_s: float = 0.0

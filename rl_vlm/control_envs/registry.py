@@ -11,6 +11,8 @@ from typing import Any
 import gymnasium
 
 from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
+from rl_vlm.control_envs.metaworld import MetaWorldEnv, list_tasks, task_name
 from rl_vlm.envs.loading import is_spec, load_object
 from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
@@ -45,8 +47,6 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
         raise refused(error) from error
     env = factory(**own)
     if isinstance(env, gymnasium.Env) and not isinstance(env, ControlEnv):
-        from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
-
         env = GymnasiumControlEnv(env, **wrapper)
     elif wrapper.keys() - {"image_size"}:
         raise refused(", ".join(wrapper.keys() - {"image_size"}))
@@ -72,8 +72,6 @@ def _takes(factory: ControlEnvFactory, name: str) -> bool:
 
 def known_control_envs() -> list[str]:
     """Ids that can be named here and now, gymnasium's own left out; MetaWorld's only where it is installed."""
-    from rl_vlm.control_envs.metaworld import list_tasks
-
     try:
         tasks = [f"metaworld/{task}-v3" for task in list_tasks()]
     except UserInputError:
@@ -82,23 +80,14 @@ def known_control_envs() -> list[str]:
 
 
 def _find(env_id: str) -> ControlEnvFactory:
-    from rl_vlm.control_envs.metaworld import MetaWorldEnv, task_name
-
-    factory: Any = _BUILTIN.get(env_id)
-    task = task_name(env_id)
-    if factory is None and task is not None:
+    if (task := task_name(env_id)) is not None:
         return functools.partial(MetaWorldEnv, task)
-    if factory is None and env_id in provided(ENTRY_POINT_GROUP):
-        factory = provided(ENTRY_POINT_GROUP)[env_id].value
-    if factory is None and env_id in gymnasium.registry:
-        from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
-
+    known = _BUILTIN | {name: point.value for name, point in provided(ENTRY_POINT_GROUP).items()}
+    if env_id not in known and env_id in gymnasium.registry:
         return functools.partial(GymnasiumControlEnv, env_id)
-    if factory is None:
-        if not is_spec(env_id):
-            raise UserInputError(_unknown(env_id))
-        factory = env_id
-    factory = load_object(factory) if isinstance(factory, str) else factory
+    if env_id not in known and not is_spec(env_id):
+        raise UserInputError(_unknown(env_id))
+    factory = load_object(known.get(env_id, env_id))
     if not callable(factory):
         raise UserInputError(f"{env_id} names a {type(factory).__name__}, which cannot make an environment.")
     return factory  # type: ignore[no-any-return]
