@@ -60,14 +60,11 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
 
 
 def _takes(factory: ControlEnvFactory, name: str) -> bool:
-    """Whether the factory takes this argument; one that a gymnasium class passes on as `**kwargs` a base must name."""
+    """Whether the factory takes this argument; a gymnasium class must name it, whatever else it passes on."""
     parameters = inspect.signature(factory).parameters
-    if name in parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return name in parameters
-    if not inspect.isclass(factory) or issubclass(factory, ControlEnv) or not issubclass(factory, gymnasium.Env):
-        return True
-    made_by = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
-    return any(name in inspect.signature(init).parameters for init in made_by)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    passes_on = inspect.isclass(factory) and issubclass(factory, gymnasium.Env) and not issubclass(factory, ControlEnv)
+    return name in parameters or (takes_any and not passes_on)
 
 
 def known_control_envs() -> list[str]:
