@@ -14,13 +14,13 @@ import os
 import resource
 import secrets
 import select
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_vlm.frames import Channel, Frame, FrameError, PeerGoneError
@@ -40,10 +40,6 @@ class ChildStartError(Exception):
 
 class CPULimitError(Exception):
     """A request took more CPU time than it may."""
-
-
-class BusyError(Exception):
-    """Too many callers wait for a turn, or this one waited too long."""
 
 
 class Child:
@@ -105,14 +101,8 @@ class Child:
         try:
             self._ready = self._exchange(None, (), timeout_s)[0] == {"ready": True}
         except (TimeoutError, PeerGoneError, FrameError) as error:
-            raise ChildStartError(
-                f"the process did not start. Run this to see why: {self.command_line} < /dev/null"
-            ) from error
-
-    @property
-    def command_line(self) -> str:
-        """The command, for a shell."""
-        return " ".join([*self.command[:-1], f"'{self.command[-1]}'"])
+            command = shlex.join(self.command)
+            raise ChildStartError(f"the process did not start. Run this to see why: {command} < /dev/null") from error
 
     def ask(
         self, content: dict[str, Any], blobs: Sequence[bytes] = (), *, timeout_s: float, cpu_s: float = 0.0
@@ -154,30 +144,6 @@ class Child:
         self._end()
         code = self._process.returncode
         return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-
-
-class Queue:
-    """Lets one caller in at a time. At most `most` wait, each at most `timeout_s`."""
-
-    def __init__(self, most: int, timeout_s: float) -> None:
-        self._places = threading.BoundedSemaphore(most)
-        self._turn = threading.Lock()
-        self._timeout_s = timeout_s
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Raises BusyError."""
-        if not self._places.acquire(blocking=False):
-            raise BusyError("too many wait already")
-        try:
-            if not self._turn.acquire(timeout=self._timeout_s):
-                raise BusyError(f"waited {self._timeout_s:g} s for others")
-            try:
-                yield
-            finally:
-                self._turn.release()
-        finally:
-            self._places.release()
 
 
 def _end(process: subprocess.Popen[bytes], channel: Channel, mark: str, owner: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import gymnasium
 
 from rl_vlm.control_envs.base import ControlEnv
+from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
+from rl_vlm.control_envs.metaworld import MetaWorldEnv, list_tasks, task_name
 from rl_vlm.envs.loading import is_spec, load_object
 from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
@@ -45,8 +47,6 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
         raise refused(error) from error
     env = factory(**own)
     if isinstance(env, gymnasium.Env) and not isinstance(env, ControlEnv):
-        from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
-
         env = GymnasiumControlEnv(env, **wrapper)
     elif wrapper.keys() - {"image_size"}:
         raise refused(", ".join(wrapper.keys() - {"image_size"}))
@@ -60,20 +60,15 @@ def make_control_env(env_id: str, *, image_size: int | None = None, **kwargs: An
 
 
 def _takes(factory: ControlEnvFactory, name: str) -> bool:
-    """Whether the factory takes this argument; one that a gymnasium class passes on as `**kwargs` a base must name."""
+    """Whether the factory takes this argument; a gymnasium class must name it, whatever else it passes on."""
     parameters = inspect.signature(factory).parameters
-    if name in parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return name in parameters
-    if not inspect.isclass(factory) or issubclass(factory, ControlEnv) or not issubclass(factory, gymnasium.Env):
-        return True
-    made_by = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
-    return any(name in inspect.signature(init).parameters for init in made_by)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    passes_on = inspect.isclass(factory) and issubclass(factory, gymnasium.Env) and not issubclass(factory, ControlEnv)
+    return name in parameters or (takes_any and not passes_on)
 
 
 def known_control_envs() -> list[str]:
     """Ids that can be named here and now, gymnasium's own left out; MetaWorld's only where it is installed."""
-    from rl_vlm.control_envs.metaworld import list_tasks
-
     try:
         tasks = [f"metaworld/{task}-v3" for task in list_tasks()]
     except UserInputError:
@@ -82,23 +77,14 @@ def known_control_envs() -> list[str]:
 
 
 def _find(env_id: str) -> ControlEnvFactory:
-    from rl_vlm.control_envs.metaworld import MetaWorldEnv, task_name
-
-    factory: Any = _BUILTIN.get(env_id)
-    task = task_name(env_id)
-    if factory is None and task is not None:
+    if (task := task_name(env_id)) is not None:
         return functools.partial(MetaWorldEnv, task)
-    if factory is None and env_id in provided(ENTRY_POINT_GROUP):
-        factory = provided(ENTRY_POINT_GROUP)[env_id].value
-    if factory is None and env_id in gymnasium.registry:
-        from rl_vlm.control_envs.gymnasium_env import GymnasiumControlEnv
-
+    known = _BUILTIN | {name: point.value for name, point in provided(ENTRY_POINT_GROUP).items()}
+    if env_id not in known and env_id in gymnasium.registry:
         return functools.partial(GymnasiumControlEnv, env_id)
-    if factory is None:
-        if not is_spec(env_id):
-            raise UserInputError(_unknown(env_id))
-        factory = env_id
-    factory = load_object(factory) if isinstance(factory, str) else factory
+    if env_id not in known and not is_spec(env_id):
+        raise UserInputError(_unknown(env_id))
+    factory = load_object(known.get(env_id, env_id))
     if not callable(factory):
         raise UserInputError(f"{env_id} names a {type(factory).__name__}, which cannot make an environment.")
     return factory  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from rl_vlm.child import Answer, Child, ChildStartError
+from rl_vlm.child import STARTUP_S, Answer, Child, ChildStartError
 from rl_vlm.envs.address import TOKEN_VARIABLE
 from rl_vlm.envs.base import Info, StepResult, VisionEnv
 from rl_vlm.envs.errors import (
@@ -117,8 +117,7 @@ class EnvWorker:
         if op == "make":
             self._env = self._build() if self._build else make(request["env_id"], **request["kwargs"])
             return {"metrics": check_metrics(self._env.metrics)}, []
-        if self._env is None:
-            raise EnvError("no environment was made")
+        assert self._env is not None  # `make` came first
         if op == "num_items":
             return {"value": check_size(self._env.num_items(request["split"]))}, []
         if op == "close":
@@ -127,11 +126,9 @@ class EnvWorker:
         if op == "reset":
             observation, info = check_reset(self._env.reset(seed=request["seed"], options=request["options"]))
             reply: dict[str, Any] = {"info": info}
-        elif op == "step":
+        else:
             observation, reward, terminated, truncated, info = check_step(self._env.step(request["action"]))
             reply = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
-        else:
-            raise EnvError(f"unknown request {op!r}")
         messages, blobs = pack_observation(observation)
         return {"messages": messages, **reply}, blobs
 
@@ -199,22 +196,12 @@ class ProcessEnv(EnvClient):
     After a timeout or crash, `reset` starts a fresh child. `kwargs` and `info` are sent as JSON: tuples become lists.
     """
 
-    def __init__(
-        self,
-        env_id: str,
-        kwargs: dict[str, Any] | None = None,
-        step_timeout_s: float = 60.0,
-        start_timeout_s: float = 120.0,
-    ) -> None:
+    def __init__(self, env_id: str, kwargs: dict[str, Any] | None = None, step_timeout_s: float = 60.0) -> None:
         super().__init__()
-        if not step_timeout_s > 0 or not start_timeout_s > 0:
-            raise UserInputError(f"Timeouts must be positive, not {step_timeout_s} s and {start_timeout_s} s.")
-        self._env_id = env_id
-        self._kwargs = kwargs or {}
+        self._env_id, self._kwargs = env_id, kwargs or {}
         self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": self._kwargs}
         check_plain(env_id, self._kwargs)
         self._step_timeout_s = step_timeout_s
-        self._start_timeout_s = start_timeout_s
         self._child: Child | None = None
         self._open()
 
@@ -223,7 +210,7 @@ class ProcessEnv(EnvClient):
         return self._child.pid if self._child else None
 
     def num_items(self, split: Split) -> int | None:
-        return self._ask({"op": "num_items", "split": split}, self._start_timeout_s)[0]["value"]  # type: ignore[no-any-return]
+        return self._ask({"op": "num_items", "split": split}, STARTUP_S)[0]["value"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         if self._child is not None:
@@ -234,15 +221,12 @@ class ProcessEnv(EnvClient):
     def _open(self) -> None:
         self._child = Child("rl_vlm.envs.isolation:prepare", whole=True, keep=self._wanted_secrets(), quiet=False)
         try:
-            self._child.wait_ready(self._start_timeout_s)
+            self._child.wait_ready()
         except ChildStartError as error:
             self._kill()
             raise EnvCrashError(f"{self._env_id}: {error}") from error
-        reply, _ = self._ask(self._make, self._start_timeout_s)
-        try:
-            self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]  # those of this child's environment
-        except EnvError as error:
-            raise self._protocol_error(error) from error
+        reply, _ = self._ask(self._make, STARTUP_S)
+        self.metrics = check_metrics(reply["metrics"])  # type: ignore[misc]  # those of this child's environment
 
     def _wanted_secrets(self) -> set[str]:
         """The variables with secrets that the environment needs: those that its arguments or RL_VLM_ENV_PASS name."""
@@ -265,21 +249,15 @@ class ProcessEnv(EnvClient):
         except PeerGoneError as error:
             raise EnvCrashError(f"{what}: the process died ({self._kill()}).") from error
         except FrameError as error:
-            raise self._protocol_error(error) from error
+            self._kill()
+            raise EnvCrashError(f"{what}: the process sent an invalid message ({error}) and was killed.") from error
         if "error" in reply and request["op"] == "make":
             self._kill()
         raise_error(reply, what)
         return reply, blobs
 
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
-        try:
-            return unpack_observation(reply.get("messages"), blobs)
-        except FrameError as error:
-            raise self._protocol_error(error) from error
-
-    def _protocol_error(self, error: FrameError | EnvError) -> EnvCrashError:
-        self._kill()
-        return EnvCrashError(f"{self._env_id}: the process sent an invalid message ({error}) and was killed.")
+        return unpack_observation(reply["messages"], blobs)
 
     def _kill(self) -> str:
         """Kill the child; how it ended, in words."""

@@ -23,19 +23,13 @@ _LOCK = threading.Lock()
 
 def is_spec(text: str) -> bool:
     """Whether the text names a module or file (it has a dot, slash or colon) rather than an id such as "Shapes-v0"."""
-    target, _ = split_spec(text)
+    target = text.rpartition(":")[0] or text
     return target.endswith(".py") or bool(_MODULE_NAME.fullmatch(target) and (":" in text or "." in target))
-
-
-def split_spec(spec: str) -> tuple[str, str]:
-    """("module" or "file.py", "attribute" or "")."""
-    target, colon, attribute = spec.rpartition(":")
-    return (target, attribute) if colon else (spec, "")
 
 
 def load_object(spec: str) -> Any:
     """The attribute that a spec names, or its module if it names none. Raises UserInputError."""
-    target, attribute = split_spec(spec)
+    target, _, attribute = spec.partition(":")
     try:
         module = _load(target)
     except UserInputError:
@@ -58,11 +52,8 @@ def load_object(spec: str) -> Any:
 
 def absolute_spec(spec: str) -> str:
     """The spec with an absolute file path, so that another working directory does not change its meaning."""
-    target, attribute = split_spec(spec)
-    if not target.endswith(".py"):
-        return spec
-    path = str(resolved(target))
-    return f"{path}:{attribute}" if attribute else path
+    target, colon, attribute = spec.partition(":")
+    return f"{resolved(target)}{colon}{attribute}" if target.endswith(".py") else spec
 
 
 def _load(target: str) -> ModuleType:

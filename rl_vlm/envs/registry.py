@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -167,24 +168,15 @@ def _check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, A
     try:
         _model_of(getattr(factory, "func", factory), names).model_validate(dict(arguments))
     except ValidationError as error:
-        raise UserInputError("\n".join(_sentences(env_id, arguments, error))) from error
+        raise UserInputError("\n".join(_sentences(env_id, error))) from error
 
 
-def _sentences(env_id: str, arguments: Mapping[str, Any], error: ValidationError) -> Iterator[str]:
-    """A sentence for each argument, about its first wrong value; members of a union are joined by "or"."""
-    wrong: dict[str, dict[str, tuple[list[str], Any]]] = {}
-    for one in error.errors():
-        key, value = "", cast(Any, arguments)
-        for part in one["loc"]:  # of a place in a union pydantic also names the member that it tried, which is no key
-            if (isinstance(value, Mapping) and part in value) or (
-                isinstance(value, list | tuple) and isinstance(part, int)
-            ):
-                key, value = f"{key}.{part}", cast(Any, value)[part]
-        wanted = _WORDS.get(one["type"], one["msg"].removeprefix("Input should be "))
-        wrong.setdefault(str(one["loc"][0]), {}).setdefault(key, ([], one["input"]))[0].append(wanted)
-    for keys in wrong.values():
-        key, (wanted_of_members, value) = next(iter(keys.items()))
-        yield f"{env_id}: env.kwargs{key} must be {' or '.join(wanted_of_members)}, not {value!r:.60}."
+def _sentences(env_id: str, error: ValidationError) -> Iterator[str]:
+    """A sentence for each argument; what members of a union want is joined by "or"."""
+    for name, found in itertools.groupby(error.errors(), key=lambda one: one["loc"][0]):
+        first, *others = found
+        wanted = [_WORDS.get(one["type"], one["msg"].removeprefix("Input should be ")) for one in (first, *others)]
+        yield f"{env_id}: env.kwargs.{name} must be {' or '.join(wanted)}, not {first['input']!r:.60}."
 
 
 @functools.lru_cache(maxsize=64)

@@ -98,7 +98,13 @@ class RemoteEnv(EnvClient):
         return reply
 
     def _observation(self, reply: dict[str, Any], blobs: list[bytes]) -> Observation:
-        return checked_observation(reply, blobs)
+        """Its images decoded and encoded again: they come from elsewhere."""
+        if len(blobs) > MAX_IMAGES:
+            raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
+        try:
+            return unpack_observation(reply.get("messages"), blobs, decode)
+        except (FrameError, ImageError) as error:
+            raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error
 
     def _post(self, request: dict[str, Any], retry_s: float) -> Frame:
         body, what = pack_frame(request, []), f"{self._url}: {request['op']}"
@@ -146,13 +152,3 @@ class RemoteEnv(EnvClient):
 
 class _UnansweredError(EnvCrashError):
     """The server may answer later."""
-
-
-def checked_observation(reply: dict[str, Any], blobs: list[bytes]) -> Observation:
-    """The observation of a reply, its images decoded and encoded again: they come from elsewhere."""
-    if len(blobs) > MAX_IMAGES:
-        raise EnvError(f"An observation has {len(blobs)} images, more than {MAX_IMAGES}.")
-    try:
-        return unpack_observation(reply.get("messages"), blobs, decode)
-    except (FrameError, ImageError) as error:
-        raise EnvError(f"The server sent an observation that cannot be read: {error}.") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
@@ -28,6 +28,8 @@ from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.types import UserInputError
 
 logger = logging.getLogger(__name__)
+
+_SETTING = "preference.collection.timeout_s"
 
 
 class ControlEnvRunner(RunEnvRunner):
@@ -55,6 +57,12 @@ class ControlEnvRunner(RunEnvRunner):
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int) -> list[EpisodeResult]:
         end_on_success = self.config.run_config.preference.evaluation.end_on_success
         return evaluate(self._evaluation_env, actor, seeds, film, end_on_success)
+
+    def state(self) -> dict[str, Any] | None:
+        return self.collector.state()
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        self.collector.load(state)
 
     def stop(self) -> None:
         self.collector.close()
@@ -89,28 +97,33 @@ class ControlSampler:
         return [manager.actors()[runner] for runner in manager.actor_ids()]
 
     def _call(
-        self, method: str, actor: NumpyActor | None, arguments: Callable[[int], Any], timeout_s: float, setting: str
+        self, method: str, arguments: Callable[[int], Any], timeout_s: float, setting: str
     ) -> Callable[[], list[Any]]:
-        """Call a method of all runners, with the actor and `arguments(k)` of the k-th. The function that is returned
-        waits for the results and raises CollectionError."""
+        """Call a method of all runners, with `arguments(k)` of the k-th. The function that is returned waits for the
+        results and raises CollectionError."""
 
         def call_local() -> list[Any]:
             with environment_errors():
-                return [getattr(self._local, method)(actor, *arguments(0))]
+                return [getattr(self._local, method)(*arguments(0))]
 
         def ask(number: int) -> Any:
-            return getattr(self._runners()[number], method).remote(actor_ref, *arguments(number))
+            return getattr(self._runners()[number], method).remote(*arguments(number))
 
         if self._local is not None:
             return call_local
-        actor_ref = ray.put(actor)
         running = {ask(number): number for number in range(self.num_envs)}
         return lambda: self._gather(running, ask, timeout_s, setting)
 
+    def _shared(self, actor: NumpyActor | None) -> Any:
+        """The actor as an argument of calls of all runners."""
+        return actor if self.is_local else ray.put(actor)
+
     def start(self, actor: NumpyActor | None, steps: int) -> None:
         """Ask every runner for `steps` steps; `finish` returns them."""
-        setting = "preference.collection.timeout_s"
-        self._finish = self._call("sample", actor, lambda k: (steps, self.episode_counts[k]), self._timeout_s, setting)
+        shared = self._shared(actor)
+        self._finish = self._call(
+            "sample", lambda k: (shared, steps, self.episode_counts[k]), self._timeout_s, _SETTING
+        )
 
     def finish(self) -> StepBatch:
         """The steps of all runners, in the runners' order. Raises CollectionError."""
@@ -124,12 +137,12 @@ class ControlSampler:
 
     def evaluate(self, actor: NumpyActor, seeds: Sequence[int], film: int, timeout_s: float) -> list[EpisodeResult]:
         """One episode per seed, in order, over all runners; the first `film` with frames. Raises CollectionError."""
-        count = self.num_envs
+        count, shared = self.num_envs, self._shared(actor)
 
         def arguments(number: int) -> Any:
-            return list(seeds[number::count]), len(range(number, film, count))
+            return shared, list(seeds[number::count]), len(range(number, film, count))
 
-        shares = self._call("evaluate", actor, arguments, timeout_s, "evaluation.timeout_s")()
+        shares = self._call("evaluate", arguments, timeout_s, "evaluation.timeout_s")()
         by_seed = {result.seed: result for share in shares for result in share}
         return [by_seed[seed] for seed in seeds]
 
@@ -145,11 +158,9 @@ class ControlSampler:
             for reference in ready:
                 number = running.pop(reference)
                 try:
-                    results[number] = ray.get(reference, timeout=30)
+                    results[number] = ray.get(reference)  # it is on this node
                 except RayTaskError as error:
                     raise CollectionError(f"An environment failed: {error.cause}.") from error
-                except GetTimeoutError:
-                    running[reference] = number  # the steps were made, and fetching them is slow
                 except RayError as error:
                     if isinstance(error, RayActorError) and number not in died:
                         died.add(number)
@@ -168,8 +179,8 @@ class ControlSampler:
     def states(self) -> list[dict[str, Any] | None]:
         """The state of every runner's collector; a runner that is dead, or does not answer, has no open episode."""
         if self._local is not None:
-            return [self._local.collector.state()]
-        references = [runner.apply.remote(lambda r: r.collector.state()) for runner in self._runners()]
+            return [self._local.state()]
+        references = [runner.state.remote() for runner in self._runners()]
         ray.wait(references, num_returns=len(references), timeout=self._timeout_s)
         states: list[dict[str, Any] | None] = []
         for reference in references:
@@ -181,18 +192,11 @@ class ControlSampler:
         return states
 
     def load_states(self, states: Sequence[dict[str, Any] | None], episode_counts: Sequence[int]) -> None:
-        """Restore every runner's environment. Raises UserInputError where their number differs."""
+        """Restore every runner's environment. Raises CollectionError, and UserInputError where their number differs."""
         if len(states) != self.num_envs:
             raise UserInputError(
                 f"The checkpoint has {len(states)} env runners and this run {self.num_envs}: keep "
                 "preference.collection.num_env_runners."
             )
-        if self._local is not None:
-            self._local.collector.load(states[0])
-        else:
-            loading = [
-                runner.apply.remote(lambda r, state=state: r.collector.load(state))
-                for runner, state in zip(self._runners(), states, strict=True)
-            ]
-            ray.get(loading, timeout=self._timeout_s)
+        self._call("load", lambda number: (states[number],), self._timeout_s, _SETTING)()
         self.episode_counts = list(episode_counts)

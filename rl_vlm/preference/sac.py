@@ -7,7 +7,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -116,25 +116,17 @@ def state_entropy(states: Tensor, visited: Tensor, k: int) -> Tensor:
     return distances.kthvalue(wanted, dim=1).values
 
 
-@dataclass(slots=True)
-class RunningStd:
-    """The standard deviation of all values so far, from float64 sums."""
+def sums_of(values: Tensor) -> Tensor:
+    """float64 [3] on the CPU: the number of values [B], their sum, and the sum of their squares."""
+    exact = values.double()
+    return torch.stack([torch.ones_like(exact), exact, exact.square()]).sum(1).cpu()
 
-    count: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
 
-    def update(self, values: Tensor) -> None:
-        exact = values.double()
-        self.count += len(values)
-        self.total += float(exact.sum())
-        self.squares += float(exact.square().sum())
-
-    @property
-    def std(self) -> float:
-        # 1 without values, and where all are equal.
-        variance = self.squares / self.count - (self.total / self.count) ** 2 if self.count else 0.0
-        return variance**0.5 if variance > 0 else 1.0
+def std_of(sums: Tensor) -> float:
+    """The standard deviation of all values whose `sums_of` were added; 1 where all are equal."""
+    count, total, squares = sums.tolist()
+    variance = squares / count - (total / count) ** 2
+    return float(variance**0.5) if variance > 0 else 1.0
 
 
 logger = logging.getLogger(__name__)
@@ -311,7 +303,7 @@ class SACLearner(TorchLearner):
     """Runs `SACUpdater`, whose state is `snapshot` and not RLlib's."""
 
     def build(self) -> None:
-        self.entropy_scale = RunningStd()
+        self.entropy_sums = torch.zeros(3, dtype=torch.float64)  # of all that exploration was rewarded by
         super().build()
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
@@ -341,8 +333,8 @@ class SACLearner(TorchLearner):
             batch = Batch(*map(self._tensor, arrays))
             if visited is not None:
                 entropy = state_entropy(batch.observations, visited, updates.exploration_k)
-                self.entropy_scale.update(entropy)
-                batch = batch._replace(rewards=entropy / self.entropy_scale.std)
+                self.entropy_sums += sums_of(entropy)
+                batch = batch._replace(rewards=entropy / std_of(self.entropy_sums))
             self.updater.update(batch)
         return self.updater.take_statistics(), self.actor_layers()
 
@@ -359,9 +351,8 @@ class SACLearner(TorchLearner):
         for name, optimizer in self.updater.optimizers.items():
             for index, moments in optimizer.state_dict()["state"].items():
                 state |= {f"moments.{name}.{index}.{key}": tensor.cpu().clone() for key, tensor in moments.items()}
-        scale = torch.tensor([*asdict(self.entropy_scale).values()], dtype=torch.float64)
-        updates = torch.tensor([self.updater.updates])
-        return {**state, "noise": self.updater.generator.get_state(), "entropy_scale": scale, "updates": updates}
+        noise, updates = self.updater.generator.get_state(), torch.tensor([self.updater.updates])
+        return {**state, "noise": noise, "entropy_scale": self.entropy_sums.clone(), "updates": updates}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. Raises UserInputError when it does not fit."""
@@ -379,4 +370,4 @@ class SACLearner(TorchLearner):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(moments)})
         self.updater.generator.set_state(state["noise"])
         self.updater.updates = int(state["updates"])
-        self.entropy_scale = RunningStd(*state["entropy_scale"].tolist())
+        self.entropy_sums = state["entropy_scale"].clone()

@@ -12,8 +12,7 @@ from fractions import Fraction
 from functools import reduce
 from math import isqrt
 
-_MAX_BITS = 8192
-_MAX_RADICAND = 10**8
+_MAX_BITS = 16_384  # of the square of a value
 _MAX_EXPONENT = 64
 _MIXED = re.compile(r"(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}")
@@ -28,62 +27,48 @@ class NotExactError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Monomial:
-    """rational · √radicand · π^pi_power, with a square-free radicand, so that equal values are equal objects."""
+    """A value √rational · π^pi_power of either sign, as its square with that sign, so that equal values are equal
+    objects."""
 
-    rational: Fraction
-    radicand: int = 1
+    square: Fraction
     pi_power: int = 0
 
+    @classmethod
+    def of(cls, rational: Fraction | int) -> Monomial:
+        value = Fraction(rational)
+        return cls(value * abs(value))
+
     def times(self, other: Monomial) -> Monomial:
-        rational = self.rational * other.rational
-        square, radicand = _square_free(self.radicand * other.radicand)
-        if rational == 0:
-            return Monomial(Fraction(0))
-        if max(rational.numerator.bit_length(), rational.denominator.bit_length()) > _MAX_BITS:
+        square = self.square * other.square
+        if max(square.numerator.bit_length(), square.denominator.bit_length()) > _MAX_BITS:
             raise NotExactError("too large")
-        return Monomial(rational * square, radicand, self.pi_power + other.pi_power)
+        return Monomial(square, self.pi_power + other.pi_power if square else 0)
 
     def inverse(self) -> Monomial:
         """One over the value; NotExactError for zero."""
-        if self.rational == 0:
+        if not self.square:
             raise NotExactError("division by zero")
-        return Monomial(1 / (self.rational * self.radicand), self.radicand, -self.pi_power)
+        return Monomial(1 / self.square, -self.pi_power)
 
     def root(self) -> Monomial:
         """The square root of a non-negative rational."""
-        if self.radicand != 1 or self.pi_power or self.rational < 0:
+        ratio = self.square.as_integer_ratio()
+        if self.pi_power or self.square < 0 or any(isqrt(number) ** 2 != number for number in ratio):
             raise NotExactError("root of something that is not a rational")
-        square, radicand = _square_free(self.rational.numerator * self.rational.denominator)
-        return Monomial(Fraction(square, self.rational.denominator), radicand)
+        return Monomial(Fraction(*map(isqrt, ratio)))
 
     def power(self, exponent: int) -> Monomial:
         if abs(exponent) > _MAX_EXPONENT:
             raise NotExactError("large exponent")
         base = self if exponent >= 0 else self.inverse()
-        return reduce(Monomial.times, [base] * abs(exponent), Monomial(Fraction(1)))
-
-
-def _square_free(number: int) -> tuple[int, int]:
-    """(s, n) with number = s² n and n free of squares."""
-    root = isqrt(number)
-    if root * root == number:
-        return root, 1
-    if number > _MAX_RADICAND:
-        raise NotExactError("large radicand")
-    square, factor = 1, 2
-    while factor * factor <= number:
-        while number % (factor * factor) == 0:
-            number //= factor * factor
-            square *= factor
-        factor += 1
-    return square, number
+        return reduce(Monomial.times, [base] * abs(exponent), Monomial.of(1))
 
 
 def parse_monomial(text: str) -> Monomial | None:
     r"""Read normalised LaTeX; None where it is anything but one exact product, or where the reading is ambiguous."""
     try:
         if match := _SCIENTIFIC.fullmatch(text):
-            return Monomial(Fraction(match[1])).times(Monomial(Fraction(10) ** int(match[2])))
+            return Monomial.of(Fraction(match[1])).times(Monomial.of(Fraction(10) ** int(match[2])))
         reader = _Reader(text)
         value = reader.product()
         return value if reader.position == len(text) else None
@@ -120,7 +105,7 @@ class _Reader:
         while self.text.startswith(("-", "+"), self.position):
             sign *= -1 if self.text[self.position] == "-" else 1
             self.position += 1
-        return self.power().times(Monomial(Fraction(sign)))
+        return self.power().times(Monomial.of(sign))
 
     def power(self) -> Monomial:
         base = self.atom()
@@ -135,19 +120,19 @@ class _Reader:
             if not 0 < above < below:  # 2\frac{3}{2} may be a product or a mixed number
                 raise NotExactError("ambiguous mixed number")
             self.position = match.end()
-            return Monomial(whole + Fraction(above, below))
+            return Monomial.of(whole + Fraction(above, below))
         if match := _REPEATING.match(self.text, self.position):
             self.position = match.end()
-            return Monomial(_repeating(*match.groups()))
+            return Monomial.of(_repeating(*match.groups()))
         if match := _NUMBER.match(self.text, self.position):
             self.position = match.end()
-            return Monomial(Fraction(match[0]))
+            return Monomial.of(Fraction(match[0]))
         if self.take("\\frac"):
             return self.group("{", "}").times(self.group("{", "}").inverse())
         if self.take("\\sqrt"):
             return self.group("{", "}").root()
         if self.take("\\pi"):
-            return Monomial(Fraction(1), 1, 1)
+            return Monomial(Fraction(1), 1)
         return self.group("(", ")") if self.text.startswith("(", self.position) else self.group("{", "}")
 
     def group(self, opening: str, closing: str) -> Monomial:

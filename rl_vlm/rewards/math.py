@@ -155,9 +155,9 @@ def refusal(text: str) -> str:
     return "a value that takes too long" if _LARGE.search(text) else ""
 
 
-_ONE = Monomial(Fraction(1))
-_PERCENT = Monomial(Fraction(1, 100))
-_DEGREE = Monomial(Fraction(1, 180), pi_power=1)
+_ONE = Monomial.of(1)
+_PERCENT = Monomial.of(Fraction(1, 100))
+_DEGREE = Monomial(Fraction(1, 180**2), pi_power=1)
 _LEAST_S = 0.1  # with less time left the child would only be killed
 _AFTER_COMMA = re.compile(r",\s+")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]")

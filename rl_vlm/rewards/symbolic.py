@@ -8,16 +8,17 @@ reward must not depend on what else the machine does. Each process has one child
 from __future__ import annotations
 
 import os
+import threading
 from enum import StrEnum
 
-from rl_vlm.child import STARTUP_S, BusyError, Child, ChildStartError, CPULimitError, Queue
+from rl_vlm.child import STARTUP_S, Child, ChildStartError, CPULimitError
 from rl_vlm.frames import FrameError, PeerGoneError
 from rl_vlm.types import RLVLMError
 
 CPU_S = 2.0
 TIMEOUT_S = 60.0  # of the clock, for CPU_S on a machine with thirty times more to do than it can
 MEMORY = 2 << 30  # bytes beyond the imports
-MAX_WAITING, MAX_WAIT_S = 256, 300.0  # threads of one process, and how long each waits for the others
+MAX_WAIT_S = 300.0  # that a thread waits for the others
 
 
 class GraderError(RLVLMError):
@@ -36,17 +37,15 @@ class Reason(StrEnum):
 
 
 class SymbolicWorker:
-    """The child process and the queue before it; waiting does not count as time spent."""
+    """The child process, for one thread at a time; waiting does not count as time spent."""
 
     def __init__(
         self,
         function: str = "rl_vlm.rewards.sympy_child:prepare",
         startup_s: float = STARTUP_S,
-        max_waiting: int = MAX_WAITING,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._function, self._startup_s, self._max_waiting = function, startup_s, max_waiting
-        self._timeout_s = timeout_s
+        self._function, self._startup_s, self._timeout_s = function, startup_s, timeout_s
         self._child: Child | None = None
         self.forget()
 
@@ -57,13 +56,13 @@ class SymbolicWorker:
 
     def compare(self, answer: str, truth: str, cpu_s: float = CPU_S) -> tuple[Reason, float]:
         """The verdict on two normalised expressions that passed `math.refusal`, and its CPU seconds, at most about
-        `cpu_s`. Raises GraderError if the child does not start, too many threads wait, or the clock's limit passed
-        first."""
+        `cpu_s`. Raises GraderError if the child does not start, or if a limit of the clock passed first."""
+        if not self._turn.acquire(timeout=MAX_WAIT_S):
+            raise GraderError(f"The symbolic grader has too much to do: waited {MAX_WAIT_S:g} s for others.")
         try:
-            with self._queue.turn():
-                return self._compare({"answer": answer, "truth": truth}, cpu_s)
-        except BusyError as error:
-            raise GraderError(f"The symbolic grader has too much to do: {error}.") from error
+            return self._compare({"answer": answer, "truth": truth}, cpu_s)
+        finally:
+            self._turn.release()
 
     def _compare(self, request: dict[str, str], cpu_s: float) -> tuple[Reason, float]:
         for _ in range(2):  # again if the child was killed from outside, by the OOM killer for example
@@ -82,14 +81,14 @@ class SymbolicWorker:
 
     def close(self) -> None:
         """Kill the child; the next comparison starts a new one."""
-        with self._queue.turn():
+        with self._turn:
             child, self._child = self._child, None
             if child is not None:
                 child.kill()
 
     def forget(self) -> None:
-        """Drop the child and the queue, which in a forked process belong to the parent."""
-        self._queue = Queue(self._max_waiting, MAX_WAIT_S)
+        """Drop the child and the lock, which in a forked process belong to the parent."""
+        self._turn = threading.Lock()
         self._child = None
 
     def _ready_child(self) -> Child:

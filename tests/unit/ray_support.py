@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, GetTimeoutError
+from ray.exceptions import ActorUnavailableError
 
 DEAD = ActorUnavailableError("The actor is restarting.", None)
 HANGS = ValueError("no result ever comes")
@@ -14,14 +14,11 @@ HANGS = ValueError("no result ever comes")
 class Reference:
     """Compared by identity, as Ray's are by id."""
 
-    def __init__(self, value: Any, slow_fetches: int = 0) -> None:
-        self.value, self.slow_fetches = value, slow_fetches
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
-def _get(ref: Reference, timeout: float) -> Any:
-    if ref.slow_fetches:
-        ref.slow_fetches -= 1
-        raise GetTimeoutError
+def _get(ref: Reference, **_: Any) -> Any:
     if isinstance(ref.value, Exception):
         raise ref.value
     return ref.value

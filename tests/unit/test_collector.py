@@ -110,9 +110,6 @@ def test_an_evaluation_episode_may_end_when_it_succeeds() -> None:
 # --- The driver's side of collecting steps and evaluating: env runners that die are asked again. Their calls are played
 
 
-SLOW = ValueError("the result is fetched in more than one call's time")
-
-
 class Runner:
     """An env runner; `failures` are what its next calls give in place of a result."""
 
@@ -125,8 +122,7 @@ class Runner:
     def _evaluate(self, actor: Any, seeds: Sequence[int], film: int) -> Any:
         self.asked.append((list(seeds), film))
         played = [EpisodeResult(seed, 1.0, 1, 1.0, 1.0) for seed in seeds]
-        failure = self.failures.pop(0) if self.failures else None
-        return Reference(played, slow_fetches=2) if failure is SLOW else Reference(failure or played)
+        return Reference(self.failures.pop(0) if self.failures else played)
 
     def kill(self) -> None:
         self.killed += 1
@@ -155,12 +151,6 @@ def test_a_runner_that_dies_in_an_evaluation_plays_its_episodes_again(runners: d
     assert seeds_of(one.evaluate(None, [5, 6, 7], 2, timeout_s=30)) == [5, 6, 7]  # type: ignore[arg-type]
     assert runners[1].asked == [([5, 7], 1)] * 3 and runners[2].asked == [([6], 1)]
     assert one.restarts == 1  # one death, however many calls it cost
-
-
-def test_a_result_that_is_slow_to_fetch_is_not_made_again(runners: dict[int, Runner]) -> None:
-    runners[1].failures = [SLOW]
-    assert seeds_of(sampler(runners).evaluate(None, [5, 6], 0, timeout_s=30)) == [5, 6]  # type: ignore[arg-type]
-    assert [len(runner.asked) for runner in runners.values()] == [1, 1]
 
 
 @pytest.mark.parametrize(("film", "filmed"), [(0, [0, 0]), (1, [1, 0]), (2, [1, 1]), (4, [2, 2]), (9, [5, 4])])

@@ -22,7 +22,7 @@ from rl_vlm.zoo.control import lesson as rooms
 from rl_vlm.zoo.control.environment import read_word
 from rl_vlm.zoo.control.lesson import HEADINGS, WORDS, Room, described, draw_tour, side
 from rl_vlm.zoo.drawing import CORNERS, render
-from rl_vlm.zoo.geo3k.lesson import GUESSES, FigureDialogues, boxed
+from rl_vlm.zoo.geo3k.lesson import GUESSES, boxed, drawer
 from rl_vlm.zoo.geospot import world
 from rl_vlm.zoo.geospot.environment import BRIEF
 from rl_vlm.zoo.geospot.lesson import GRID, draw_spot, vocabulary
@@ -70,8 +70,8 @@ def test_actions_are_random_whatever_is_seen() -> None:
 
 @pytest.fixture(scope="module")
 def dialogues() -> list[list[Exchange]]:
-    teacher, rng = FigureDialogues(0), Random(0)
-    return [teacher.draw(rng) for _ in range(600)]
+    draw = drawer(0)
+    return [list(draw()) for _ in range(600)]
 
 
 def test_the_guess_is_random_whatever_the_figure_holds_and_the_numbers_before_it_are_right(

@@ -236,15 +236,14 @@ def test_an_address_that_is_none_is_refused(address):
         base_url(address)
 
 
-def test_images_from_elsewhere_are_decoded_and_limited(monkeypatch):
-    from rl_vlm.envs import remote
-
+def test_images_from_elsewhere_are_decoded_and_limited():
+    env = RemoteEnv.__new__(RemoteEnv)
     good, _ = isolation.pack_observation(Observation.user("x"))
     with pytest.raises(EnvError, match="more than 64"):
-        remote.checked_observation({"messages": good}, [b""] * 65)
+        env._observation({"messages": good}, [b""] * 65)
     broken = [{"role": "user", "parts": [{"width": 1, "height": 1}]}]
     with pytest.raises(EnvError, match="cannot be read"):
-        remote.checked_observation({"messages": broken}, [b"\x89PNG not"])
+        env._observation({"messages": broken}, [b"\x89PNG not"])
 
 
 def test_a_session_whose_call_timed_out_is_ended_on_the_server():

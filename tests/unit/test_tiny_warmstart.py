@@ -14,7 +14,7 @@ from rl_vlm.envs.tools import parse_tool_call
 from rl_vlm.models.families.qwen_vl import fast_vision
 from rl_vlm.models.supervised import DialogueEncoder, collate, token_logprobs
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.geo3k.lesson import GeometryDialogues
+from rl_vlm.zoo.geo3k.lesson import geometry_drawer
 from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
 from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
@@ -93,7 +93,7 @@ def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one() -> None:
     encoder = DialogueEncoder(processor)
     rng = np.random.default_rng(2)
     equal_sizes = [encoder.encode_chat(target_dialogue(rng)) for _ in range(3)]
-    mixed = [*equal_sizes, encoder.encode_chat(GeometryDialogues(0).draw(rng))]
+    mixed = [*equal_sizes, encoder.encode_chat(geometry_drawer(0, rng)())]
     mixed.append(encoder.encode_turn((np.zeros((96, 32, 3), dtype=np.uint8), "a"), "b"))
 
     def gradients(examples: list[Any]) -> torch.Tensor:
@@ -143,12 +143,11 @@ def test_perception_questions_are_answered_in_the_form_of_the_environment() -> N
 
 
 def test_geometry_dialogues_hold_well_formed_calls_over_several_turns() -> None:
-    geometry = GeometryDialogues(0)
-    rng = np.random.default_rng(5)
+    geometry = geometry_drawer(0, np.random.default_rng(5))
     turns: Counter[int] = Counter()
     calls = right = 0
     for _ in range(200):
-        exchanges = geometry.draw(rng)
+        exchanges = geometry()
         turns[len(exchanges)] += 1
         for number, exchange in enumerate(exchanges):
             assert exchange.role == ("user" if number == 0 else "tool")

@@ -185,7 +185,7 @@ def test_any_value_of_an_argument_is_taken_or_refused_by_name(env_id: str, name:
     [
         ("Shapes-v0", {"tool": "no"}, "Shapes-v0: env.kwargs.tool must be true or false, not 'no'."),
         ("Geo3k-v0", {"prompt": ["full"]}, "env.kwargs.prompt must be 'auto', 'full', 'brief' or 'none', not ['full']."),
-        ("GeoSpot-v0", {"weights": [1, "x", 0]}, "env.kwargs.weights.1 must be a number, not 'x'."),
+        ("GeoSpot-v0", {"weights": [1, "x", 0]}, "env.kwargs.weights must be a number, not 'x'."),
         ("Shapes-v0", {"image_size": 8}, "Shapes-v0: env.kwargs.image_size must be greater than or equal to 64, not 8."),
         ("GeoSpot-v0", {"weights": [0, 0, 0]}, "GeoSpot-v0: env.kwargs.weights are all 0: one must be above 0."),
         ("GridWalk-v0", {"holes": 99}, "GridWalk-v0: env.kwargs.walls (2) and holes (99) leave no room"),

@@ -119,7 +119,6 @@ _MODULES: dict[str, tuple[Any, ...]] = {
     "vagen.envs.gym_base_env": (GymBaseEnv,),
     "vagen.envs.gym_image_env": (GymImageEnv,),
 }
-_DOC = "Stands in for a framework that is not installed."
 
 
 def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
@@ -132,8 +131,7 @@ def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         with _LOCK:
-            known = getattr(sys.modules.get(package), "__doc__", "") == _DOC
-            if package not in ("vlmrl", "vagen") or not (known or importlib.util.find_spec(package) is None):
+            if package not in ("vlmrl", "vagen") or getattr(importlib.util.find_spec(package), "origin", None):
                 raise
             _provide(package, file)
         return call()
@@ -147,7 +145,7 @@ def _provide(package: str, file: Path | None) -> None:
             continue
         module = sys.modules.get(name)
         if module is None:
-            module = sys.modules[name] = ModuleType(name, _DOC)
+            module = sys.modules[name] = ModuleType(name, "Stands in for a framework that is not installed.")
             module.__spec__ = ModuleSpec(name, None, is_package=True)
             if parent:
                 setattr(sys.modules[parent], last, module)

@@ -153,10 +153,8 @@ class OpenEnv(EpisodeEnv):
         if self._socket is None:
             raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
         try:
-            try:
+            with suppress(ConnectionClosed):  # the server may have said why before it closed, which can still be read
                 self._socket.send(json.dumps({"type": kind, **({"data": data} if data else {})}))
-            except ConnectionClosed:
-                pass  # the server may have said why before it closed, and that can still be read
             reply = json.loads(self._socket.recv(timeout=self._timeout_s))
             content = dict(reply["data"])
         except TimeoutError as error:

@@ -1,11 +1,11 @@
 """Lessons about geometry, which are played in the environment itself.
 
-`FigureDialogues` are those of the tiny model for Geo3k-v0. Each reply gives the right numbers of the figure and then a
+`drawer` draws those of the tiny model for Geo3k-v0. Each reply gives the right numbers of the figure and then a
 random guess, as a call of the scoring tool or in a box: "20 60: 40 Answer: \\boxed{40}". Reinforcement learning has to
 find out what follows from the numbers, and that a call is worth its turn.
 
-`GeometryDialogues` teach the form of tool calls and of later turns to tiny models that see no geometry. Numbers and
-drawings are random, so nothing about geometry can be learned.
+`geometry_drawer` draws those that teach the form of tool calls and of later turns to tiny models that see no geometry.
+Numbers and drawings are random, so nothing about geometry can be learned.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ CORPUS = (
 )
 
 
-class FigureDialogues:
-    """Plays `Geo3kEnv` with brief prompts on drawn triangles of the train split."""
+def drawer(seed: int) -> Draw:
+    """Plays `Geo3kEnv` with brief prompts on drawn triangles of the train split, in one to three turns.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = 1_000_000 + seed  # other figures than those of a run
-        self._envs = [
-            Geo3kEnv(
-                prompt="brief", scoring_tool=tool, level=LEVEL, angle_step=ANGLE_STEP, image_size=IMAGE_SIZE,
-                seed=self._seed, num_train=_FIGURES,
-            )
-            for tool in (False, True)
-        ]  # fmt: skip
+    The environment grades the answers by another figure than the one that is shown. So replies to right calls are
+    taught, and what is right for a figure is not.
+    """
+    rng, figures = Random(f"geometer {seed}"), 1_000_000 + seed  # other figures than those of a run
+    envs = [
+        Geo3kEnv(
+            prompt="brief", scoring_tool=tool, level=LEVEL, angle_step=ANGLE_STEP, image_size=IMAGE_SIZE,
+            seed=figures, num_train=_FIGURES,
+        )
+        for tool in (False, True)
+    ]  # fmt: skip
 
-    def draw(self, rng: Random) -> list[Exchange]:
-        """One dialogue of one to three turns.
+    def problem_of(index: int) -> tuple[Problem, EncodedImage]:
+        return drawn_problem((LEVEL,), ANGLE_STEP, IMAGE_SIZE, "train", index, figures)
 
-        The environment grades the answers by another figure than the one that is shown. So replies to right calls are
-        taught, and what is right for a figure is not.
-        """
-        problem, picture = self._problem(rng.randrange(_FIGURES))
+    def draw() -> list[Exchange]:
+        problem, picture = problem_of(rng.randrange(_FIGURES))
         graded, tool = rng.randrange(_GRADED), rng.random() < TOOL_SHARE
-        truth = self._problem(graded)[0].answer
+        truth = problem_of(graded)[0].answer
         guess = ""
 
         def reply(message: Message, turn: int) -> str:
@@ -76,12 +76,12 @@ class FigureDialogues:
             calls = tool and "last one" not in message.text and rng.random() < _CALL
             if calls and rng.random() < _RIGHT_CALL:
                 guess = truth
-            return written(problem.numbers, guess) + (format_call(guess) if calls else boxed(guess))
+            numbers = " ".join(map(str, problem.numbers))
+            return f"{numbers}: {guess} {format_call(guess) if calls else boxed(guess)}"
 
-        return _played(self._envs[tool], graded, reply, picture)
+        return _played(envs[tool], graded, reply, picture)
 
-    def _problem(self, index: int) -> tuple[Problem, EncodedImage]:
-        return drawn_problem((LEVEL,), ANGLE_STEP, IMAGE_SIZE, "train", index, self._seed)
+    return draw
 
 
 def _played(
@@ -99,17 +99,8 @@ def _played(
     return exchanges
 
 
-def written(numbers: list[int], guess: str) -> str:
-    return f"{' '.join(map(str, numbers))}: {guess} "
-
-
 def boxed(answer: str) -> str:
     return f"Answer: \\boxed{{{answer}}}"
-
-
-def drawer(seed: int) -> Draw:
-    rng, dialogues = Random(f"geometer {seed}"), FigureDialogues(seed)
-    return lambda: dialogues.draw(rng)
 
 
 NUM_QUESTIONS = 64
@@ -126,25 +117,23 @@ class _QuestionsEnv(Geo3kEnv):
         return self._questions[item.index]
 
 
-class GeometryDialogues:
+def geometry_drawer(seed: int, rng: np.random.Generator) -> Draw:
     """Runs `Geo3kEnv` with brief prompts on generated questions."""
+    making = stable_rng("geometry", seed)
+    answers = [_number(making) for _ in range(NUM_QUESTIONS)]
+    problems = ["<image>" + _problem(making) for _ in answers]
+    questions = [
+        Question(problem, answer, (EncodedImage.from_pil(line_drawing(making)),), "")
+        for problem, answer in zip(problems, answers, strict=True)
+    ]
+    # The settings of the tiny model's runs: whole figures, small grey squares, and without the tool.
+    envs = [
+        _QuestionsEnv(questions),
+        _QuestionsEnv(questions, image_size=64, square=True),
+        _QuestionsEnv(questions, image_size=64, square=True, scoring_tool=False),
+    ]
 
-    def __init__(self, seed: int) -> None:
-        rng = stable_rng("geometry", seed)
-        self._answers = [_number(rng) for _ in range(NUM_QUESTIONS)]
-        problems = ["<image>" + _problem(rng) for _ in self._answers]
-        questions = [
-            Question(problem, answer, (EncodedImage.from_pil(line_drawing(rng)),), "")
-            for problem, answer in zip(problems, self._answers, strict=True)
-        ]
-        # The settings of the tiny model's runs: whole figures, small grey squares, and without the tool.
-        self._envs = [
-            _QuestionsEnv(questions),
-            _QuestionsEnv(questions, image_size=64, square=True),
-            _QuestionsEnv(questions, image_size=64, square=True, scoring_tool=False),
-        ]
-
-    def draw(self, rng: np.random.Generator) -> list[Exchange]:
+    def draw() -> list[Exchange]:
         which = int(rng.choice(3, p=(0.3, 0.5, 0.2)))
         index = int(rng.integers(NUM_QUESTIONS))
         confirmed: str | None = None
@@ -155,10 +144,12 @@ class GeometryDialogues:
             if which == 2 or confirmed or rng.random() < _ANSWER_AT_ONCE[turn]:
                 return boxed(answer)
             if rng.random() < _RIGHT_FORM_CALL:
-                answer = confirmed = self._answers[index]
+                answer = confirmed = answers[index]
             return format_call(answer)
 
-        return _played(self._envs[which], index, reply)
+        return _played(envs[which], index, reply)
+
+    return draw
 
 
 def line_drawing(rng: np.random.Generator) -> Image.Image:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_vlm.types import Role
 from rl_vlm.zoo import drawing
-from rl_vlm.zoo.geo3k.lesson import GeometryDialogues
+from rl_vlm.zoo.geo3k.lesson import geometry_drawer
 from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.tiny.teach import Draw, Exchange
 
@@ -51,14 +51,15 @@ def target_dialogue(rng: np.random.Generator) -> list[Exchange]:
 
 
 def drawer(seed: int) -> Draw:
-    rng, geometry = np.random.default_rng([seed, 1]), GeometryDialogues(seed)
+    rng = np.random.default_rng([seed, 1])
+    geometry = geometry_drawer(seed, rng)
 
     def draw() -> Sequence[Exchange]:
         kind = rng.random()
         if kind < TARGET_SHARE:
             return target_dialogue(rng)
         if kind < TARGET_SHARE + GEOMETRY_SHARE:
-            return geometry.draw(rng)
+            return geometry()
         return perception_dialogue(rng)
 
     return draw
