@@ -14,21 +14,19 @@ from ray import serve
 from ray.exceptions import ActorAlreadyExistsError, RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.section import claim
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import (
-    MOST_CALLS,
     SHARED_NAMESPACE,
     Changes,
     Published,
     Registry,
     Revision,
     app_name,
-    registry_name,
     shared_id,
+    start_registry,
 )
 from rl_vlm.serving.replica import VLMServer
 from rl_vlm.types import RLVLMError
@@ -297,15 +295,4 @@ def _was_restarted() -> bool:
 
 def find_or_start(name: str, config: CommonConfig, model: ModelReference) -> ray.actor.ActorHandle:
     """The registry of this name on the cluster, or a new one on this node."""
-    actor = ray.remote(SharedRegistry).options(
-        name=registry_name(shared_id(name)),
-        namespace=SHARED_NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        max_restarts=-1,
-        max_concurrency=MOST_CALLS,
-        # As long as this node is there.
-        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
-    )
-    return actor.remote(name, config, model)  # type: ignore[no-any-return]
+    return start_registry(shared_id(name), SHARED_NAMESPACE, SharedRegistry, name, config, model, shared=True)

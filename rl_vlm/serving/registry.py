@@ -276,15 +276,20 @@ def registry_name(run_id: str) -> str:
     return f"rl-vlm-registry-{run_id}"
 
 
-def start_registry(run_id: str, namespace: str) -> ray.actor.ActorHandle:
-    """Start the registry of a run's own service on the caller's node; it restarts when it dies, and ends with that."""
-    actor = ray.remote(Registry).options(
+def start_registry(
+    run_id: str, namespace: str, kind: type[Registry] = Registry, *arguments: Any, shared: bool = False
+) -> ray.actor.ActorHandle:
+    """Start the registry of a service on the caller's node; it restarts when it dies. That of a run's own service ends
+    with the run and the node; of a `shared` one, the one that is there is taken."""
+    node = ray.get_runtime_context().get_node_id()  # other nodes come and go
+    actor = ray.remote(kind).options(
         name=registry_name(run_id),
         namespace=namespace,
+        lifetime="detached" if shared else None,
+        get_if_exists=shared,
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=MOST_CALLS,
-        # Other nodes come and go.
-        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=shared),
     )
-    return actor.remote()  # type: ignore[no-any-return]
+    return actor.remote(*arguments)  # type: ignore[no-any-return]
