@@ -16,7 +16,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from rl_vlm import tracing
 from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
 from rl_vlm.algorithms.checkpoint import read_checkpoint, write_checkpoint
-from rl_vlm.algorithms.evaluation import HeldOut
+from rl_vlm.algorithms.evaluation import evaluate
 from rl_vlm.algorithms.recovery import Recovery
 from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
@@ -87,8 +87,7 @@ class PolicyAlgorithm(RunAlgorithm):
     """The policy loop. A subclass writes an iteration (`sample_and_learn`) out of the steps below.
 
     Collaborators: `learners` (calls, and new ones for those that died), `rollouts` (groups from the env runners),
-    `recovery` (checkpoints and the way back to one), `sight` (what the policy does with images) and `evaluation`
-    (held-out accuracy).
+    `recovery` (checkpoints and the way back to one) and `sight` (what the policy does with images).
     """
 
     run_config: PolicyConfig
@@ -131,7 +130,6 @@ class PolicyAlgorithm(RunAlgorithm):
         self._recorded: dict[str, float] = {}  # metrics of the running iteration
         self._publication: dict[str, float] = {}  # metrics of the last publication that was acknowledged
         self.recovery = Recovery(self)
-        self.evaluation = HeldOut(self)
         self.service.wait_until_ready()
         if run_config.model.adapter is not None:
             # All tasks ask for at least this version, so no replica answers as the base model.
@@ -311,7 +309,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def held_out(self) -> dict[str, float]:
         """Greedy accuracy and mean reward of the first variant."""
-        results, variant = self.evaluation.evaluate(), next(iter(self.run_config.evaluation.variants))
+        results, variant = evaluate(self), next(iter(self.run_config.evaluation.variants))
         return {name: float(results[f"{name}/{variant}"]) for name in ("accuracy", "reward")}
 
     def state(self) -> dict[str, Any]:

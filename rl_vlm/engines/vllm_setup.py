@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,19 +19,6 @@ from rl_vlm.types import UserInputError
 
 NO_VERSION = "default"  # vLLM's name of its weights before they get another
 DEAD = "vLLM's engine core has died, its log says why: restart the replica."
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of a vLLM engine since its start."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0  # counted with every step of the engine core
-    steps: int = 0  # of the engine core that brought a token
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    policy_version: int = 0  # of the last tokens, where vLLM names it
 
 
 def prepare_environment(serving: ServingSection) -> None:
@@ -129,8 +116,9 @@ def _card_bytes() -> int:
     return int(current_platform.get_device_total_memory())
 
 
-def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
-    """An AsyncLLM that adds to `counts`. The engine core ends with the thread that calls this."""
+def start_llm(args: Any, num_threads: int, counts: Counter[str]) -> Any:
+    """An AsyncLLM that adds the `steps` that brought a token and `generated_tokens` to `counts`, and notes the
+    `policy_version` of the last tokens. The engine core ends with the thread that calls this."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -145,10 +133,10 @@ def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
     async def receive_and_count() -> Any:
         # The AsyncLLM reports a sample only when it ends, which may take minutes.
         step = await receive()
-        counts.steps += 1
-        counts.generated_tokens += sum(len(output.new_token_ids) for output in step.outputs)
+        counts["steps"] += 1
+        counts["generated_tokens"] += sum(len(output.new_token_ids) for output in step.outputs)
         if step.weight_version not in (None, NO_VERSION):
-            counts.policy_version = int(step.weight_version)
+            counts["policy_version"] = int(step.weight_version)
         return step
 
     llm.engine_core.get_output_async = receive_and_count  # type: ignore[method-assign]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
@@ -150,7 +149,7 @@ class VLMEnvRunner(RunEnvRunner):
     """
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
-        super().__init__((ObservationSpace(), TextSpace()), config=config, **kwargs)
+        super().__init__(config=config, **kwargs)
         quiet_libraries()
         run: PolicyConfig = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)

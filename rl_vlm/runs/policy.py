@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_vlm.algorithms.checkpoint import write_checkpoint
+from rl_vlm.algorithms.evaluation import averaged_adapter, evaluate
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
@@ -253,7 +254,7 @@ class PolicyRun(RunLifecycle):
         self._checkpoint()
         self._save_trained(algorithm.recovery.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
-            self._save_trained(algorithm.evaluation.averaged_adapter(), "-ema")
+            self._save_trained(averaged_adapter(algorithm), "-ema")
 
     def _check_sight(self) -> None:
         if self.config.sight.gate == "off":
@@ -316,7 +317,7 @@ class PolicyRun(RunLifecycle):
         self.saved_at = min(self.saved_at, iteration)
 
     def _evaluate(self) -> None:
-        results = self.algorithm.evaluation.evaluate()
+        results = evaluate(self.algorithm)
         self.evaluations.append({"iteration": self.algorithm.updates, **results})
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
