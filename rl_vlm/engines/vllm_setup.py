@@ -43,16 +43,6 @@ def prepare_environment(serving: ServingSection) -> None:
         ) from error
 
 
-def _child_environment(num_threads: int) -> dict[str, str]:
-    """Environment variables for the engine core alone."""
-    # vLLM repeats few batch sizes: oneDNN's own capacities pay here, unlike in a learner.
-    ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
-    if not torch.cuda.is_available():
-        # torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
-        ours |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
-    return ours
-
-
 def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
     """vLLM's AsyncEngineArgs. Raises UserInputError for what vLLM does not have."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -126,7 +116,12 @@ def start_llm(args: Any, num_threads: int, counts: Counter[str]) -> Any:
 
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = executor_class(args.tensor_parallel_size)
-    with mock.patch.dict(os.environ, _child_environment(num_threads)):
+    # Of the engine core alone. vLLM repeats few batch sizes: oneDNN's own capacities pay here, unlike in a learner.
+    variables = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
+    if not torch.cuda.is_available():
+        # torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
+        variables |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
+    with mock.patch.dict(os.environ, variables):
         llm = AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     receive = llm.engine_core.get_output_async
 

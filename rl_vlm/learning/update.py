@@ -169,15 +169,12 @@ class UnfitImagesError(RLVLMError):
 PositionChange = Callable[[MicroBatch], np.ndarray]
 
 
-def _zero_rows(micro: MicroBatch) -> np.ndarray:
-    # Only in the first prompt: engines count on from there by themselves.
-    return np.concatenate([micro.position_ids[:1], np.where(micro.segments == 0, 0, micro.position_ids[1:])])
-
-
+_ROWS_AND_COLUMNS = np.array([False, True, True])[:, None, None]  # of positions, whose first axis is time
 # Image positions that a faulty engine may have computed where positions have axes.
 _OTHER_POSITIONS: dict[str, PositionChange] = {
     "no_rows": lambda micro: np.stack([micro.position_ids[0]] * 3),
-    "zero_rows": _zero_rows,
+    # Only in the first prompt: engines count on from there by themselves.
+    "zero_rows": lambda micro: np.where((micro.segments == 0) & _ROWS_AND_COLUMNS, 0, micro.position_ids),
     "sequential": lambda micro: np.zeros_like(micro.position_ids) + np.arange(micro.position_ids.shape[-1]),
 }
 

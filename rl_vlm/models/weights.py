@@ -293,14 +293,9 @@ class AdapterPayload(WeightPayload):
     def build(
         cls, version: int, state: Mapping[str, Tensor], config: LoraConfig, dtype: str | None = None
     ) -> AdapterPayload:
-        return cls.packed(version, state, config_to_json(config), dtype)
-
-
-def config_to_json(config: LoraConfig) -> str:
-    """peft's adapter_config.json, keys sorted."""
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    values["inference_mode"] = True
-    return json.dumps(values, indent=2, sort_keys=True, default=str)
+        values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+        about = json.dumps({**values, "inference_mode": True}, indent=2, sort_keys=True, default=str)
+        return cls.packed(version, state, about, dtype)
 
 
 @dataclass(frozen=True, slots=True)

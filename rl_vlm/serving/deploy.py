@@ -275,17 +275,12 @@ class SharedRegistry(Registry):
         self._closing = True
         if self._failure:
             await asyncio.sleep(_TELL_S)
-        deadline = time.monotonic() + _END_S
-        while True:
-            try:
-                await asyncio.to_thread(delete_application, app_name(shared_id(self._name)))
-                break
-            except Exception as error:
-                # Serve's controller is being restarted, or Serve is gone: then replicas end by themselves.
-                logger.warning("shared service %s is not deleted: %r", self._name, error)
-                if time.monotonic() > deadline:
-                    break
-            await asyncio.sleep(_TICK_S)
+        name = app_name(shared_id(self._name))
+        try:
+            # Serve's controller may be being restarted. Where Serve is gone replicas end by themselves.
+            await asyncio.to_thread(retried, lambda: delete_application(name), (Exception,), _END_S)
+        except Exception as error:
+            logger.warning("shared service %s is not deleted: %r", self._name, error)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

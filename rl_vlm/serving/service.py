@@ -43,6 +43,7 @@ from rl_vlm.serving.deploy import (
 )
 from rl_vlm.serving.registry import OWN, PolicyKey, Published, PublishReport, app_name, shared_id, start_registry
 from rl_vlm.types import UserInputError
+from rl_vlm.waiting import retried
 
 logger = logging.getLogger(__name__)
 
@@ -100,28 +101,22 @@ class PolicyService:
 
     def _join(self, timeout_s: float) -> int:
         """Join the service, which is started if it is shared and not there; one that is ending is waited for."""
-        deadline = time.monotonic() + timeout_s
-        reason: object = "it is ending"
-        while True:
-            try:
-                answer = self._ask_to_join()
-                if isinstance(answer, int):
-                    return answer
-                if answer:
-                    raise UserInputError(answer)
-            except (RayActorError, GetTimeoutError, ValueError) as error:
-                reason = error
-            if time.monotonic() > deadline:
-                raise ServingError(f"The service {self.run_id!r} cannot be joined: {reason}")
-            time.sleep(_PAUSE_S)
+        again = (RayActorError, GetTimeoutError, ValueError)
+        try:
+            return retried(self._ask_to_join, again, timeout_s)
+        except again as error:
+            raise ServingError(f"The service {self.run_id!r} cannot be joined: {error}") from error
 
-    def _ask_to_join(self) -> Any:
+    def _ask_to_join(self) -> int:
         if self._shared:
             self._registry = find_or_start(self._shared, self._config, self.model)
             asked = self._registry.join.remote(self.key.policy, self._newest, self._config, self.model.digest)
         else:
             asked = self._registry.join.remote(self.key.policy, self._newest)
-        return ray.get(asked, timeout=_ATTEMPT_S)
+        answer: int | str = ray.get(asked, timeout=_ATTEMPT_S)
+        if isinstance(answer, str):  # why the run does not fit; nothing while the service ends
+            raise UserInputError(answer) if answer else ValueError("it is ending")
+        return answer
 
     def _keep_lease(self) -> None:
         pause = min(self._serving.sharing.lease_s / 6, _RENEW_S)
