@@ -43,9 +43,9 @@ def evaluated_weights(algorithm: PolicyAlgorithm) -> Iterator[None]:
 
     def give_back() -> None:
         trained = algorithm.learners.call(lambda learner: learner.policy.payload(version))
-        algorithm.recovery.publish_restored(trained)
+        algorithm.publish_restored(trained)
 
-    algorithm.recovery.publish_restored(averaged_adapter(algorithm))
+    algorithm.publish_restored(averaged_adapter(algorithm))
     try:
         yield
     except Exception as error:  # raised again, with what went wrong after it

@@ -221,15 +221,11 @@ class Decoder:
                 prepared.append(error)
         try:
             self._encode_images([item for item in prepared if isinstance(item, PreparedRequest)])
-        except UserInputError:
-            # One of the images is damaged: encode them request by request to find the request that holds it.
-            for index, item in enumerate(prepared):
-                if isinstance(item, PreparedRequest):
-                    try:
-                        with naming(item.request):
-                            self._encode_images([item])
-                    except EngineError as error:
-                        prepared[index] = error
+        except UserInputError as error:
+            if len(requests) == 1:
+                return [EngineError(f"Request {requests[0].request_id}: {error}")]
+            # One of the images is damaged: find the request that holds it.
+            return [one for request in requests for one in self.prepare([request])]
         return prepared
 
     def _expanded(self, request: GenerationRequest) -> PreparedRequest:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.asking import Answer, Ask, Client, Endpoint, Question, ServedEndpoint, ask_again
+from rl_vlm.asking import Answer, Ask, Client, Endpoint, HTTPEndpoint, Question, ServedEndpoint, ask_again
 from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.errors import place_of
@@ -232,8 +232,6 @@ async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) 
 @lru_cache(maxsize=16)
 def _http_endpoint(settings: EndpointSection) -> Endpoint:
     """One for all groups: it remembers how the server wants choices to be enforced."""
-    from rl_vlm.asking import HTTPEndpoint
-
     return HTTPEndpoint(settings)
 
 

@@ -225,7 +225,7 @@ class PolicyRun(RunLifecycle):
                 return self._to_the_end()
             except LearnerLostError as error:  # beside an update, which replaces learners itself
                 self.display.message(f"{error} Going on from the newest checkpoint.")
-                self.algorithm.recovery.replace_lost_learners(error)
+                self.algorithm.replace_lost_learners(error)
                 self._forget_after(self.algorithm.updates)
 
     def _to_the_end(self) -> None:
@@ -252,7 +252,7 @@ class PolicyRun(RunLifecycle):
             raise
         self._skipped_steps.check()
         self._checkpoint()
-        self._save_trained(algorithm.recovery.checkpoint().adapter)
+        self._save_trained(algorithm.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
             self._save_trained(averaged_adapter(algorithm), "-ema")
 
@@ -325,10 +325,10 @@ class PolicyRun(RunLifecycle):
             self.display.message(hint)
 
     def _write_checkpoint(self, folder: Path) -> None:
-        write_checkpoint(folder, self.algorithm.recovery.checkpoint())
+        write_checkpoint(folder, self.algorithm.checkpoint())
 
     def _save(self, position: int) -> Path:
-        self.algorithm.recovery.last_checkpoint = saved = super()._save(position)
+        self.algorithm.last_checkpoint = saved = super()._save(position)
         return saved
 
     def _outcome(self) -> dict[str, Any]:

@@ -185,7 +185,6 @@ class SharedRegistry(Registry):
         self._name, self._config, self._model = name, config, model
         self._opened_at = self._empty_since = time.monotonic()
         self._deployed = False
-        self._had_tenants = False
         self._settled = False  # whether every tenant of an earlier process has had the time to join again
         self._failure = ""
         self._closing = False
@@ -204,7 +203,6 @@ class SharedRegistry(Registry):
             return self._failure
         if config and (reason := mismatch(self._name, self._config, self._model.digest, config, digest)):
             return reason
-        self._had_tenants = True
         return await super().join(policy, newest)
 
     async def watch(self, replica_id: str, since: Revision | None, *args: Any) -> Changes | None:
@@ -224,7 +222,7 @@ class SharedRegistry(Registry):
         while not self._closing:
             try:
                 await self._drop_crashed()
-                patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
+                patience = _LINGER_S if self._tenants or self._left else _FIRST_USER_S
                 if time.monotonic() - self._empty_since >= patience:
                     break
                 if not self._deployed:

@@ -4,14 +4,13 @@ memory plan, without Ray and without a GPU."""
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_support import until
 from loops import in_loop
-from memory_support import gpus, sizes
+from memory_support import PUBLISHED, gpus, sizes
 from registry_support import Direct, own_registry, publish
 from tables import table
 
@@ -28,9 +27,6 @@ from rl_vlm.serving.registry import Registry
 from rl_vlm.types import POLICY, UserInputError
 
 TABLES = table("settings")
-
-# The configurations of the published Qwen3-VL models, by size.
-PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
