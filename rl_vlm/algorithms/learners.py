@@ -143,7 +143,9 @@ class Learners:
             self.replace(error)
             return None
         except (RayError, RuntimeError) as error:
-            if is_out_of_memory(error):
+            # Not Ray's own: a node's memory was full and Ray killed the process, so a retry may succeed.
+            full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if full and not isinstance(error, NodeOutOfMemoryError):
                 raise LearnerOutOfMemoryError(
                     f"An update did not fit into a learner's memory ({str(error).splitlines()[0]}): lower "
                     "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
@@ -235,11 +237,3 @@ def all_learners_answer(group: Any, count: int) -> bool:
     # RLlib takes one that raised an error for dead.
     results = list(group.foreach_learner(lambda _: True, healthy_only=False, timeout_seconds=_ALIVE_S))
     return sum(result.ok for result in results) == count
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not allocate. Ray's OutOfMemoryError does not count: a node's memory was full and Ray killed
-    the process, so a retry may succeed."""
-    if isinstance(error, NodeOutOfMemoryError):
-        return False
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -185,8 +185,6 @@ class SharedRegistry(Registry):
         self._name, self._config, self._model = name, config, model
         self._opened_at = self._empty_since = time.monotonic()
         self._deployed = False
-        self._settled = False  # whether every tenant of an earlier process has had the time to join again
-        self._failure = ""
         self._closing = False
         self._worker: asyncio.Task[None] | None = None
 
@@ -208,13 +206,6 @@ class SharedRegistry(Registry):
     async def watch(self, replica_id: str, since: Revision | None, *args: Any) -> Changes | None:
         self._ensure_working()
         return await super().watch(replica_id, since, *args)
-
-    def _present(self) -> Collection[str] | None:
-        return frozenset(self._tenants) if self._settled else None
-
-    async def status(self) -> dict[str, Any]:
-        """As `Registry.status`, and why the service could not be started."""
-        return {**await super().status(), "failure": self._failure}
 
     # What it does by itself.
 

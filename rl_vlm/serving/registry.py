@@ -112,6 +112,9 @@ class Registry:
         self._sleep = False  # whether replicas are to sleep (`serving.vllm.rest_while_learning`)
         self._asleep: set[str] = set()  # replicas that do
         self._changed = asyncio.Condition()
+        # Of a shared service: whether every tenant of an earlier process has had the time to join again, and why the
+        # service could not be started.
+        self._settled, self._failure = False, ""
 
     async def _notify(self, changed: Tenant | None = None) -> None:
         if changed is not None:
@@ -220,10 +223,8 @@ class Registry:
         self._seen[replica_id] = time.monotonic()
         known = since[1] if since is not None and since[0] == self._revision[0] else -1
         changed = {policy: tenant.newest for policy, tenant in self._tenants.items() if tenant.revision > known}
-        return Changes(self._revision, changed, frozenset(self._left), self._present(), self._sleep)
-
-    def _present(self) -> Collection[str] | None:
-        return None
+        present = frozenset(self._tenants) if self._settled else None
+        return Changes(self._revision, changed, frozenset(self._left), present, self._sleep)
 
     async def ack(self, replica_id: str, policy: str, version: int, sha256: str) -> float:
         """A replica serves a version, whose bytes have this hash. Returns the seconds since its publication, or 0."""
@@ -259,6 +260,7 @@ class Registry:
             "policies": policies,
             "replicas": sorted(live),
             "reports": dict(self._reports),
+            "failure": self._failure,
         }
 
 

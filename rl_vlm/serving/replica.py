@@ -219,27 +219,21 @@ class VLMServer:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
         arrived = time.monotonic()
         policy = await self._admit([request])
+        first: float | None = None
+        sampled, version = 0, BASE_MODEL
         async with AsyncExitStack() as stack:
             if self._queue is not None:
                 await stack.enter_async_context(self._queue.entered(policy, cost_of(request)))
-            pieces = await stack.enter_async_context(aclosing(self._pieces(request, arrived)))  # type: ignore[type-var]
-            async for piece in pieces:
-                yield piece
-        self._forget_if_gone(policy)
-
-    async def _pieces(self, request: GenerationRequest, arrived: float) -> AsyncIterator[SampleChunk]:
-        """What the engine streams, signed and, at its end, counted."""
-        first: float | None = None
-        sampled, version = 0, BASE_MODEL
-        with self._counting_errors():
-            async with aclosing(self._engine.stream(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    first = first or time.monotonic() - arrived
-                    sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
-                    yield replace(chunk, replica_id=self.replica_id)
+            stack.enter_context(self._counting_errors())
+            chunks = await stack.enter_async_context(aclosing(self._engine.stream(request)))  # type: ignore[type-var]
+            async for chunk in chunks:
+                first = first or time.monotonic() - arrived
+                sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
+                yield replace(chunk, replica_id=self.replica_id)
         images = sum(self._count_image_tokens(image.width, image.height) - 1 for image in request.images)
         times = {"time_to_first_token_seconds": first, "request_seconds": time.monotonic() - arrived}
-        self._tally.answered(request.policy, len(request.prompt_ids) + images, sampled, version, **times)
+        self._tally.answered(policy, len(request.prompt_ids) + images, sampled, version, **times)
+        self._forget_if_gone(policy)
 
     async def encode_images(self, images: list[EncodedImage]) -> None:
         """Note images that coming requests will show; the engine may encode them while it has nothing else to do."""
