@@ -233,9 +233,6 @@ class EnvPools:
         self._run = run
         self._pools: dict[tuple[str, str], EnvPool] = {}  # the least recently used first
 
-    def __len__(self) -> int:
-        return len(self._pools)
-
     def of(self, task: RolloutTask) -> EnvPool:
         """The pool whose environments play a task."""
         variant = self._run.variant_arguments(task.variant, task.env) if task.variant else {}

@@ -175,7 +175,7 @@ def test_environment_variant_and_arguments_make_the_environments() -> None:
         (env,) = take(pools.of(one), 1)
         assert env.difficulty.size == size  # type: ignore[attr-defined]
     assert type(take(pools.of(task("count")), 1)[0]).__name__ == "ShapesEnv"
-    assert len(pools) == 5
+    assert len(pools._pools) == 5
     assert pools.of(task(size=5, walls=1)) is pools.of(task(walls=1, size=5))
     pools.close()
 
@@ -187,7 +187,7 @@ def test_idle_pools_of_processes_are_closed_and_those_that_lend_are_kept() -> No
     assert isinstance(env, ProcessEnv)
     for walls in range(4):
         pools.of(task(walls=walls))
-    assert len(pools) == 2 + len(MIXTURE)  # the newest, the one that lends, and an idle one per environment
+    assert len(pools._pools) == 2 + len(MIXTURE)  # the newest, the one that lends, and an idle one per environment
     assert pools.of(task(size=6)) is lending
     lending.give_back([env])
     pools.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import pickle
 from pathlib import Path
@@ -16,8 +17,10 @@ from safetensors.torch import load, save
 from task_support import trajectory
 from torch import Tensor
 
+from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.vllm_weights import FullVersions
 from rl_vlm.models import weights
-from rl_vlm.models.weights import file_digest, pack, tree_digest
+from rl_vlm.models.weights import FullPayload, file_digest, pack, tree_digest
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -110,3 +113,23 @@ def test_a_completion_comes_back_as_it_was() -> None:
     back = pickle.loads(pickle.dumps(completion))
     assert same(completion, back)
     assert [len(sample.token_ids) for sample in back.samples] == [1, 4, 2]
+
+
+def test_weights_that_do_not_fit_for_vllm_are_an_error_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        plain(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    versions = FullVersions(None, None)
+    try:
+        payload = FullPayload.build(1, {"a": torch.ones(64)}, "base")
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(EngineError, match="No space left"):
+            versions._write(payload)
+        assert not list(versions.root.iterdir())
+        monkeypatch.undo()
+        assert versions._write(payload).is_file()
+    finally:
+        versions.close()
