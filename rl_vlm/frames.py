@@ -6,6 +6,7 @@ names under "blobs". Reading and writing have deadlines, and a frame above the s
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -54,10 +55,7 @@ class Channel:
     def receive(self, timeout_s: float | None = None) -> Frame:
         """Read one frame. TimeoutError after `timeout_s`, PeerGoneError at the end, FrameError for invalid data."""
         deadline = _deadline(timeout_s)
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-        _check_length(length)
-        content, lengths = _head(self._read(length, deadline))
-        return content, [self._read(size, deadline) for size in lengths]
+        return _read_frame(lambda size: self._read(size, deadline))
 
     def close(self) -> None:
         for fd in (self._read_fd, self._write_fd):
@@ -102,35 +100,33 @@ def pack_frame(content: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
 
 def unpack_frame(data: bytes) -> Frame:
     """The inverse of `pack_frame`; FrameError where the bytes are not exactly one frame."""
-    start = _LENGTH.size
-    if len(data) < start:
-        raise FrameError(f"{len(data)} bytes are not a frame")
-    (length,) = _LENGTH.unpack(data[:start])
-    _check_length(length)
-    content, lengths = _head(data[start : start + length])
-    blobs, start = [], start + length
-    for size in lengths:
-        blobs.append(data[start : start + size])
-        start += size
-    if start != len(data):
-        raise FrameError(f"a frame of {start} bytes came as {len(data)} bytes")
-    return content, blobs
+    rest = io.BytesIO(data)
+
+    def read(size: int) -> bytes:
+        part = rest.read(size)
+        if len(part) < size:
+            raise FrameError(f"{len(data)} bytes are not a whole frame")
+        return part
+
+    frame = _read_frame(read)
+    if more := len(data) - rest.tell():
+        raise FrameError(f"{more} bytes follow a frame")
+    return frame
 
 
-def _check_length(length: int) -> None:
+def _read_frame(read: Callable[[int], bytes]) -> Frame:
+    """One frame, of whose bytes `read(size)` gives the next."""
+    (length,) = _LENGTH.unpack(read(_LENGTH.size))
     if length > MAX_JSON:
         raise FrameError(f"a message of {length} bytes is too large")
-
-
-def _head(text: bytes) -> tuple[dict[str, Any], list[int]]:
     try:
-        content = json.loads(text)
+        content = json.loads(read(length))
         lengths = content.pop("blobs")
         if not all(isinstance(size, int) and size >= 0 for size in lengths) or sum(lengths) > MAX_BLOBS:
             raise ValueError(f"image sizes {lengths[:4]}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FrameError(f"a message is not a frame ({error})") from error
-    return content, lengths
+    return content, [read(size) for size in lengths]
 
 
 def _deadline(timeout_s: float | None) -> float:

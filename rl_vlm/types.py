@@ -279,6 +279,11 @@ class Turn:
     parts: tuple[tuple[str, float], ...] = ()  # (name, value) of each part of the reward, before weights
     well_formed: bool = True  # False where the environment said so, or the turn was cut off
 
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """(number of tokens, version) of each piece, in order; of one where a single version sampled all."""
+        return self.pieces or ((self.stop - self.start, self.policy_version),)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, _fields(self)  # costs a third of the dataclass's own pickling
 
@@ -327,8 +332,7 @@ class Trajectory:
     @property
     def newest_version(self) -> int:
         """The newest policy version that sampled a token."""
-        versions = [version for turn in self.turns for _, version in turn.pieces or ((0, turn.policy_version),)]
-        return max(versions, default=0)
+        return max((version for turn in self.turns for _, version in turn.versions), default=0)
 
     @property
     def versions(self) -> np.ndarray:
@@ -336,7 +340,7 @@ class Trajectory:
         versions = np.full(len(self.token_ids), -1, dtype=np.int32)
         for turn in self.turns:
             start = turn.start
-            for count, version in turn.pieces or ((turn.stop - turn.start, turn.policy_version),):
+            for count, version in turn.versions:
                 versions[start : start + count] = version
                 start += count
         return versions

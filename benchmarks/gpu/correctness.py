@@ -31,8 +31,7 @@ from common import (
 from rl_vlm.config import PolicyConfig
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer
+from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
 from rl_vlm.models.images import patchify
 from rl_vlm.types import Trajectory
 

@@ -27,8 +27,7 @@ from common import Report, arguments, device_of, full_batch, make_policy, pictur
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer
+from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
 from rl_vlm.models.lora import lora_factors
 from rl_vlm.types import Completion, GenerationRequest, Message, SamplingParams, Trajectory, TrajectoryStatus, Turn
 

@@ -23,8 +23,7 @@ from common import Report, arguments, device_of, free, full_batch, make_policy, 
 from rl_vlm.learning.losses import token_logprobs
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer
+from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
 from rl_vlm.models.images import patchify
 from rl_vlm.models.memory.needs import gib, plan_memory
 from rl_vlm.models.memory.shape import ModelShape

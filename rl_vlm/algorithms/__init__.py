@@ -1,1 +1,1 @@
-"""Algorithms: their base, the policy loop, then one file each; checkpoints and recovery."""
+"""Algorithms: their base, the policy loop, then one file each; checkpoints."""

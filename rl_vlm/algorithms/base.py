@@ -10,15 +10,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ray.rllib.algorithms import algorithm
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from rl_vlm import tracing
-from rl_vlm.algorithms.learners import Learners, light_env_runners
+from rl_vlm.algorithms.learners import Learners, RunnerGroup
 from rl_vlm.config import CommonConfig, TrainConfig, apply_overrides
 from rl_vlm.config.loading import validated
 from rl_vlm.config.section import claim
 from rl_vlm.envs.loading import load_plugins
+from rl_vlm.imports import replaced
 from rl_vlm.models.memory.needs import driver_gpu
 from rl_vlm.tracing import Span
 
@@ -122,7 +124,7 @@ class RunAlgorithm(Algorithm):
             self.start_services(config)
             config.freeze()
             self.config = config
-            with light_env_runners():
+            with replaced(algorithm, "EnvRunnerGroup", RunnerGroup):
                 super().setup(config)
             settings, rebuild, restore = self.run_config.learner, self._rebuild_learners, self.restore_learners
             self.learners = Learners(self.learner_group, settings, rebuild, restore, self.restarts)

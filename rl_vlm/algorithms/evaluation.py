@@ -1,4 +1,4 @@
-"""HeldOut: evaluates the policy during training, on the replicas that sample for it."""
+"""Evaluates the policy during training, on the replicas that sample for it."""
 
 from __future__ import annotations
 
@@ -16,53 +16,48 @@ if TYPE_CHECKING:
     from rl_vlm.algorithms.policy import PolicyAlgorithm
 
 
-class HeldOut:
-    """The held-out evaluations of one algorithm."""
+def evaluate(algorithm: PolicyAlgorithm) -> dict[str, Any]:
+    """Accuracy on the held-out split, per variant and environment (see `summarize`)."""
+    run_config, started = algorithm.run_config, time.perf_counter()
+    with evaluated_weights(algorithm):
+        tasks = evaluation_tasks(run_config, algorithm.test_sizes, algorithm.version)
+        if algorithm.sight.needed and run_config.sight.blank_items:
+            tasks += viewed_tasks(tasks, "blank", run_config.sight.blank_items)
+        groups, result = algorithm.rollouts.evaluate(tasks, run_config.evaluation.timeout_s)
+    algorithm.count_env_runners()
+    return {
+        **summarize(run_config, tasks, outcomes_of_groups(run_config, tasks, groups), algorithm.env_metrics),
+        "lost": len(result.lost),
+        "policy_version": algorithm.version,
+        "seconds": time.perf_counter() - started,
+    }
 
-    def __init__(self, algorithm: PolicyAlgorithm) -> None:
-        self._algorithm = algorithm
 
-    def evaluate(self) -> dict[str, Any]:
-        """Accuracy on the held-out split, per variant and environment (see `summarize`)."""
-        algorithm, run_config = self._algorithm, self._algorithm.run_config
-        started = time.perf_counter()
-        with self.evaluated_weights():
-            tasks = evaluation_tasks(run_config, algorithm.test_sizes, algorithm.version)
-            if algorithm.sight.needed and run_config.sight.blank_items:
-                tasks += viewed_tasks(tasks, "blank", run_config.sight.blank_items)
-            groups, result = algorithm.rollouts.evaluate(tasks, run_config.evaluation.timeout_s)
-        algorithm.count_env_runners()
-        return {
-            **summarize(run_config, tasks, outcomes_of_groups(run_config, tasks, groups), algorithm.env_metrics),
-            "lost": len(result.lost),
-            "policy_version": algorithm.version,
-            "seconds": time.perf_counter() - started,
-        }
+@contextmanager
+def evaluated_weights(algorithm: PolicyAlgorithm) -> Iterator[None]:
+    """Inside, the replicas hold what `evaluation.weights` names; each exchange takes a version."""
+    version = algorithm.version
+    if algorithm.run_config.evaluation.weights == "policy":
+        yield
+        return
 
-    @contextmanager
-    def evaluated_weights(self) -> Iterator[None]:
-        """Inside, the replicas hold what `evaluation.weights` names; each exchange takes a version."""
-        algorithm, version = self._algorithm, self._algorithm.version
-        if algorithm.run_config.evaluation.weights == "policy":
-            yield
-            return
+    def give_back() -> None:
+        trained = algorithm.learners.call(lambda learner: learner.policy.payload(version))
+        algorithm.publish_restored(trained)
 
-        def give_back() -> None:
-            trained = algorithm.learners.call(lambda learner: learner.policy.payload(version))
-            algorithm.recovery.publish_restored(trained)
-
-        algorithm.recovery.publish_restored(self.averaged_adapter())
+    algorithm.publish_restored(averaged_adapter(algorithm))
+    try:
+        yield
+    except Exception as error:  # raised again, with what went wrong after it
         try:
-            yield
-        except Exception as error:  # raised again, with what went wrong after it
-            try:
-                give_back()
-            except RLVLMError as second:  # such as a learner that is lost, which must not hide the first error
-                error.add_note(str(second))
-            raise
-        give_back()  # an interruption does not wait for it
+            give_back()
+        except RLVLMError as second:  # such as a learner that is lost, which must not hide the first error
+            error.add_note(str(second))
+        raise
+    give_back()  # an interruption does not wait for it
 
-    def averaged_adapter(self) -> WeightPayload:
-        """The average of the weights. Raises LearnerLostError."""
-        version = self._algorithm.version
-        return self._algorithm.learners.call(lambda learner: learner.averaged_adapter(version))  # type: ignore[no-any-return]
+
+def averaged_adapter(algorithm: PolicyAlgorithm) -> WeightPayload:
+    """The average of the weights under `learner.ema_decay`. Raises LearnerLostError."""
+    version = algorithm.version
+    return algorithm.learners.call(lambda learner: learner.averaged_adapter(version))  # type: ignore[no-any-return]

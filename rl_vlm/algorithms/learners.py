@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 from ray.exceptions import RayActorError, RayError
-from ray.rllib.algorithms import algorithm
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.env.env_runner import EnvRunner
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.util.placement_group import get_current_placement_group
 
 from rl_vlm.config.learner import LearnerActors
-from rl_vlm.imports import replaced
 from rl_vlm.rollout.base_env_runner import RunEnvRunner, RunnerConfig
 from rl_vlm.serving.registry import OWN
 from rl_vlm.types import RLVLMError
@@ -30,7 +27,8 @@ EnvRunner.register(RunEnvRunner)
 
 
 class RunnerGroup(EnvRunnerGroup):
-    """Starts `RunEnvRunner`s: unpickling an AlgorithmConfig would import RLlib, torch and Tune in each of them."""
+    """Starts `RunEnvRunner`s: unpickling an AlgorithmConfig would import RLlib, torch and Tune in each of them. RLlib
+    has no setting for the group's class."""
 
     def _make_worker(self, *, worker_index: int, **_: Any) -> Any:
         given = self._remote_config
@@ -53,13 +51,6 @@ class RunnerGroup(EnvRunnerGroup):
 
     def sync_env_runner_states(self, **_: Any) -> None:
         """Does nothing: weights are in Serve or sent with each call, and env runners keep no other state of RLlib's."""
-
-
-@contextmanager
-def light_env_runners() -> Iterator[None]:
-    """Inside this context `Algorithm.setup` makes a `RunnerGroup`: RLlib has no setting for the group's class."""
-    with replaced(algorithm, "EnvRunnerGroup", RunnerGroup):
-        yield
 
 
 _TIMEOUT_S = 300.0
@@ -152,7 +143,9 @@ class Learners:
             self.replace(error)
             return None
         except (RayError, RuntimeError) as error:
-            if is_out_of_memory(error):
+            # Not Ray's own: a node's memory was full and Ray killed the process, so a retry may succeed.
+            full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if full and not isinstance(error, NodeOutOfMemoryError):
                 raise LearnerOutOfMemoryError(
                     f"An update did not fit into a learner's memory ({str(error).splitlines()[0]}): lower "
                     "learner.micro_batch_tokens, or set learner.gradient_checkpointing."
@@ -244,11 +237,3 @@ def all_learners_answer(group: Any, count: int) -> bool:
     # RLlib takes one that raised an error for dead.
     results = list(group.foreach_learner(lambda _: True, healthy_only=False, timeout_seconds=_ALIVE_S))
     return sum(result.ok for result in results) == count
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch could not allocate. Ray's OutOfMemoryError does not count: a node's memory was full and Ray killed
-    the process, so a retry may succeed."""
-    if isinstance(error, NodeOutOfMemoryError):
-        return False
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

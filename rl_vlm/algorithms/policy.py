@@ -6,18 +6,18 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rl_vlm import tracing
 from rl_vlm.algorithms.base import RunAlgorithm, RunAlgorithmConfig
-from rl_vlm.algorithms.checkpoint import read_checkpoint, write_checkpoint
-from rl_vlm.algorithms.evaluation import HeldOut
-from rl_vlm.algorithms.recovery import Recovery
+from rl_vlm.algorithms.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from rl_vlm.algorithms.evaluation import evaluate
 from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.config import AlgorithmSection, PolicyConfig
 from rl_vlm.envs.base import ObservationSpace, TextSpace
@@ -86,9 +86,8 @@ class LearnersReplacedError(RLVLMError):
 class PolicyAlgorithm(RunAlgorithm):
     """The policy loop. A subclass writes an iteration (`sample_and_learn`) out of the steps below.
 
-    Collaborators: `learners` (calls, and new ones for those that died), `rollouts` (groups from the env runners),
-    `recovery` (checkpoints and the way back to one), `sight` (what the policy does with images) and `evaluation`
-    (held-out accuracy).
+    Collaborators: `learners` (calls, and new ones for those that died), `rollouts` (groups from the env runners) and
+    `sight` (what the policy does with images). `last_checkpoint` is the one that new learners start from.
     """
 
     run_config: PolicyConfig
@@ -130,8 +129,9 @@ class PolicyAlgorithm(RunAlgorithm):
         self._text: TextSide | None = None
         self._recorded: dict[str, float] = {}  # metrics of the running iteration
         self._publication: dict[str, float] = {}  # metrics of the last publication that was acknowledged
-        self.recovery = Recovery(self)
-        self.evaluation = HeldOut(self)
+        self._beginning = self.state()
+        self.last_checkpoint: Path | None = None
+        self._earlier_restarts = 0  # of env runners, in processes before this one
         self.service.wait_until_ready()
         if run_config.model.adapter is not None:
             # All tasks ask for at least this version, so no replica answers as the base model.
@@ -156,7 +156,9 @@ class PolicyAlgorithm(RunAlgorithm):
         if self.run_config.rollout.max_policy_lag and "rollout/tokens" in self._recorded:
             # Sampling goes on all the time, so waiting is not what it took.
             self._recorded["rollout/tokens_per_s"] = self._recorded["rollout/tokens"] / (time.perf_counter() - started)
-        return {**self._recorded, **self.counts()}
+        self.count_env_runners()
+        version = {"weights/version": float(self.version)}
+        return self._recorded | version | self._publication | self.rollouts.metrics()
 
     def training_step(self) -> None:
         super().training_step()
@@ -289,17 +291,8 @@ class PolicyAlgorithm(RunAlgorithm):
 
     # Metrics, evaluation and checkpoints.
 
-    def counts(self) -> dict[str, float]:
-        """Metrics of the whole run so far, and of the last publication."""
-        self.count_env_runners()
-        return {
-            "weights/version": float(self.version),
-            **self._publication,
-            **self.rollouts.metrics(),
-        }
-
     def count_env_runners(self) -> None:
-        self.restarts["env_runner"] = self.recovery.earlier_restarts + self.runners.restarts
+        self.restarts["env_runner"] = self._earlier_restarts + self.runners.restarts
 
     def decode(self, token_ids: np.ndarray) -> str:
         if self._text is None:
@@ -311,7 +304,7 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def held_out(self) -> dict[str, float]:
         """Greedy accuracy and mean reward of the first variant."""
-        results, variant = self.evaluation.evaluate(), next(iter(self.run_config.evaluation.variants))
+        results, variant = evaluate(self), next(iter(self.run_config.evaluation.variants))
         return {name: float(results[f"{name}/{variant}"]) for name in ("accuracy", "reward")}
 
     def state(self) -> dict[str, Any]:
@@ -334,14 +327,58 @@ class PolicyAlgorithm(RunAlgorithm):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Tune's hook; the folder holds safetensors and JSON, no pickle."""
-        write_checkpoint(Path(checkpoint_dir), self.recovery.checkpoint())
+        write_checkpoint(Path(checkpoint_dir), self.checkpoint())
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.recovery.load(read_checkpoint(Path(checkpoint_dir)), new_process=True)
-        self.recovery.last_checkpoint = Path(checkpoint_dir)
+        self.go_on_from(read_checkpoint(Path(checkpoint_dir)), new_process=True)
+        self.last_checkpoint = Path(checkpoint_dir)
+
+    def checkpoint(self) -> Checkpoint:
+        """Everything that an exact resume needs. Raises LearnerLostError."""
+        version = self.version
+        adapter, moments, extras, random = self.learners.call(lambda learner: learner.snapshot(version))
+        state = {**self.state(), "torch_rng": random.tolist(), "restarts": dict(self.restarts)}
+        return Checkpoint(adapter, moments, state, extras)
+
+    def go_on_from(self, checkpoint: Checkpoint, *, new_process: bool) -> None:
+        """Go on from a checkpoint; a new process also continues with its counts."""
+        state = checkpoint.state
+        random = torch.tensor(state["torch_rng"], dtype=torch.uint8)
+        saved = checkpoint.adapter, checkpoint.moments, checkpoint.extras, random
+        self.learners.call_each(lambda learner: learner.restore(*saved))
+        self.set_state(state)
+        newest = max(self.version, self.service.newest_version())
+        fresh = new_process and newest <= self.first_version
+        self.rollouts.restore(state["rollouts"], counts=fresh)
+        if not fresh:
+            self.publish_restored(checkpoint.adapter)
+            return
+        self.restarts.clear()
+        self.restarts.update(state["restarts"])
+        self._earlier_restarts = self.restarts["env_runner"]
+        self.publish(checkpoint.adapter)
 
     def restore_learners(self) -> None:
-        self.recovery.restore_learners()
+        """Give new learners the last checkpoint, or the beginning; the iterations since then are done again."""
+        lost, version = self.updates, self.version
+        if self.last_checkpoint is not None:
+            self.go_on_from(read_checkpoint(self.last_checkpoint), new_process=False)
+        else:
+            self.set_state(self._beginning)
+            self.rollouts.restore(self._beginning["rollouts"], counts=False)
+            self.publish_restored(self.learners.call(lambda learner: learner.policy.payload(version)))
+        self.rollouts.dropped["iterations_repeated"] += lost - self.updates
+        self.updates -= 1  # `training_step` counts this iteration, in which nothing was learned
+
+    def replace_lost_learners(self, error: Exception) -> None:
+        """Between two iterations: new learners in place of those of which one is lost. Raises LearnerDiedError."""
+        self.learners.replace(error)
+        self.updates += 1  # no iteration is under way that would count
+
+    def publish_restored(self, adapter: WeightPayload) -> None:
+        """Publish old weights under a new version: versions only grow, and one version never has two contents."""
+        newest = max(self.service.newest_version(), self.version)
+        self.publish(replace(adapter, version=newest + 1))
 
 
 # The factor and the bounds of an adapted penalty.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -161,16 +161,6 @@ def _rms_norm(module: Any, x: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class DecoderCounts:
-    """What a decoder has done since it was made."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0  # decode steps
-    step_rows: int = 0  # rows summed over the decode steps
-
-
 class Decoder:
     """Runs requests on one backbone; `max_context` is of prompt and new tokens of a sample."""
 
@@ -182,7 +172,9 @@ class Decoder:
         written_out = backbone.model.config.model_type in WRITTEN_OUT
         self._text: Any = TextModel(backbone, max_context) if written_out else ModelText(backbone)
         self._random = np.random.default_rng()
-        self.counts = DecoderCounts()
+        self.counts: Counter[str] = (
+            Counter()
+        )  # prompt_tokens, generated_tokens, steps, and step_rows, summed over steps
         self.clear()
 
     def clear(self) -> None:
@@ -229,15 +221,11 @@ class Decoder:
                 prepared.append(error)
         try:
             self._encode_images([item for item in prepared if isinstance(item, PreparedRequest)])
-        except UserInputError:
-            # One of the images is damaged: encode them request by request to find the request that holds it.
-            for index, item in enumerate(prepared):
-                if isinstance(item, PreparedRequest):
-                    try:
-                        with naming(item.request):
-                            self._encode_images([item])
-                    except EngineError as error:
-                        prepared[index] = error
+        except UserInputError as error:
+            if len(requests) == 1:
+                return [EngineError(f"Request {requests[0].request_id}: {error}")]
+            # One of the images is damaged: find the request that holds it.
+            return [one for request in requests for one in self.prepare([request])]
         return prepared
 
     def _expanded(self, request: GenerationRequest) -> PreparedRequest:
@@ -281,7 +269,7 @@ class Decoder:
             item.started = now
             item.features = []  # the backbone's own cache may still hold them
         self._rows.append(prepared, [self._seeds_of(item.request) for item in prepared])
-        self.counts.prompt_tokens += sum(len(item.prompt_ids) for item in prepared)
+        self.counts["prompt_tokens"] += sum(len(item.prompt_ids) for item in prepared)
         return self._choose(logits[source_t], first)
 
     def _forward(
@@ -347,8 +335,8 @@ class Decoder:
         )
         rows.length += 1
         rows.position += 1
-        self.counts.steps += 1
-        self.counts.step_rows += len(rows)
+        self.counts["steps"] += 1
+        self.counts["step_rows"] += len(rows)
         return self._choose(self._backbone.logits(hidden), 0)
 
     def _choose(self, logits: Tensor, first: int) -> list[PreparedRequest]:
@@ -377,7 +365,7 @@ class Decoder:
         rows.tokens[index, rows.produced[new]] = tokens
         rows.logprobs[index, rows.produced[new]] = chosen.logprobs.cpu().numpy()
         rows.produced[new] += 1
-        self.counts.generated_tokens += len(tokens)
+        self.counts["generated_tokens"] += len(tokens)
         ended = tokens == self._codec.end_of_turn_id
         ended[[row - first for row in special if rows.states[row].prepared.request.sampling.ignore_eos]] = False
         stops: dict[int, StopReason] = {}

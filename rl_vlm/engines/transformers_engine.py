@@ -201,12 +201,12 @@ class TransformersEngine:
             requests=self._requests,
             running=sum(batch.decoder.num_rows for batch in self._batches),
             waiting=waiting,
-            prompt_tokens=counts.prompt_tokens,
-            generated_tokens=counts.generated_tokens,
+            prompt_tokens=counts["prompt_tokens"],
+            generated_tokens=counts["generated_tokens"],
             progress=self._decoder.progress + self._tower_parts_done,
             image_cache_hits=backbone.cache_hits,
             image_cache_misses=backbone.cache_misses,
-            mean_batch=counts.step_rows / max(counts.steps, 1),
+            mean_batch=counts["step_rows"] / max(counts["steps"], 1),
             adapter_swaps=self._swaps,
             last_swap_s=self._last_swap_s,
         )
@@ -329,7 +329,6 @@ class TransformersEngine:
         memory, so that large requests get in.
         """
         admitted: dict[RunningBatch, list[tuple[EngineCall, GenerationRequest]]] = defaultdict(list)
-        refused: list[tuple[EngineCall, EngineError]] = []
         with self._wake:
             sizes = {batch: (batch.decoder.num_rows, batch.decoder.row_length) for batch in self._batches}  # and length
             rows: Counter[str] = Counter()
@@ -346,7 +345,7 @@ class TransformersEngine:
                     for request in call.requests:
                         check_version(request, version.number)
                 except EngineError as error:  # the policy was dropped while the call waited
-                    refused.append((call, error))
+                    self._refuse(call, error)
                     continue
                 batch = self._batch(call.policy, version)
                 for request in call.requests[call.admitted :]:
@@ -367,8 +366,6 @@ class TransformersEngine:
                     self._waiting.remove(call)
                 elif call.policy not in full:
                     break
-        for call, reason in refused:
-            self._refuse(call, reason)
         for batch, entries in admitted.items():
             self._put_in_place(batch.version)
             self._start(entries, batch)

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from rl_vlm.chat import ChatCodec
 from rl_vlm.config import CommonConfig
 from rl_vlm.config.serving import VLLM_TEMPERATURES
 from rl_vlm.engines.base import (
@@ -29,8 +31,7 @@ from rl_vlm.engines.base import (
     naming,
     notify,
 )
-from rl_vlm.engines.vllm_request import read_tokens, vllm_params, vllm_prompt
-from rl_vlm.engines.vllm_setup import DEAD, Counts, engine_args, prepare_environment, start_llm
+from rl_vlm.engines.vllm_setup import DEAD, engine_args, prepare_environment, start_llm
 from rl_vlm.engines.vllm_weights import AdapterVersions, FullVersions, Lease
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.models.weights import WeightPayload
@@ -41,6 +42,7 @@ from rl_vlm.types import (
     InFlightUpdates,
     Sample,
     SampleChunk,
+    SamplingParams,
     StopReason,
 )
 from rl_vlm.waiting import all_or_none
@@ -49,6 +51,7 @@ T = TypeVar("T")
 
 _SHUTDOWN_S = 2.0  # how long the engine core may take to end by itself
 _CLOSED = "The engine is closed."
+_SEED_MASK = 2**63 - 1
 
 
 class Plan(NamedTuple):
@@ -79,7 +82,7 @@ class VLLMEngine:
         self._asleep = False
         self._swaps, self._last_swap_s = 0, 0.0
         self._changing = asyncio.Lock()
-        self._counts = Counts()
+        self._counts: Counter[str] = Counter()
         args = engine_args(model, config, self._text)
         self._gives_back = bool(args.enable_sleep_mode)
         self._loop = asyncio.new_event_loop()
@@ -156,17 +159,17 @@ class VLLMEngine:
         images = self._llm.renderer.mm_processor_cache
         hits, total = images.make_stats() if images is not None else (0, 0)
         return EngineStats(
-            requests=counts.requests,
+            requests=counts["requests"],
             running=min(unfinished, self._max_num_seqs),
             waiting=max(unfinished - self._max_num_seqs, 0),
-            prompt_tokens=counts.prompt_tokens,
-            generated_tokens=counts.generated_tokens,
-            progress=counts.steps,
+            prompt_tokens=counts["prompt_tokens"],
+            generated_tokens=counts["generated_tokens"],
+            progress=counts["steps"],
             image_cache_hits=hits,
             image_cache_misses=total - hits,
-            prefix_cache_queries=counts.prefix_queries,
-            prefix_cache_hits=counts.prefix_hits,
-            mean_batch=counts.generated_tokens / max(counts.steps, 1),
+            prefix_cache_queries=counts["prefix_queries"],
+            prefix_cache_hits=counts["prefix_hits"],
+            mean_batch=counts["generated_tokens"] / max(counts["steps"], 1),
             adapter_swaps=self._swaps,
             last_swap_s=self._last_swap_s,
         )
@@ -263,8 +266,8 @@ class VLLMEngine:
         with naming(request):  # text that cannot be written, or a damaged image
             choices = choice_tokens(sampling, codec.encode_text, codec.decode)
             prompt = await vllm_prompt(request, codec)
-        self._counts.requests += 1
-        self._counts.prompt_tokens += len(ids)
+        self._counts["requests"] += 1
+        self._counts["prompt_tokens"] += len(ids)
         async with self._versions.lease(request) as lease:
             if stream is not None:
                 stream.policy_version = lease.version
@@ -327,7 +330,7 @@ class VLLMEngine:
                     new.stop_reason = self._stop_reason(plan, last, new) if last.finish_reason else None
                     if plan.lease.named:
                         # Versions change while vLLM is paused, when the last token of the older one has been read.
-                        plan.stream.policy_version = self._counts.policy_version
+                        plan.stream.policy_version = self._counts["policy_version"]
                     plan.stream.put(number, new)
                     notify([plan.stream])
         assert last is not None
@@ -340,8 +343,8 @@ class VLLMEngine:
                 f"tokens, the image processor's grids to {len(plan.expanded)}: is the model folder's processor config "
                 "its own?"
             )
-        self._counts.prefix_queries += len(plan.expanded)
-        self._counts.prefix_hits += result.num_cached_tokens or 0
+        self._counts["prefix_queries"] += len(plan.expanded)
+        self._counts["prefix_hits"] += result.num_cached_tokens or 0
 
     def _stop_reason(self, plan: Plan, output: Any, new: NewTokens) -> StopReason:
         tokens = new.token_ids
@@ -353,3 +356,69 @@ class VLLMEngine:
         if tokens[-1] == self._text.codec.end_of_turn_id and not plan.request.sampling.ignore_eos:
             return StopReason.END_OF_TURN
         return StopReason.STOP if output.finish_reason == "stop" else StopReason.LENGTH
+
+
+# Prompts and sampling parameters as vLLM takes them, and its outputs as ours.
+
+
+def vllm_params(
+    sampling: SamplingParams, number: int, end_of_turn_id: int, choices: tuple[TokenSequence, ...], pieces: bool
+) -> Any:
+    """vLLM's SamplingParams for sample `number` of a request; `pieces`: outputs come token by token, not whole."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    return VLLMSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=None if sampling.seeds is None else sampling.seeds[number] & _SEED_MASK,
+        max_tokens=sampling.max_new_tokens,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        stop_token_ids=[] if sampling.ignore_eos else [end_of_turn_id],
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        ignore_eos=True,  # the end of a turn is the chat template's, not the generation config's
+        logprobs=sampling.top_logprobs,  # beside the sampled token's own
+        flat_logprobs=True,
+        structured_outputs=StructuredOutputsParams(grammar=choice_grammar(choices)) if choices else None,
+        output_kind=RequestOutputKind.DELTA if pieces else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def choice_grammar(choices: tuple[TokenSequence, ...]) -> str:
+    """An xgrammar grammar of token sequences. (vLLM's own `choice` lets a text be written in any tokens.)"""
+    return "root ::= " + " | ".join(" ".join(f"Token({token})" for token in tokens) for tokens in choices)
+
+
+def read_tokens(output: Any, top: int) -> NewTokens:
+    """The tokens of a vLLM CompletionOutput; `top`: how many alternatives were asked for."""
+    flat = output.logprobs
+    alternatives = [
+        # The sampled token comes first, then the most likely ones.
+        tuple(
+            (token, value)
+            for token, value in zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)
+            if value > -float("inf")
+        )[:top]
+        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+    ]
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    return NewTokens(list(output.token_ids), logprobs, alternatives if top else [])
+
+
+async def vllm_prompt(request: GenerationRequest, codec: ChatCodec) -> Mapping[str, Any]:
+    """vLLM's prompt: token ids with one placeholder per image, and the images with their hashes as cache keys."""
+    prompt: dict[str, Any] = {"prompt_token_ids": codec.bare(request.prompt_ids).tolist()}
+    if request.images:
+        pictures = await asyncio.to_thread(lambda: [image.to_pil() for image in request.images])
+        prompt["multi_modal_data"] = {"image": pictures}
+        prompt["multi_modal_uuids"] = {"image": [image.sha256 for image in request.images]}
+    return prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,19 +19,6 @@ from rl_vlm.types import UserInputError
 
 NO_VERSION = "default"  # vLLM's name of its weights before they get another
 DEAD = "vLLM's engine core has died, its log says why: restart the replica."
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of a vLLM engine since its start."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0  # counted with every step of the engine core
-    steps: int = 0  # of the engine core that brought a token
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    policy_version: int = 0  # of the last tokens, where vLLM names it
 
 
 def prepare_environment(serving: ServingSection) -> None:
@@ -54,16 +41,6 @@ def prepare_environment(serving: ServingSection) -> None:
             f"Engine vllm needs the package vllm, which does not import here ({error}): pip install -r "
             "requirements/gpu.txt, or requirements/cpu.txt on a machine without a GPU."
         ) from error
-
-
-def _child_environment(num_threads: int) -> dict[str, str]:
-    """Environment variables for the engine core alone."""
-    # vLLM repeats few batch sizes: oneDNN's own capacities pay here, unlike in a learner.
-    ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
-    if not torch.cuda.is_available():
-        # torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
-        ours |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
-    return ours
 
 
 def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
@@ -130,8 +107,9 @@ def _card_bytes() -> int:
     return int(current_platform.get_device_total_memory())
 
 
-def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
-    """An AsyncLLM that adds to `counts`. The engine core ends with the thread that calls this."""
+def start_llm(args: Any, num_threads: int, counts: Counter[str]) -> Any:
+    """An AsyncLLM that adds the `steps` that brought a token and `generated_tokens` to `counts`, and notes the
+    `policy_version` of the last tokens. The engine core ends with the thread that calls this."""
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -139,17 +117,22 @@ def start_llm(args: Any, num_threads: int, counts: Counts) -> Any:
 
     config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = executor_class(args.tensor_parallel_size)
-    with mock.patch.dict(os.environ, _child_environment(num_threads)):
+    # Of the engine core alone. vLLM repeats few batch sizes: oneDNN's own capacities pay here, unlike in a learner.
+    variables = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
+    if not torch.cuda.is_available():
+        # torch.compile would keep the first sample waiting for 17 s, and needs a C++ compiler.
+        variables |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(num_threads)}
+    with mock.patch.dict(os.environ, variables):
         llm = AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     receive = llm.engine_core.get_output_async
 
     async def receive_and_count() -> Any:
         # The AsyncLLM reports a sample only when it ends, which may take minutes.
         step = await receive()
-        counts.steps += 1
-        counts.generated_tokens += sum(len(output.new_token_ids) for output in step.outputs)
+        counts["steps"] += 1
+        counts["generated_tokens"] += sum(len(output.new_token_ids) for output in step.outputs)
         if step.weight_version not in (None, NO_VERSION):
-            counts.policy_version = int(step.weight_version)
+            counts["policy_version"] = int(step.weight_version)
         return step
 
     llm.engine_core.get_output_async = receive_and_count  # type: ignore[method-assign]

@@ -192,7 +192,10 @@ def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
 
     advantages: Arrays = {}
     for group, totals in zip(experience.groups, experience.rewards, strict=True):
-        rewards = [_turns_with_tokens(experience, trajectory) for trajectory in group.trajectories]
+        rewards = []
+        for trajectory in group.trajectories:  # with what each turn's tokens add
+            parts = np.split(experience.rewards_of_tokens(trajectory), _last_tokens(trajectory) + 1)[:-1]
+            rewards.append(experience.turn_rewards[trajectory.trajectory_id] + np.array([part.sum() for part in parts]))
         returns = np.concatenate([gae(turns, np.zeros(len(turns)), settings.gigpo_gamma, 1.0) for turns in rewards])
         states = np.array([turn.state_id for trajectory in group.trajectories for turn in trajectory.turns])
         step = np.zeros(len(returns))
@@ -204,12 +207,6 @@ def same_state(experience: Experience, settings: AlgorithmSection) -> Estimate:
         parts = np.split(np.repeat(per_turn, lengths).astype(np.float32), ends)
         advantages |= {one.trajectory_id: part for one, part in zip(group.trajectories, parts, strict=True)}
     return Estimate(advantages)
-
-
-def _turns_with_tokens(experience: Experience, trajectory: Trajectory) -> np.ndarray:
-    """The turns' rewards with those of their tokens, float64 [K]."""
-    parts = np.split(experience.rewards_of_tokens(trajectory), _last_tokens(trajectory) + 1)[:-1]
-    return experience.turn_rewards[trajectory.trajectory_id] + np.array([part.sum() for part in parts])
 
 
 def _last_tokens(trajectory: Trajectory) -> np.ndarray:

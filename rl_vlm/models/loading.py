@@ -23,7 +23,6 @@ from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -164,7 +163,16 @@ def load_model(
     disable_cudnn_attention(device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if quantization == "nf4":
-        options |= {"quantization_config": _nf4(options["dtype"]), "device_map": {"": device}}
+        from transformers import BitsAndBytesConfig
+
+        check_quantization(quantization)
+        options["device_map"] = {"": device}
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=options["dtype"],
+            llm_int8_skip_modules=[r".*visual", "lm_head"],  # regular expressions; the name is for every bit width
+        )
     model = from_folder(AutoModelForImageTextToText, folder, **options)
     model.requires_grad_(False)
     decoder = text_model(model)
@@ -194,18 +202,6 @@ def check_quantization(name: str) -> None:
     """Raise UserInputError where the package that a quantization needs is not installed."""
     if name == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserInputError("serving.quantization nf4 needs the package bitsandbytes: pip install 'rl-vlm[nf4]'.")
-
-
-def _nf4(dtype: torch.dtype) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    check_quantization("nf4")
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=[r".*visual", "lm_head"],  # regular expressions; the name is for every bit width
-    )
 
 
 def quiet_libraries() -> None:

@@ -147,29 +147,24 @@ class WeightPayload:
 
     @classmethod
     def checked(cls, folder: Path, load: Callable[[Path], Any]) -> tuple[Any, str]:
-        """The tensors' file by `load`, and the configuration. Raises UserInputError unless they are of this kind."""
+        """The tensors' file by `load`, and the configuration. Raises UserInputError for headers of another kind."""
         try:
             tensors, config_json = load(folder / cls.TENSORS), (folder / cls.CONFIG).read_text()
         except (OSError, ValueError) as error:
             raise UserInputError(f"{folder} holds no {cls.TENSORS} with its {cls.CONFIG} ({error}).") from error
-        cls.check(folder, config_json, tensors)
-        return tensors, config_json
-
-    @classmethod
-    def check(cls, where: Any, config_json: str, tensors: bytes | memoryview) -> None:
-        """Raise UserInputError unless these are a version of this kind, by their headers."""
         if cls is AdapterPayload:
-            LoraSettings.read(where, config_json)
+            LoraSettings.read(folder, config_json)
         try:
             _, header = _read_header(tensors)
             # Adapters of convolutions have the same names.
             other = [name for name, one in header.items() if cls is AdapterPayload and len(one["shape"]) != 2]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise UserInputError(f"{cls.TENSORS} of {where} cannot be read ({error}).") from error
+            raise UserInputError(f"{cls.TENSORS} of {folder} cannot be read ({error}).") from error
         if not header:
-            raise UserInputError(f"{cls.TENSORS} of {where} holds no tensors: it is empty or damaged.")
+            raise UserInputError(f"{cls.TENSORS} of {folder} holds no tensors: it is empty or damaged.")
         if wrong := [name for name in header if not name.endswith(cls.ENDINGS)] + other:
-            raise UserInputError(f"{cls.TENSORS} of {where} holds {wrong[0]}: only LoRA of linear layers is taken.")
+            raise UserInputError(f"{cls.TENSORS} of {folder} holds {wrong[0]}: only LoRA of linear layers is taken.")
+        return tensors, config_json
 
     def verify(self) -> Self:
         """Self. Raises UserInputError unless the bytes match the hash."""
@@ -293,14 +288,9 @@ class AdapterPayload(WeightPayload):
     def build(
         cls, version: int, state: Mapping[str, Tensor], config: LoraConfig, dtype: str | None = None
     ) -> AdapterPayload:
-        return cls.packed(version, state, config_to_json(config), dtype)
-
-
-def config_to_json(config: LoraConfig) -> str:
-    """peft's adapter_config.json, keys sorted."""
-    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    values["inference_mode"] = True
-    return json.dumps(values, indent=2, sort_keys=True, default=str)
+        values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+        about = json.dumps({**values, "inference_mode": True}, indent=2, sort_keys=True, default=str)
+        return cls.packed(version, state, about, dtype)
 
 
 @dataclass(frozen=True, slots=True)

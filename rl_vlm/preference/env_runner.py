@@ -36,7 +36,7 @@ class ControlEnvRunner(RunEnvRunner):
     """Steps one environment of the run; all settings are in `run_config`."""
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
-        super().__init__((config.observation_space, config.action_space), config=config, **kwargs)
+        super().__init__(config=config, **kwargs)
         run_config: PreferenceConfig = self.config.run_config
         settings = run_config.preference
         self.collector = Collector(

@@ -19,8 +19,6 @@ from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import OWN, PolicyKey
 
-Spaces = tuple[gymnasium.Space[Any], gymnasium.Space[Any]]
-
 # RLlib's keys of `get_spaces`: INPUT_ENV_SPACES and DEFAULT_MODULE_ID.
 ENV_SPACES, MODULE_ID = "__env__", "default_policy"
 
@@ -43,10 +41,9 @@ class RunEnvRunner:
     """An env runner of a run. Weights are in Serve or sent with each call, and the driver writes checkpoints: there is
     no state that RLlib has to synchronise. `worker_index` counts from 1; 0 is one in the driver's own process."""
 
-    def __init__(self, own_spaces: Spaces, *, config: RunnerConfig, worker_index: int = 1) -> None:
+    def __init__(self, *, config: RunnerConfig, worker_index: int = 1) -> None:
         self.config = config
         load_plugins(config.run_config.plugins)
-        self._spaces = own_spaces
         self.place = max(worker_index - 1, 0)  # among the runners
         # For environments that draw from the global generators.
         seed = config.run_config.seed + worker_index
@@ -79,9 +76,10 @@ class RunEnvRunner:
     def assert_healthy(self) -> None:
         """Any answer will do."""
 
-    def get_spaces(self) -> dict[str, Spaces]:
+    def get_spaces(self) -> dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]]:
         """Observation and action space, under RLlib's keys."""
-        return {ENV_SPACES: self._spaces, MODULE_ID: self._spaces}
+        spaces = self.config.observation_space, self.config.action_space
+        return {ENV_SPACES: spaces, MODULE_ID: spaces}
 
     def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}

@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 # Calls this short run one after the other in one thread: a thread switch costs about as much as they do.
 _SHORT_CALL_S = 0.002
+_BUILD_S = 120.0  # deadline of making an environment, at least: it may import a simulator
 _PATIENCE_S = 0.1  # beyond what a batch of such calls takes, before each of the rest gets a thread of its own
 
 
@@ -61,7 +62,6 @@ class EnvPool:
     """Makes environments and runs their methods in threads, each call with a deadline of `timeout_s`.
 
     Args:
-        build_timeout_s: deadline of making an environment, if longer than `timeout_s`: it may import a simulator.
         inline: run calls on the event loop itself, in order and without deadline (deterministic runs).
     """
 
@@ -71,10 +71,9 @@ class EnvPool:
         timeout_s: float,
         max_threads: int = 32,
         inline: bool = False,
-        build_timeout_s: float = 120.0,
     ) -> None:
         self._make, self._inline, self._max_threads = make, inline, max_threads
-        self._timeout_s, self._build_timeout_s = timeout_s, max(timeout_s, build_timeout_s)
+        self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="env")
         # Running means; the first calls go alone. Two, or slow steps would share a thread after many quick resets.
         self._call_s = {"reset": _SHORT_CALL_S, "step": _SHORT_CALL_S}
@@ -91,7 +90,9 @@ class EnvPool:
         del self._idle[-count:]
         self.lent += count
         try:
-            built = await self._results([_Call(self._make) for _ in range(count - len(envs))], self._build_timeout_s)
+            built = await self._results(
+                [_Call(self._make) for _ in range(count - len(envs))], max(self._timeout_s, _BUILD_S)
+            )
             envs += [one for one in built if not isinstance(one, RLVLMError)]
             _raise_first(built)
         except BaseException:
@@ -231,9 +232,6 @@ class EnvPools:
     def __init__(self, run: PolicyConfig) -> None:
         self._run = run
         self._pools: dict[tuple[str, str], EnvPool] = {}  # the least recently used first
-
-    def __len__(self) -> int:
-        return len(self._pools)
 
     def of(self, task: RolloutTask) -> EnvPool:
         """The pool whose environments play a task."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_vlm.config import PolicyConfig
-from rl_vlm.envs.base import ObservationSpace, TextSpace
 from rl_vlm.models.loading import load_text_side, quiet_libraries
 from rl_vlm.rollout.base_env_runner import RunEnvRunner
 from rl_vlm.rollout.env_pool import EnvPools, GroupFailedError
@@ -144,13 +143,13 @@ T = TypeVar("T")
 class VLMEnvRunner(RunEnvRunner):
     """An env runner that drives many vision episodes at once with asyncio.
 
-    With a policy lag the actor answers several calls at once, one per group, in threads that share one event loop. A
+    The loop has a thread of its own: with a policy lag the actor answers several calls at once, one per group. A
     coroutine anywhere in the class would make it an asynchronous actor, whose health checks and calls at lag 0 would
     then share the loop with user code.
     """
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
-        super().__init__((ObservationSpace(), TextSpace()), config=config, **kwargs)
+        super().__init__(config=config, **kwargs)
         quiet_libraries()
         run: PolicyConfig = self.config.run_config
         num_workers = max(run.rollout.num_env_runners, 1)
@@ -158,10 +157,7 @@ class VLMEnvRunner(RunEnvRunner):
         assert model is not None  # `PolicyAlgorithmConfig.serve_from` has set it
         self._worker = RolloutWorker(run, run_id, model.on_this_node(), self.place, num_workers, self.config.policy_key)
         self._loop = asyncio.new_event_loop()
-        self._thread: threading.Thread | None = None
-        if self.concurrent_calls(run) > 1:
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
-            self._thread.start()
+        threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
 
     @staticmethod
     def concurrent_calls(run: Any) -> int:
@@ -169,8 +165,6 @@ class VLMEnvRunner(RunEnvRunner):
         return run.rollout.groups_at_once + 1 if run.rollout.max_policy_lag else 1
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._thread is None:
-            return self._loop.run_until_complete(coroutine)
         # The driver has the deadline of a call: it restarts this process.
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 

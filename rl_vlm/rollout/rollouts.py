@@ -208,7 +208,7 @@ class Rollouts:
         for start in range(0, len(tasks), at_once):
             self._sampler.give(tasks[start : start + at_once], timeout_s)
             parts.append(self._sampler.finish(self.stop_requested))
-        result = merged(parts, sum)
+        result = merged(parts)
         self._failures |= result.lost
         self.dropped += Counter(runner_died=result.dropped.get("runner_died", 0), test_items=len(result.lost))
         return result.groups, result

@@ -160,7 +160,7 @@ class Sampler:
     def collect(self, version: int, wait_s: float) -> RolloutResult:
         """What has become complete, waiting up to `wait_s` for a first answer. Tasks of runners that died are sent
         anew, for `version`. Raises SamplingError when all runners are gone and none comes back."""
-        return merged(self._answers(version, wait_s), sum)
+        return merged(self._answers(version, wait_s))
 
     def finish(self, stop_requested: Callable[[], bool] = lambda: False) -> RolloutResult:
         """Wait for all tasks; the result's seconds are the slowest call's. Raises SamplingError, and
@@ -173,7 +173,8 @@ class Sampler:
                 answers += self._answers(None, STOP_CHECK_S)
         finally:
             self.clear()
-        return merged(answers, lambda seconds: max(seconds, default=0.0))
+        seconds = max((answer.seconds for answer in answers), default=0.0)
+        return replace(merged(answers), seconds=seconds)
 
     def _answers(self, version: int | None, wait_s: float) -> list[RolloutResult]:
         started = time.monotonic()

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.asking import Answer, Ask, Client, Endpoint, Question, ServedEndpoint, ask_again
-from rl_vlm.config import EndpointSection, JudgeSection, RewardSection
+from rl_vlm.asking import Answer, Ask, Client, HTTPEndpoint, Question, ServedEndpoint, ask_again
+from rl_vlm.config import JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.errors import place_of
 from rl_vlm.models.images import TextSide
@@ -229,12 +229,8 @@ async def _start(answered: AnsweredGroup, one: Trajectory, max_new_tokens: int) 
     return without_thoughts(codec.decode(said)), len(completion.prompt_ids) + len(said)
 
 
-@lru_cache(maxsize=16)
-def _http_endpoint(settings: EndpointSection) -> Endpoint:
-    """One for all groups: it remembers how the server wants choices to be enforced."""
-    from rl_vlm.asking import HTTPEndpoint
-
-    return HTTPEndpoint(settings)
+# One for all groups: it remembers how the server wants choices to be enforced.
+_http_endpoint = lru_cache(maxsize=16)(HTTPEndpoint)
 
 
 @lru_cache(maxsize=16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -61,17 +61,17 @@ class RolloutResult:
     spans: list[Span] = field(default_factory=list)  # of tasks that are traced
 
 
-def merged(results: Sequence[RolloutResult], timing: Callable[[Iterable[float]], float]) -> RolloutResult:
-    """Several results as one, whatever the order in which they arrived; `timing` combines the seconds of the calls."""
+def merged(results: Sequence[RolloutResult]) -> RolloutResult:
+    """Several results as one, whatever the order in which they arrived."""
     whole, dropped = RolloutResult(), Counter[str]()
     for result in results:
         whole.groups += result.groups
         whole.lost |= result.lost
         whole.retries += result.retries
+        whole.seconds += result.seconds
         whole.spans += result.spans
         dropped.update(result.dropped)
     whole.dropped = dict(dropped)
-    whole.seconds = timing(result.seconds for result in results)
     whole.groups.sort(key=lambda group: group.group_id)  # the order in which the driver made them
     return whole
 
@@ -366,17 +366,13 @@ class TaskStream:
         every = self._run.logging.trajectories_every
         return RolloutTask(
             group_id=f"{number:06d}:{place:05d}",
-            index=item.index,
             split="train",
-            seed=item.seed,
             sampling_seed=derive_seed(self._run.seed, 3, number, place),
             size=self._run.rollout.group_size,
             temperature=self._run.rollout.temperature,
             min_version=0,
             record=bool(every) and number % every == 0,
-            env=item.env,
-            arguments=item.arguments,
-            stage=item.stage,
+            **asdict(item),
         )
 
     def done_with(self, groups: Sequence[TrajectoryGroup]) -> None:

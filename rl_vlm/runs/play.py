@@ -101,8 +101,7 @@ def _run_tasks(config: PolicyConfig, adapter: Path | None, tasks: list[RolloutTa
     with served_worker(config) as (worker, service), asyncio.Runner() as loop:
         if adapter is not None:
             service.publish(read_payload(adapter, version=1))
-        result = merged(
-            [loop.run(worker.run(tasks[start : start + batch])) for start in range(0, len(tasks), batch)], sum
-        )
+        parts = [loop.run(worker.run(tasks[start : start + batch])) for start in range(0, len(tasks), batch)]
+        result = merged(parts)
     check_some_are_left(result.groups, result.lost, len(tasks))
     return result

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_vlm.algorithms.checkpoint import write_checkpoint
+from rl_vlm.algorithms.evaluation import averaged_adapter, evaluate
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
@@ -218,7 +219,7 @@ class PolicyRun(RunLifecycle):
                 return self._to_the_end()
             except LearnerLostError as error:  # beside an update, which replaces learners itself
                 self.display.message(f"{error} Going on from the newest checkpoint.")
-                self.algorithm.recovery.replace_lost_learners(error)
+                self.algorithm.replace_lost_learners(error)
                 self._forget_after(self.algorithm.updates)
 
     def _to_the_end(self) -> None:
@@ -245,9 +246,9 @@ class PolicyRun(RunLifecycle):
             raise
         self._skipped_steps.check()
         self._checkpoint()
-        self._save_trained(algorithm.recovery.checkpoint().adapter)
+        self._save_trained(algorithm.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
-            self._save_trained(algorithm.evaluation.averaged_adapter(), "-ema")
+            self._save_trained(averaged_adapter(algorithm), "-ema")
 
     def _check_sight(self) -> None:
         if self.config.sight.gate == "off":
@@ -310,17 +311,17 @@ class PolicyRun(RunLifecycle):
         self.saved_at = min(self.saved_at, iteration)
 
     def _evaluate(self) -> None:
-        results = self.algorithm.evaluation.evaluate()
+        results = evaluate(self.algorithm)
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
         if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)
 
     def _write_checkpoint(self, folder: Path) -> None:
-        write_checkpoint(folder, self.algorithm.recovery.checkpoint())
+        write_checkpoint(folder, self.algorithm.checkpoint())
 
     def _save(self, position: int) -> Path:
-        self.algorithm.recovery.last_checkpoint = saved = super()._save(position)
+        self.algorithm.last_checkpoint = saved = super()._save(position)
         return saved
 
     def _outcome(self) -> dict[str, Any]:

@@ -169,16 +169,13 @@ class PolicyClient:
         async def run() -> None:
             try:
                 completions = await self.call([request for request, _ in entries], session_id)
-                answered = list(zip(futures, completions, strict=True))
-            except Exception as error:
-                # Whatever the error, the futures must not stay unresolved.
+                for future, completion in zip(futures, completions, strict=True):
+                    if not future.done():
+                        future.set_result(completion)
+            except Exception as error:  # whatever it is, no future may stay unresolved
                 for future in futures:
                     if not future.done():
                         future.set_exception(error)
-                return
-            for future, completion in answered:
-                if not future.done():
-                    future.set_result(completion)
 
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)
@@ -213,13 +210,11 @@ class PolicyClient:
                 raise
             except _RETRYABLE as error:
                 reason: Exception = error
-            except (RayTaskError, TaskCancelledError, ReplicaUnavailableError) as error:
+            except (RayTaskError, TaskCancelledError, RLVLMError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 if not isinstance(cause, (ReplicaUnavailableError, TaskCancelledError)):
                     raise GenerationFailedError(f"The engine refused {len(requests)} requests: {cause}") from error
                 reason = error
-            except RLVLMError as error:
-                raise GenerationFailedError(f"The engine refused {len(requests)} requests: {error}") from error
             attempt += 1
             self.retries += 1
             # Full jitter keeps the clients of a dead replica from coming back together.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,21 +14,19 @@ from ray import serve
 from ray.exceptions import ActorAlreadyExistsError, RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_vlm.config import CommonConfig, ServingSection
 from rl_vlm.config.section import claim
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.serving.registry import (
-    MOST_CALLS,
     SHARED_NAMESPACE,
     Changes,
     Published,
     Registry,
     Revision,
     app_name,
-    registry_name,
     shared_id,
+    start_registry,
 )
 from rl_vlm.serving.replica import VLMServer
 from rl_vlm.types import RLVLMError
@@ -187,9 +185,6 @@ class SharedRegistry(Registry):
         self._name, self._config, self._model = name, config, model
         self._opened_at = self._empty_since = time.monotonic()
         self._deployed = False
-        self._had_tenants = False
-        self._settled = False  # whether every tenant of an earlier process has had the time to join again
-        self._failure = ""
         self._closing = False
         self._worker: asyncio.Task[None] | None = None
 
@@ -206,19 +201,11 @@ class SharedRegistry(Registry):
             return self._failure
         if config and (reason := mismatch(self._name, self._config, self._model.digest, config, digest)):
             return reason
-        self._had_tenants = True
         return await super().join(policy, newest)
 
     async def watch(self, replica_id: str, since: Revision | None, *args: Any) -> Changes | None:
         self._ensure_working()
         return await super().watch(replica_id, since, *args)
-
-    def _present(self) -> Collection[str] | None:
-        return frozenset(self._tenants) if self._settled else None
-
-    async def status(self) -> dict[str, Any]:
-        """As `Registry.status`, and why the service could not be started."""
-        return {**await super().status(), "failure": self._failure}
 
     # What it does by itself.
 
@@ -226,7 +213,7 @@ class SharedRegistry(Registry):
         while not self._closing:
             try:
                 await self._drop_crashed()
-                patience = _LINGER_S if self._had_tenants else _FIRST_USER_S
+                patience = _LINGER_S if self._tenants or self._left else _FIRST_USER_S
                 if time.monotonic() - self._empty_since >= patience:
                     break
                 if not self._deployed:
@@ -277,17 +264,12 @@ class SharedRegistry(Registry):
         self._closing = True
         if self._failure:
             await asyncio.sleep(_TELL_S)
-        deadline = time.monotonic() + _END_S
-        while True:
-            try:
-                await asyncio.to_thread(delete_application, app_name(shared_id(self._name)))
-                break
-            except Exception as error:
-                # Serve's controller is being restarted, or Serve is gone: then replicas end by themselves.
-                logger.warning("shared service %s is not deleted: %r", self._name, error)
-                if time.monotonic() > deadline:
-                    break
-            await asyncio.sleep(_TICK_S)
+        name = app_name(shared_id(self._name))
+        try:
+            # Serve's controller may be being restarted. Where Serve is gone replicas end by themselves.
+            await asyncio.to_thread(retried, lambda: delete_application(name), (Exception,), _END_S)
+        except Exception as error:
+            logger.warning("shared service %s is not deleted: %r", self._name, error)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
@@ -297,15 +279,4 @@ def _was_restarted() -> bool:
 
 def find_or_start(name: str, config: CommonConfig, model: ModelReference) -> ray.actor.ActorHandle:
     """The registry of this name on the cluster, or a new one on this node."""
-    actor = ray.remote(SharedRegistry).options(
-        name=registry_name(shared_id(name)),
-        namespace=SHARED_NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        num_cpus=0,
-        max_restarts=-1,
-        max_concurrency=MOST_CALLS,
-        # As long as this node is there.
-        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
-    )
-    return actor.remote(name, config, model)  # type: ignore[no-any-return]
+    return start_registry(shared_id(name), SHARED_NAMESPACE, SharedRegistry, name, config, model, shared=True)

@@ -32,14 +32,6 @@ class ReplicaState(StrEnum):
     DEAD = "dead"  # it must be replaced
 
 
-class Admission(StrEnum):
-    """What to do with a request."""
-
-    NOW = "now"
-    WAIT = "wait"  # until the replica has started, or its engine is awake
-    ELSEWHERE = "elsewhere"
-
-
 @dataclass(slots=True)
 class Lifecycle:
     """The facts about one replica, from which its state is computed. Times are seconds of any monotonic clock."""
@@ -66,12 +58,14 @@ class Lifecycle:
         return ReplicaState.SERVING if self.started else ReplicaState.STARTING
 
     @property
-    def admission(self) -> Admission:
-        """Without regard to its version, about which the follower decides."""
-        # Where a first load fails, another replica may have started already.
-        if self.death or self.failed_probes or (self.load_error and not self.started):
-            return Admission.ELSEWHERE
-        return Admission.NOW if self.started and not self.asleep else Admission.WAIT
+    def refuses(self) -> bool:
+        """Whether requests go elsewhere. Where a first load fails, another replica may have started already."""
+        return bool(self.death or self.failed_probes or (self.load_error and not self.started))
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request may start now, if its version is there. Else it waits for the start, or for the engine."""
+        return self.started and not self.asleep and not self.refuses
 
     def load(self) -> None:
         """A version was loaded, so loading works."""
@@ -148,22 +142,12 @@ COUNTERS = {
 
 
 @dataclass(slots=True)
-class PolicyTally:
-    """Counts of one policy on one replica."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    version: int = 0  # the newest that has answered
-
-
-@dataclass(slots=True)
 class ReplicaTally:
     """Counts of one replica since it started."""
 
-    requests: int = 0
-    by_policy: dict[str, PolicyTally] = field(default_factory=dict)
-    errors: Counter[str] = field(default_factory=Counter)  # by kind: the error's class
+    # By counter, and by the policy or the kind (the error's class) that some are counted for.
+    counts: Counter[tuple[str, str]] = field(default_factory=lambda: Counter({("replica_starts_total", ""): 1}))
+    newest: Counter[str] = field(default_factory=Counter)  # version that has answered, by policy
     publish_s: float = 0.0
     observations: dict[str, deque[float]] = field(
         default_factory=lambda: {name: deque(maxlen=_MAX_OBSERVATIONS) for name in HISTOGRAMS}
@@ -171,24 +155,28 @@ class ReplicaTally:
 
     def answered(self, policy: str, prompt_tokens: int, sampled: int, version: int, **seconds: float | None) -> None:
         """One request got its answer; `seconds` are observations of the histograms."""
-        self.requests += 1
-        own = self.by_policy.setdefault(policy, PolicyTally())
-        own.requests += 1
-        own.prompt_tokens += prompt_tokens
-        own.generated_tokens += sampled
-        own.version = max(own.version, version)
+        self.counts["requests_total", ""] += 1
+        self.counts["policy_requests_total", policy] += 1
+        self.counts["policy_prompt_tokens_total", policy] += prompt_tokens
+        self.counts["policy_generated_tokens_total", policy] += sampled
+        self.newest[policy] = max(self.newest[policy], version)
         for name, value in seconds.items():
             if value is not None:
                 self.observations[name].append(value)
 
+    def forget(self, policy: str) -> None:
+        """Drop the counts of a policy that is gone."""
+        del self.newest[policy]
+        for name in [name for name in COUNTERS if name.startswith("policy_")]:
+            del self.counts[name, policy]
+
     def report(self, stats: EngineStats, version: int, state: str) -> dict[str, Any]:
-        """Everything as plain values, for the registry and its readers."""
+        """What readers of the registry see, as plain values."""
+        errors = {kind: count for (name, kind), count in self.counts.items() if name == "errors_total"}
         return {
             "state": state,
             "version": version,
-            "requests": self.requests,
-            "policies": {name: asdict(tally) for name, tally in self.by_policy.items()},
-            "errors": dict(self.errors),
+            "errors": errors,
             "publish_s": self.publish_s,
             "engine": asdict(stats),
         }
@@ -210,7 +198,7 @@ class RayMetrics:
 
         self._counters, self._gauges = make(metrics.Counter, COUNTERS), make(metrics.Gauge, GAUGES)
         self._histograms = make(metrics.Histogram, HISTOGRAMS, _BUCKETS)
-        self._sent: Counter[tuple[str, ...]] = Counter()  # by counter and the value of its tag
+        self._sent: Counter[tuple[str, str]] = Counter()
 
     def send(self, tally: ReplicaTally, stats: EngineStats, version: int) -> None:
         """Report what has changed since the last call."""
@@ -227,29 +215,18 @@ class RayMetrics:
         }
         for name, value in gauges.items():
             self._gauges[name].set(value)
-        self._count("requests_total", tally.requests)
-        self._count("prompt_tokens_total", stats.prompt_tokens)
-        self._count("generated_tokens_total", stats.generated_tokens)
-        self._count("adapter_swaps_total", stats.adapter_swaps)
-        self._count("replica_starts_total", 1)
-        for kind, count in tally.errors.items():
-            self._count("errors_total", count, kind=kind)
-        for policy, own in list(tally.by_policy.items()):
-            self._count("policy_requests_total", own.requests, policy=policy)
-            self._count("policy_prompt_tokens_total", own.prompt_tokens, policy=policy)
-            self._count("policy_generated_tokens_total", own.generated_tokens, policy=policy)
-            self._gauges["policy_version"].set(own.version, tags={"policy": policy})
-        for key in [key for key in self._sent if key[0].startswith("policy_") and key[1] not in tally.by_policy]:
-            del self._sent[key]
+        for policy, newest in tally.newest.items():
+            self._gauges["policy_version"].set(newest, tags={"policy": policy})
+        counts = tally.counts.copy()
+        for name in ("prompt_tokens", "generated_tokens", "adapter_swaps"):
+            counts[f"{name}_total", ""] = getattr(stats, name)
+        for (name, of), total in counts.items():
+            if (more := total - self._sent[name, of]) > 0:
+                self._counters[name].inc(more, tags={"kind" if name == "errors_total" else "policy": of} if of else {})
+        self._sent = counts
         for name, values in tally.observations.items():
             while values:
                 self._histograms[name].observe(values.popleft())
-
-    def _count(self, name: str, total: int, **tags: str) -> None:
-        key = (name, *tags.values())
-        if total > self._sent[key]:
-            self._counters[name].inc(total - self._sent[key], tags=tags)
-            self._sent[key] = total
 
 
 logger = logging.getLogger("ray.serve")
@@ -334,7 +311,6 @@ class Follower:
     async def _catch_up(self) -> None:
         registry = await self._registry()
         report = self.tally.report(self.engine.stats(), self.engine.version, self.life.state)
-        report["loaded"] = {name: policy.loaded for name, policy in self.policies.items()}
         asked = registry.watch.remote(self.replica_id, self._since, report, self.life.asleep)
         # Each wait has a deadline: an answer of a dead process may never arrive, and no error be raised.
         async with asyncio.timeout(_ANSWER_S + POLL_S):

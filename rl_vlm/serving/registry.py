@@ -112,6 +112,9 @@ class Registry:
         self._sleep = False  # whether replicas are to sleep (`serving.vllm.rest_while_learning`)
         self._asleep: set[str] = set()  # replicas that do
         self._changed = asyncio.Condition()
+        # Of a shared service: whether every tenant of an earlier process has had the time to join again, and why the
+        # service could not be started.
+        self._settled, self._failure = False, ""
 
     async def _notify(self, changed: Tenant | None = None) -> None:
         if changed is not None:
@@ -220,10 +223,8 @@ class Registry:
         self._seen[replica_id] = time.monotonic()
         known = since[1] if since is not None and since[0] == self._revision[0] else -1
         changed = {policy: tenant.newest for policy, tenant in self._tenants.items() if tenant.revision > known}
-        return Changes(self._revision, changed, frozenset(self._left), self._present(), self._sleep)
-
-    def _present(self) -> Collection[str] | None:
-        return None
+        present = frozenset(self._tenants) if self._settled else None
+        return Changes(self._revision, changed, frozenset(self._left), present, self._sleep)
 
     async def ack(self, replica_id: str, policy: str, version: int, sha256: str) -> float:
         """A replica serves a version, whose bytes have this hash. Returns the seconds since its publication, or 0."""
@@ -259,6 +260,7 @@ class Registry:
             "policies": policies,
             "replicas": sorted(live),
             "reports": dict(self._reports),
+            "failure": self._failure,
         }
 
 
@@ -276,15 +278,20 @@ def registry_name(run_id: str) -> str:
     return f"rl-vlm-registry-{run_id}"
 
 
-def start_registry(run_id: str, namespace: str) -> ray.actor.ActorHandle:
-    """Start the registry of a run's own service on the caller's node; it restarts when it dies, and ends with that."""
-    actor = ray.remote(Registry).options(
+def start_registry(
+    run_id: str, namespace: str, kind: type[Registry] = Registry, *arguments: Any, shared: bool = False
+) -> ray.actor.ActorHandle:
+    """Start the registry of a service on the caller's node; it restarts when it dies. That of a run's own service ends
+    with the run and the node; of a `shared` one, the one that is there is taken."""
+    node = ray.get_runtime_context().get_node_id()  # other nodes come and go
+    actor = ray.remote(kind).options(
         name=registry_name(run_id),
         namespace=namespace,
+        lifetime="detached" if shared else None,
+        get_if_exists=shared,
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=MOST_CALLS,
-        # Other nodes come and go.
-        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=shared),
     )
-    return actor.remote()  # type: ignore[no-any-return]
+    return actor.remote(*arguments)  # type: ignore[no-any-return]

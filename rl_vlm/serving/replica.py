@@ -25,9 +25,9 @@ from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.memory.needs import max_kv_tokens
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.reference import ModelReference
+from rl_vlm.numerics import in_batches
 from rl_vlm.serving.fair_queue import QUANTUM, FairQueue, cost_of
 from rl_vlm.serving.follower import (
-    Admission,
     Follower,
     Lifecycle,
     NotLoadedError,
@@ -152,7 +152,7 @@ class VLMServer:
     def _forget(self, policy: str) -> None:
         if self._queue is not None:
             self._queue.forget(policy)
-        self._tally.by_policy.pop(policy, None)
+        self._tally.forget(policy)
 
     def _end_application(self) -> None:
         """Delete the application of a run that was killed: its replicas would hold their GPUs for ever."""
@@ -189,7 +189,9 @@ class VLMServer:
             async with queue.entered(policy, sum(map(cost_of, part))):
                 return await self._engine.generate(part)
 
-        answers = await all_or_none([enter(part) for part in _parts(requests)])
+        # In parts of about one turn each, so that a large call cannot hold the engine for long.
+        parts = in_batches(requests, lambda part, one: sum(map(cost_of, [*part, one])) <= QUANTUM)
+        answers = await all_or_none([enter(part) for part in parts])
         return [completion for part in answers for completion in part]
 
     def _forget_if_gone(self, policy: str) -> None:
@@ -217,27 +219,21 @@ class VLMServer:
         """Answer one request piece by piece. Raises what `generate` raises, also between two pieces."""
         arrived = time.monotonic()
         policy = await self._admit([request])
+        first: float | None = None
+        sampled, version = 0, BASE_MODEL
         async with AsyncExitStack() as stack:
             if self._queue is not None:
                 await stack.enter_async_context(self._queue.entered(policy, cost_of(request)))
-            pieces = await stack.enter_async_context(aclosing(self._pieces(request, arrived)))  # type: ignore[type-var]
-            async for piece in pieces:
-                yield piece
-        self._forget_if_gone(policy)
-
-    async def _pieces(self, request: GenerationRequest, arrived: float) -> AsyncIterator[SampleChunk]:
-        """What the engine streams, signed and, at its end, counted."""
-        first: float | None = None
-        sampled, version = 0, BASE_MODEL
-        with self._counting_errors():
-            async with aclosing(self._engine.stream(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    first = first or time.monotonic() - arrived
-                    sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
-                    yield replace(chunk, replica_id=self.replica_id)
+            stack.enter_context(self._counting_errors())
+            chunks = await stack.enter_async_context(aclosing(self._engine.stream(request)))  # type: ignore[type-var]
+            async for chunk in chunks:
+                first = first or time.monotonic() - arrived
+                sampled, version = sampled + len(chunk.token_ids), max(version, chunk.policy_version)
+                yield replace(chunk, replica_id=self.replica_id)
         images = sum(self._count_image_tokens(image.width, image.height) - 1 for image in request.images)
         times = {"time_to_first_token_seconds": first, "request_seconds": time.monotonic() - arrived}
-        self._tally.answered(request.policy, len(request.prompt_ids) + images, sampled, version, **times)
+        self._tally.answered(policy, len(request.prompt_ids) + images, sampled, version, **times)
+        self._forget_if_gone(policy)
 
     async def encode_images(self, images: list[EncodedImage]) -> None:
         """Note images that coming requests will show; the engine may encode them while it has nothing else to do."""
@@ -247,10 +243,7 @@ class VLMServer:
     async def _admit(self, requests: Sequence[GenerationRequest]) -> str:
         """Return once these requests may start, and the policy that they ask for."""
         self._ensure_started()
-        policies = {request.policy for request in requests}
-        if len(policies) != 1:
-            raise EngineError("Requests for two policies cannot share a call: send two calls.")
-        (policy,), wanted = policies, max(request.min_version for request in requests)
+        policy, wanted = requests[0].policy, max(request.min_version for request in requests)
         if self._may_start(policy, wanted):
             return policy
         try:
@@ -265,13 +258,12 @@ class VLMServer:
 
     def _may_start(self, policy: str, wanted: int) -> bool:
         """Raises ReplicaUnavailableError when the request must go elsewhere."""
-        admission = self._life.admission
-        if admission is Admission.ELSEWHERE:
+        if self._life.refuses:
             raise ReplicaUnavailableError(
                 f"Replica {self.replica_id} is {self._life.state}. {self._life.death or self._life.load_error}".strip()
             )
         try:
-            return self._follower.serves(policy, wanted) and admission is Admission.NOW
+            return self._follower.serves(policy, wanted) and self._life.ready
         except NotLoadedError as error:
             raise ReplicaUnavailableError(f"Replica {self.replica_id}: {error}") from error
 
@@ -280,7 +272,7 @@ class VLMServer:
         try:
             yield
         except EngineError as error:
-            self._tally.errors[type(error).__name__] += 1
+            self._tally.counts["errors_total", type(error).__name__] += 1
             if self._engine.dead:
                 self._life.die(f"Its engine has died: {error}")
                 raise ReplicaUnavailableError(f"The engine of replica {self.replica_id} has died: {error}") from error
@@ -333,18 +325,3 @@ class VLMServer:
         for task in self._tasks:
             task.cancel()
         await self._engine.close()
-
-
-def _parts(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
-    """Requests in order, in parts of about one turn each, so that a large call cannot hold the engine for long."""
-    part: list[GenerationRequest] = []
-    cost = 0
-    for request in requests:
-        own = cost_of(request)
-        if part and cost + own > QUANTUM:
-            yield part
-            part, cost = [], 0
-        part.append(request)
-        cost += own
-    if part:
-        yield part

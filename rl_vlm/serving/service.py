@@ -101,28 +101,22 @@ class PolicyService:
 
     def _join(self, timeout_s: float) -> int:
         """Join the service, which is started if it is shared and not there; one that is ending is waited for."""
-        deadline = time.monotonic() + timeout_s
-        reason: object = "it is ending"
-        while True:
-            try:
-                answer = self._ask_to_join()
-                if isinstance(answer, int):
-                    return answer
-                if answer:
-                    raise UserInputError(answer)
-            except (RayActorError, GetTimeoutError, ValueError) as error:
-                reason = error
-            if time.monotonic() > deadline:
-                raise ServingError(f"The service {self.run_id!r} cannot be joined: {reason}")
-            time.sleep(_PAUSE_S)
+        again = (RayActorError, GetTimeoutError, ValueError)
+        try:
+            return retried(self._ask_to_join, again, timeout_s)
+        except again as error:
+            raise ServingError(f"The service {self.run_id!r} cannot be joined: {error}") from error
 
-    def _ask_to_join(self) -> Any:
+    def _ask_to_join(self) -> int:
         if self._shared:
             self._registry = find_or_start(self._shared, self._config, self.model)
             asked = self._registry.join.remote(self.key.policy, self._newest, self._config, self.model.digest)
         else:
             asked = self._registry.join.remote(self.key.policy, self._newest)
-        return ray.get(asked, timeout=_ATTEMPT_S)
+        answer: int | str = ray.get(asked, timeout=_ATTEMPT_S)
+        if isinstance(answer, str):  # why the run does not fit; nothing while the service ends
+            raise UserInputError(answer) if answer else ValueError("it is ending")
+        return answer
 
     def _keep_lease(self) -> None:
         pause = min(self._serving.sharing.lease_s / 6, _RENEW_S)
@@ -165,16 +159,19 @@ class PolicyService:
             raise ServingError(status["failure"])
 
     def publish(self, payload: WeightPayload) -> PublishReport | None:
-        """Give a version to the registry; a dying one is waited for. Raises ServingError when it does not come back.
+        """Give a version to the registry. One that is dying, and a full object store, are waited for; then this raises
+        ServingError.
 
         Replicas are not waited for: requests carry the version that they need. Returns who has loaded the newest
         version that was acknowledged before this one, and after how long; None before the first acknowledgement.
         """
-        # Kept here, because a restarted registry has no versions.
-        published = self._newest = self._into_object_store(replace(payload, policy=self.key.policy))
+        payload, published = replace(payload, policy=self.key.policy), None
         deadline = time.monotonic() + self._serving.publish_timeout_s
         while True:
             try:
+                if published is None:
+                    published = Published(payload.version, payload.sha256, ray.put(payload), payload.policy)
+                    self._newest = published  # kept here, because a restarted registry has no versions
                 before = self._registry.acknowledged.remote(self.key.policy)  # calls from here arrive in their order
                 if ray.get(self._registry.publish.remote(published), timeout=_ATTEMPT_S):
                     return ray.get(before, timeout=_ATTEMPT_S)  # type: ignore[no-any-return]
@@ -182,21 +179,14 @@ class PolicyService:
                 reason: object = "the registry had lost it"
             except (RayActorError, GetTimeoutError) as error:
                 reason = error
+            except (ObjectStoreFullError, OutOfDiskError):
+                reason = (
+                    "it does not fit into the object store of this node, nor on its disk: start the node with a larger "
+                    "--object-store-memory, or free some space."
+                )
             if time.monotonic() > deadline:
-                raise ServingError(f"Version {published.version} could not be published: {reason}")
+                raise ServingError(f"Version {payload.version} could not be published: {reason}")
             time.sleep(_PAUSE_S)
-
-    def _into_object_store(self, payload: WeightPayload) -> Published:
-        """A version that can be published; a full object store is waited for. Raises ServingError."""
-        full = (ObjectStoreFullError, OutOfDiskError)
-        try:
-            reference = retried(lambda: ray.put(payload), full, self._serving.publish_timeout_s)
-        except full as error:
-            raise ServingError(
-                f"Version {payload.version} does not fit into the object store of this node, nor on its disk: start "
-                "the node with a larger --object-store-memory, or free some space."
-            ) from error
-        return Published(payload.version, payload.sha256, reference, payload.policy)
 
     def let_sleep(self, sleep: bool) -> None:
         """Let the replicas give memory to the learner until the next version is published, or take it back without one.

@@ -16,8 +16,7 @@ from rl_vlm.config import SFTConfig
 from rl_vlm.learning.batching import MicroBatch
 from rl_vlm.learning.losses import token_logprobs
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import lr_factor, make_builder, make_optimizer, predicting_states
+from rl_vlm.learning.update import Strategy, lr_factor, make_builder, make_optimizer, predicting_states
 from rl_vlm.models.supervised import backward_mean_nll
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.types import RLVLMError, Trajectory

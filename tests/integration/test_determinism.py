@@ -97,11 +97,11 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
             whole.train()
         saved = tmp_path / "checkpoint"
         saved.mkdir()
-        write_checkpoint(saved, whole.recovery.checkpoint())
+        write_checkpoint(saved, whole.checkpoint())
         for _ in range(HALF):
             whole.train()
         rewards = whole.last_metrics["reward/mean"]
-        straight = whole.recovery.checkpoint()
+        straight = whole.checkpoint()
         whole.stop()
 
         resumed = build(run, tmp_path / "resumed")
@@ -109,7 +109,7 @@ def test_three_and_three_iterations_equal_six(changes: tuple[str, ...], tiny_fol
         for _ in range(HALF):
             resumed.train()
         assert resumed.last_metrics["reward/mean"] == rewards
-        same(resumed.recovery.checkpoint(), straight)
+        same(resumed.checkpoint(), straight)
         resumed.stop()
     before = read_checkpoint(saved)
     assert before.adapter.tensors != straight.adapter.tensors
@@ -217,7 +217,7 @@ def trained(tiny_folder: Path, folder: Path, *settings: str) -> Iterator[tuple[A
             train_to(algorithm, 2)
             saved = folder / "checkpoint"
             saved.mkdir(parents=True)
-            write_checkpoint(saved, algorithm.recovery.checkpoint())
+            write_checkpoint(saved, algorithm.checkpoint())
             yield algorithm, saved
         finally:
             algorithm.stop()
@@ -228,7 +228,7 @@ def trained(tiny_folder: Path, folder: Path, *settings: str) -> Iterator[tuple[A
 def test_a_learner_that_is_killed_at_any_of_five_points_changes_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     with trained(tiny_folder, tmp_path, "learner.max_restarts=9") as (algorithm, saved):
         train_to(algorithm, 4)
-        straight = algorithm.recovery.checkpoint()
+        straight = algorithm.checkpoint()
         killer = Killer(algorithm)
         restarts: Callable[[], int] = lambda: algorithm.restarts["learner"]  # noqa: E731
         for point in POINTS:
@@ -238,12 +238,12 @@ def test_a_learner_that_is_killed_at_any_of_five_points_changes_nothing(tiny_fol
                 train_to(algorithm, 3)
                 killer.kill()
                 with pytest.raises(LearnerLostError):
-                    algorithm.recovery.checkpoint()
+                    algorithm.checkpoint()
             else:
                 killer.point = point
             train_to(algorithm, 4)
             assert restarts() == before + 1, point
-            same(algorithm.recovery.checkpoint(), straight, counts=False)
+            same(algorithm.checkpoint(), straight, counts=False)
 
 
 @pytest.mark.acceptance

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from rl_vlm.algorithms.checkpoint import (
 )
 from rl_vlm.files import clean_leftovers
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
+from rl_vlm.learning.update import Strategy
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.types import UserInputError
 
@@ -100,7 +99,8 @@ def test_a_checkpoint_comes_back_byte_for_byte(payload: AdapterPayload, tmp_path
     folder = save_checkpoint(tmp_path, 12, saved, keep=3)
     assert folder.name == "iteration-000012"
     back = read_checkpoint(folder)
-    assert back.adapter == payload
+    assert back.adapter == payload == AdapterPayload.read(folder / "adapter", 17)  # as peft has it
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == sorted(FILES)
     assert back.moments.keys() == saved.moments.keys()
     for name, tensor in saved.moments.items():
         assert back.moments[name].dtype == tensor.dtype
@@ -113,13 +113,6 @@ def test_a_checkpoint_comes_back_byte_for_byte(payload: AdapterPayload, tmp_path
     again = save_checkpoint(tmp_path / "again", 12, back, keep=3)
     for name in FILES:
         assert (again / name).read_bytes() == (folder / name).read_bytes()
-
-
-def test_a_checkpoint_holds_an_adapter_that_peft_loads_and_no_pickle(payload: AdapterPayload, tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, 1, make(payload), keep=1)
-    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == sorted(FILES)
-    assert AdapterPayload.read(folder / "adapter", 17) == payload
-    json.loads((folder / "state.json").read_text())
 
 
 # --- retention
@@ -160,23 +153,18 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "almost whole": lambda file: file.write_bytes(file.read_bytes()[:-1]),
     "missing": Path.unlink,
     "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "a flipped bit": lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
 }
 
 
-def flip(file: Path) -> None:
-    """One bit of the last number."""
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-@pytest.mark.parametrize("name", FILES[:3])
+@pytest.mark.parametrize("name", [*FILES[:3], "learner.safetensors"])
 def test_a_damaged_checkpoint_is_passed_over(
     payload: AdapterPayload, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
-    good = save_checkpoint(tmp_path, 1, make(payload), keep=9)
-    bad = save_checkpoint(tmp_path, 2, make(payload), keep=9)
+    checkpoint = make(payload)
+    checkpoint.extras = {"critic.weight": torch.ones(3)}
+    good, bad = (save_checkpoint(tmp_path, iteration, checkpoint, keep=9) for iteration in (1, 2))
     assert latest_checkpoint(tmp_path) == bad
     damage(bad / name)
     with pytest.raises(UserInputError, match=r"iteration-000002 is (incomplete or )?corrupt"):
@@ -190,18 +178,6 @@ def test_a_state_that_is_no_state_is_corrupt(payload: AdapterPayload, tmp_path: 
     (folder / "state.json").write_text(text)
     with pytest.raises(UserInputError, match="corrupt"):
         read_checkpoint(folder)
-
-
-@pytest.mark.parametrize("name", ["optimizer.safetensors", "learner.safetensors", "adapter/adapter_model.safetensors"])
-def test_a_flipped_bit_is_noticed(payload: AdapterPayload, tmp_path: Path, name: str) -> None:
-    checkpoint = make(payload)
-    checkpoint.extras = {"critic.weight": torch.ones(3)}
-    good = save_checkpoint(tmp_path, 1, checkpoint, keep=9)
-    bad = save_checkpoint(tmp_path, 2, checkpoint, keep=9)
-    flip(bad / name)
-    with pytest.raises(UserInputError, match=r"corrupt .* has another SHA-256"):
-        read_checkpoint(bad)
-    assert latest_checkpoint(tmp_path) == good
 
 
 def test_what_a_killed_writer_leaves_is_not_a_checkpoint(payload: AdapterPayload, tmp_path: Path) -> None:

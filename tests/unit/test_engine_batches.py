@@ -242,14 +242,19 @@ def test_a_reader_that_goes_away_frees_its_rows_and_others_go_on(
         stream = engine.stream(ask(text, "leaves", n=6, seeds=None, max_new_tokens=900))
         first = await anext(stream)
         assert len(first.token_ids)
+
+        async def read_on() -> None:
+            async for _ in stream:
+                pass
+
         if way == "closed":
             await stream.aclose()
         else:
-            waiting = asyncio.ensure_future(read_on(stream))
+            waiting = asyncio.create_task(read_on())
             await asyncio.sleep(0.02)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-        await until_rows(engine, 2)
+        await until(lambda: engine.stats().running == 2)
         return await staying
 
     with endless(engine, text):
@@ -312,17 +317,6 @@ def test_alternatives_are_the_head_of_the_distribution_that_was_sampled_from(
             )
             own = dict(alternatives).get(int(sample.token_ids[place]))
             assert own is None or own == pytest.approx(float(sample.logprobs[place]), abs=1e-6)
-
-
-# --- helpers
-
-
-async def read_on(stream: Any) -> list[SampleChunk]:
-    return [chunk async for chunk in stream]
-
-
-async def until_rows(engine: TransformersEngine, rows: int) -> None:
-    await until(lambda: engine.stats().running == rows)
 
 
 # --- The engine admits no more requests than their keys and values have memory for; the others wait

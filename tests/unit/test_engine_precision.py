@@ -187,7 +187,8 @@ def test_one_query_per_row_sees_what_its_mask_says_and_asks_for_no_groups(monkey
 
 @pytest.fixture(scope="module")
 def quantized(tiny_folder: Path) -> Iterator[TransformersEngine]:
-    quantized = TransformersEngine(tiny_folder, max_context=512, quantization="nf4")
+    quantized = build_engine(tiny_folder, run_config(tiny_folder, serving__quantization="nf4"))
+    assert isinstance(quantized, TransformersEngine)
     yield quantized
     asyncio.run(quantized.close())
 
@@ -242,18 +243,6 @@ def test_only_the_language_models_linear_weights_have_four_bits(
     )
     others = [p for name, p in quantized.backbone.model.named_parameters() if name.removesuffix(".weight") not in full]
     assert len(others) > 20 and all(parameter.dtype == torch.float32 for parameter in others)
-
-
-def test_the_setting_reaches_the_engine_that_a_replica_builds(tiny_folder: Path) -> None:
-    run = run_config(tiny_folder, serving__quantization="nf4", serving__max_context=256)
-    built = build_engine(tiny_folder, run)
-    try:
-        assert isinstance(built, TransformersEngine)
-        weights = [linear.weight for linear in language_linears(built.backbone.model).values()]
-        assert {weight.dtype for weight in weights} == {torch.uint8}
-        assert {type(weight).__name__ for weight in weights} == {"Params4bit"}
-    finally:
-        asyncio.run(built.close())
 
 
 @pytest.mark.parametrize("command", ["train", "serve"])

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from core_support import plain_model, reference_logits, request
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 from transformers import (
     LogitsProcessorList,
@@ -329,23 +327,6 @@ def test_suppressed_tokens_are_never_chosen(uniform: float, size: int, allowed: 
         tokens, logprobs = choose(logits, np.array([uniform]), temperature)
         assert tokens[0] in ids
         assert np.isfinite(logprobs[0])
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    values=st.lists(st.one_of(st.floats(-80, 80, width=32), st.just(float("-inf"))), min_size=1, max_size=40),
-    uniform=st.floats(0, LARGEST),
-    temperature=st.sampled_from([0.0, 0.1, 1.0, 3.0]),
-    top_k=st.integers(0, 5),
-    top_p=st.floats(0.01, 1.0),
-)
-def test_whatever_is_drawn_has_a_probability(
-    values: list[float], uniform: float, temperature: float, top_k: int, top_p: float
-) -> None:
-    logits = np.array([*values, 0.0], dtype=np.float32)
-    tokens, logprobs = choose(logits, np.array([uniform]), temperature, top_p, top_k)
-    assert np.isfinite(logits[tokens[0]])
-    assert np.isfinite(logprobs[0])
 
 
 def test_a_long_tail_of_small_probabilities_keeps_its_share() -> None:

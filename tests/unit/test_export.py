@@ -80,16 +80,6 @@ def test_an_existing_export_is_refused_and_replaced_on_demand(tiny, adapter, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out"]
 
 
-def test_a_folder_with_a_config_json_that_is_not_an_export_is_left_alone(adapter, tiny, tmp_path):
-    website = tmp_path / "website"
-    (website / ".git").mkdir(parents=True)
-    for name in ("config.json", "thesis.tex", ".git/HEAD"):
-        (website / name).write_text("mine")
-    with pytest.raises(UserInputError, match="rl_vlm_model"):
-        export_model(adapter, website, str(tiny), overwrite=True)
-    assert [(website / name).read_text() for name in ("config.json", "thesis.tex", ".git/HEAD")] == ["mine"] * 3
-
-
 def test_only_what_the_marker_lists_is_replaced(tmp_path):
     def export(*names):
         with replace_model(tmp_path / "out") as draft:

@@ -22,7 +22,7 @@ from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.serving import registry as module
-from rl_vlm.serving.follower import Admission, Follower, Lifecycle, ReplicaState, ReplicaTally
+from rl_vlm.serving.follower import Follower, Lifecycle, ReplicaState, ReplicaTally
 from rl_vlm.serving.registry import Changes, Published, PublishError, Registry
 from rl_vlm.types import POLICY, UserInputError
 
@@ -263,7 +263,7 @@ def test_a_silent_engine_is_suspect_then_dead() -> None:
     life = serving()
     life.fail_probe("no token within 5 s")
     assert life.state is ReplicaState.SUSPECT
-    assert life.admission is Admission.ELSEWHERE
+    assert life.refuses
     assert life.probe_due(0.0)  # at once, whatever it produced before
     life.fail_probe("no token within 5 s")
     assert life.state is ReplicaState.DEAD
@@ -286,9 +286,9 @@ def test_a_suspect_that_produces_again_is_trusted_again(recovery: str) -> None:
 
 def test_a_first_load_that_fails_does_not_leave_it_starting_for_ever() -> None:
     life = Lifecycle(probe_after_s=10.0, load_patience_s=30.0)
-    assert (life.state, life.admission) == (ReplicaState.STARTING, Admission.WAIT)
+    assert (life.state, life.ready, life.refuses) == (ReplicaState.STARTING, False, False)
     life.fail_load("out of memory", now=5.0)
-    assert (life.state, life.admission) == (ReplicaState.STARTING, Admission.ELSEWHERE)
+    assert (life.state, life.refuses) == (ReplicaState.STARTING, True)
     life.fail_load("out of memory", now=34.9)
     assert life.state is ReplicaState.STARTING
     life.fail_load("out of memory", now=35.0)
@@ -319,7 +319,7 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
         event()
         assert life.state is ReplicaState.DEAD
     assert life.death == "the engine core has died"
-    assert life.admission is Admission.ELSEWHERE
+    assert life.refuses
 
 
 def test_whatever_happens_no_request_is_admitted_before_the_start_or_to_a_silent_engine() -> None:
@@ -340,7 +340,7 @@ def test_whatever_happens_no_request_is_admitted_before_the_start_or_to_a_silent
             # Failures are rarer than the rest, or every walk would end at once.
             event, arguments = events[rng.integers(0, len(events) - (rng.random() < 0.7))]
             event(*arguments)
-            if life.admission is Admission.NOW:
+            if life.ready:
                 assert life.started and not life.death and not life.failed_probes
-            if life.admission is Admission.WAIT:
+            if not (life.ready or life.refuses):
                 assert not life.death

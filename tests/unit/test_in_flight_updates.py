@@ -57,7 +57,7 @@ async def changing_engine(
 
     def step_and_load(self: Decoder) -> list[PreparedRequest]:  # on the engine's thread
         finished = step(self)
-        if later and self.counts.steps == CHANGES[-len(later)]:
+        if later and self.counts["steps"] == CHANGES[-len(later)]:
             asyncio.run_coroutine_threadsafe(engine.load_adapter(later.pop(0)), loop).result(timeout=60)
         return finished
 

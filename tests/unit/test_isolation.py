@@ -13,6 +13,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from rl_vlm import frames
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError
 from rl_vlm.envs.isolation import ProcessEnv
 from rl_vlm.types import EncodedImage, UserInputError
@@ -172,3 +173,45 @@ def test_wrong_arguments_are_input_errors_and_leave_no_process():
     with pytest.raises(EnvCrashError):
         ProcessEnv(BROKEN, {"die": True})
     assert len(psutil.Process().children()) == before
+
+
+# Frames on the pipes between them.
+
+
+@pytest.fixture
+def pipes():
+    """(channel, the file that feeds it)."""
+    read_fd, feed = os.pipe()
+    channel = frames.Channel(read_fd, os.open(os.devnull, os.O_WRONLY))
+    with open(feed, "wb", buffering=0) as file:
+        yield channel, file
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\2[]",
+        b"\0\0\0\2{}",
+        b"\0\0\0\4nope",
+        b'\0\0\0\x0e{"blobs":[-1]}',
+        b'\0\0\0\x19{"blobs":[9999999999999]} ',
+        b"\0\0\0\x02\xff\xfe",
+    ],
+)
+def test_nonsense_is_no_frame(pipes, frame):
+    channel, feed = pipes
+    feed.write(frame)
+    with pytest.raises(frames.FrameError):
+        channel.receive(timeout_s=5)
+
+
+def test_half_a_frame_times_out_and_an_end_is_an_end(pipes):
+    channel, feed = pipes
+    feed.write(b"\0\0\0\x20{")
+    with pytest.raises(TimeoutError):
+        channel.receive(timeout_s=0.1)
+    feed.close()
+    with pytest.raises(frames.PeerGoneError):
+        channel.receive(timeout_s=5)

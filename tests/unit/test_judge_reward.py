@@ -120,6 +120,7 @@ def figures(*groups: TrajectoryGroup) -> dict[str, float]:
 def test_a_text_that_is_preferred_in_both_orders_wins_and_one_in_neither_loses(panel: Panel) -> None:
     group = panel.pay(prefers(GOOD, REFERENCE, BAD), answered(GOOD), answered(BAD))
     assert list(group.rewards) == [1.0, 0.0]
+    assert dict(group.trajectories[0].turns[0].parts) == {"env": 0.25, "judge": 1.0}
     assert sorted(panel.shown) == sorted([(GOOD, REFERENCE), (REFERENCE, GOOD), (BAD, REFERENCE), (REFERENCE, BAD)])
     found = figures(group)
     assert found.pop("seconds") < 5
@@ -145,11 +146,6 @@ def test_probabilities_are_paid_where_the_judge_gives_them(panel: Panel) -> None
     soft = panel.pay(reply, answered(GOOD))
     assert soft.rewards.tolist() == pytest.approx([(0.75 + 0.6) / 2]) and figures(soft)["win_rate"] == 1.0
     assert panel.pay(reply, answered(GOOD), probabilities=False).rewards.tolist() == [1.0]
-
-
-def test_the_own_reward_is_kept_as_a_part_beside_the_judges(panel: Panel) -> None:
-    group = panel.pay(prefers(GOOD), answered(GOOD))
-    assert dict(group.trajectories[0].turns[0].parts) == {"env": 0.25, "judge": 1.0}
 
 
 @pytest.mark.parametrize(("reply", "paid", "unclear"), [("I cannot say", 0.5, 1.0), ("1 or 2", 0.5, 1.0), ("", 0.5, 1.0), ("Caption 1.", 0.5, 0.0), ("12", 0.5, 1.0)])  # fmt: skip

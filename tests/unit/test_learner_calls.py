@@ -16,9 +16,10 @@ import torch
 from ray.exceptions import ActorDiedError
 from ray.exceptions import OutOfMemoryError as NodeOutOfMemoryError
 
-from rl_vlm.algorithms import learners, recovery
+from rl_vlm.algorithms import learners, policy
 from rl_vlm.algorithms.checkpoint import Checkpoint
-from rl_vlm.algorithms.evaluation import HeldOut
+from rl_vlm.algorithms.evaluation import evaluated_weights
+from rl_vlm.algorithms.grpo import GRPO
 from rl_vlm.algorithms.learners import (
     LearnerDiedError,
     LearnerLostError,
@@ -276,8 +277,7 @@ class Averaging:
         self.run_config = PolicyConfig.model_validate({"evaluation": {"weights": "ema"}, "learner": {"ema_decay": 0.9}})
         self.version, self.published, self.fails = 4, [], fails  # type: ignore[var-annotated]
         self.learners = SimpleNamespace(call=self._call)
-        self.recovery = SimpleNamespace(publish_restored=self.published.append)
-        self.evaluation = HeldOut(self)  # type: ignore[arg-type]
+        self.publish_restored = self.published.append
 
     def _call(self, function: Any) -> Any:
         policy = SimpleNamespace(payload=lambda version: f"trained {version}")
@@ -289,15 +289,15 @@ class Averaging:
 
 def test_the_trained_weights_come_back_after_an_evaluation_that_fails() -> None:
     algorithm = Averaging()
-    with algorithm.evaluation.evaluated_weights():
+    with evaluated_weights(algorithm):  # type: ignore[arg-type]
         assert algorithm.published == ["average"]
     assert algorithm.published == ["average", "trained 4"]
     for fails in (None, LearnerLostError("gone")):
         algorithm = Averaging(fails)
-        with pytest.raises(RoundAbandonedError), algorithm.evaluation.evaluated_weights():
+        with pytest.raises(RoundAbandonedError), evaluated_weights(algorithm):  # type: ignore[arg-type]
             raise RoundAbandonedError("Sampling was stopped.")
         assert algorithm.published == ["average", "trained 4"][: 2 - bool(fails)]
-    with pytest.raises(LearnerLostError), Averaging(LearnerLostError("gone")).evaluation.evaluated_weights():
+    with pytest.raises(LearnerLostError), evaluated_weights(Averaging(LearnerLostError("gone"))):  # type: ignore[arg-type]
         pass
 
 
@@ -310,15 +310,12 @@ def test_one_learner_that_refuses_among_several_is_heard() -> None:
     assert group.known_dead == {0, 1, 2}
 
 
-def test_an_error_of_learners_that_all_live_is_raised_as_it_is(no_ray: None) -> None:
+def test_answers_come_in_the_order_of_the_batches_and_an_error_of_learners_that_all_live_as_it_is(no_ray: None) -> None:
+    assert Supervisor(Group(2, update=["first", "second"])).update(["batch", "batch"]) == ["first", "second"]
     algorithm = Supervisor(Group(2, update=RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         algorithm.update(["batch", "batch"])
     assert algorithm.replaced == 0
-
-
-def test_answers_come_in_the_order_of_the_batches(no_ray: None) -> None:
-    assert Supervisor(Group(2, update=["first", "second"])).update(["batch", "batch"]) == ["first", "second"]
 
 
 def test_the_critics_are_reset_though_the_learner_died_before_it() -> None:
@@ -335,26 +332,21 @@ def test_a_resumed_run_counts_its_learners_deaths(monkeypatch: pytest.MonkeyPatc
     payload = AdapterPayload(0, b"", "{}", "")
     monkeypatch.setattr(AdapterPayload, "state", lambda self: {})
     saved = Checkpoint(payload, {}, {"updates": 0, "restarts": {}, "rollouts": {}, "torch_rng": []})
-    monkeypatch.setattr(recovery, "read_checkpoint", lambda folder: saved)
+    monkeypatch.setattr(policy, "read_checkpoint", lambda folder: saved)
     published: list[int] = []
     # Of a run that was resumed at its very beginning: no version is newer than the first.
-    algorithm: Any = SimpleNamespace(
-        version=0,
-        first_version=0,
-        updates=1,
-        restarts=Counter(learner=2),
-        service=SimpleNamespace(newest_version=lambda: 0),
-        rollouts=SimpleNamespace(restore=lambda state, counts: None, dropped=Counter()),
-        learners=SimpleNamespace(call_each=lambda function: None),
-        state=dict,
-        set_state=lambda state: None,
-        publish=lambda adapter: published.append(adapter.version),
-    )
-    recovering = recovery.Recovery(algorithm)
-    recovering.last_checkpoint = Path("anywhere")
-    recovering.restore_learners()
+    algorithm: Any = GRPO.__new__(GRPO)
+    algorithm.version = algorithm.first_version = 0
+    algorithm.updates, algorithm.restarts = 1, Counter(learner=2)
+    algorithm._service = SimpleNamespace(newest_version=lambda: 0)
+    algorithm.rollouts = SimpleNamespace(restore=lambda state, counts: None, dropped=Counter())
+    algorithm.learners = SimpleNamespace(call_each=lambda function: None)
+    algorithm.set_state = lambda state: None
+    algorithm.publish = lambda adapter: published.append(adapter.version)
+    algorithm.last_checkpoint = Path("anywhere")
+    algorithm.restore_learners()
     assert algorithm.restarts == {"learner": 2} and published == [1]
-    recovering.load(saved, new_process=True)
+    algorithm.go_on_from(saved, new_process=True)
     assert not algorithm.restarts.total() and published == [1, 0]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES, AlgorithmSection
 from rl_vlm.learning.batching import MicroBatch
-from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, mismatch_weights, sample_means
+from rl_vlm.learning.losses import LOSSES, TokenBatch, clipped_surrogate, kl_estimate, mismatch_weights
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.update import PolicyUpdater
 from rl_vlm.types import StopReason, Trajectory, TrajectoryGroup, TrajectoryStatus, Turn
@@ -47,40 +47,30 @@ def of_one_token(compute: Any, ratio: float, advantage: float, **settings: Any) 
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    ("dual_clip", "ratio", "advantage", "loss", "gradient", "clipped"),
     [
-        (1.0, 2.0, -2.0, -2.0, False),
-        (1.2, 1.0, -1.2, -1.2, False),  # within clip_high
-        (1.5, 1.0, -1.28, 0.0, True),  # above: bounded, no gradient
-        (1.5, -1.0, 1.5, 1.5, False),  # a bad action that became likelier is pushed down in full
-        (0.5, 1.0, -0.5, -0.5, False),
-        (0.5, -1.0, 0.8, 0.0, True),  # below clip_low
-        (0.9, -1.0, 0.9, 0.9, False),
-        (3.0, 0.0, 0.0, 0.0, False),
+        (None, 1.0, 2.0, -2.0, -2.0, False),
+        (None, 1.2, 1.0, -1.2, -1.2, False),  # within clip_high
+        (None, 1.5, 1.0, -1.28, 0.0, True),  # above: bounded, no gradient
+        (None, 1.5, -1.0, 1.5, 1.5, False),  # a bad action that became likelier is pushed down in full
+        (None, 0.5, 1.0, -0.5, -0.5, False),
+        (None, 0.5, -1.0, 0.8, 0.0, True),  # below clip_low
+        (None, 0.9, -1.0, 0.9, 0.9, False),
+        (None, 3.0, 0.0, 0.0, 0.0, False),
+        # arXiv 1912.09729: max(min(r A, clip(r) A), c A) for A < 0.
+        (3.0, 2.9, -1.0, 2.9, 2.9, False),
+        (3.0, 3.5, -2.0, 6.0, 0.0, True),  # an unlikely token that became likely stops pushing: its loss is 3 times |A|
+        (3.0, 3.5, 2.0, -2.56, 0.0, True),  # a good one is bounded by clip_high as before
+        (3.0, 0.5, -1.0, 0.8, 0.0, True),
     ],
 )
 def test_the_clipped_surrogate_by_hand(
-    ratio: float, advantage: float, loss: float, gradient: float, clipped: bool
+    dual_clip: float | None, ratio: float, advantage: float, loss: float, gradient: float, clipped: bool
 ) -> None:
-    terms, slope = of_one_token(clipped_surrogate, ratio, advantage, clip_low=0.2, clip_high=0.28)
+    settings = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
+    terms, slope = of_one_token(clipped_surrogate, ratio, advantage, **settings)
     assert (terms.loss.item(), slope) == pytest.approx((loss, gradient))
     assert terms.ratio.item() == pytest.approx(ratio)
-    assert bool(terms.clipped) is clipped
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
-    [
-        (2.9, -1.0, 2.9, 2.9, False),
-        (3.5, -2.0, 6.0, 0.0, True),  # an unlikely token that became likely stops pushing: its loss is 3 times |A|
-        (3.5, 2.0, -2.56, 0.0, True),  # a good one is bounded by clip_high as before
-        (0.5, -1.0, 0.8, 0.0, True),
-    ],
-)
-def test_dual_clip_by_hand(ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
-    """arXiv 1912.09729: max(min(r A, clip(r) A), c A) for A < 0."""
-    terms, slope = of_one_token(clipped_surrogate, ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-    assert (terms.loss.item(), slope) == pytest.approx((loss, gradient))
     assert bool(terms.clipped) is clipped
 
 
@@ -128,6 +118,8 @@ def test_kl_estimates_by_hand() -> None:
     new, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
     assert kl_estimate(new, reference, "k2").tolist() == pytest.approx([0.125, 0.0])
     assert kl_estimate(new, reference, "k3").tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5, 0.0])
+    with pytest.raises(ValueError, match="gradient"):
+        AlgorithmSection(kl_estimator="k1")  # type: ignore[arg-type]
 
 
 def test_k3_averages_to_the_divergence() -> None:
@@ -146,18 +138,6 @@ def test_k2_has_the_gradient_of_the_divergence() -> None:
     (exact,) = torch.autograd.grad((new.exp() * (new - reference)).sum(), logits, retain_graph=True)
     (ours,) = torch.autograd.grad((new.detach().exp() * kl_estimate(new, reference, "k2")).sum(), logits)
     assert torch.allclose(ours, exact)
-
-
-def test_k1_as_a_loss_is_refused_because_its_expected_gradient_is_zero() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
-    new = torch.log_softmax(logits, -1)
-    reference = torch.log_softmax(torch.randn(6, generator=generator, dtype=torch.float64), -1)
-    # The expectation over the policy's own samples: probabilities without a gradient, times the estimate.
-    (gradient,) = torch.autograd.grad((new.detach().exp() * (new - reference)).sum(), logits)
-    assert gradient.abs().max() < 1e-12
-    with pytest.raises(ValueError, match="gradient"):
-        AlgorithmSection(kl_estimator="k1")  # type: ignore[arg-type]
 
 
 def test_the_sequence_ratio_by_hand() -> None:
@@ -289,6 +269,11 @@ def ours(numbers: Numbers, settings: AlgorithmSection, parts: int) -> tuple[floa
     return float(total.detach()), new.grad, stats
 
 
+def prompts_of(mask: Tensor) -> dict[str, Tensor]:
+    one, ids = torch.ones(len(mask), 1, dtype=torch.long), torch.zeros(mask.shape, dtype=torch.long)
+    return {"prompt_ids": 0 * one, "prompt_mask": one, "completion_ids": ids}
+
+
 def theirs(
     trainer: Any, numbers: Numbers, loss: str, config: AlgorithmSection, advantages: np.ndarray
 ) -> tuple[float, Tensor, dict[str, list[float]]]:
@@ -328,9 +313,7 @@ def theirs(
     )
     ratio = torch.exp(torch.tensor(numbers.old) - torch.tensor(numbers.behaviour))
     inputs = {
-        "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
-        "prompt_mask": torch.ones(len(mask), 1, dtype=torch.long),
-        "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
+        **prompts_of(mask),
         "completion_mask": torch.ones_like(mask),
         "tool_mask": mask,
         "advantages": torch.tensor(advantages, dtype=torch.float32),
@@ -435,14 +418,8 @@ def test_the_rloo_preset_takes_the_first_step_of_trls_trainer(trainer: Any) -> N
         accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x),
         _metrics={"train": defaultdict(list)},
     )
-    inputs = {
-        "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
-        "prompt_mask": torch.ones(len(mask), 1, dtype=torch.long),
-        "completion_ids": torch.zeros(mask.shape, dtype=torch.long),
-        "completion_mask": mask,
-        "advantages": advantages,
-        "old_logps": (torch.tensor(numbers.old) * mask).sum(1),
-    }
+    old = (torch.tensor(numbers.old) * mask).sum(1)
+    inputs = {**prompts_of(mask), "completion_mask": mask, "advantages": advantages, "old_logps": old}
     rloo_trainer._compute_loss(stub, None, inputs).backward()
     assert new.grad is not None
     _, gradient, _ = ours(numbers, config, parts=2)
@@ -510,22 +487,6 @@ def test_the_sequence_mask_compares_geometric_means() -> None:
     assert masked == [False, True, False, True, False]
     assert weights == pytest.approx([0.5, 0, 1.5, 0, 1.05])
     assert weights_of(ratios, sample, **settings, tis_cap=None)[0] == [1.0, 0.0, 1.0, 0.0, 1.0]
-
-
-def test_the_token_mask_equals_trls_mode_token_mask() -> None:
-    """TRL: the ratio, and 0 below vllm_importance_sampling_clip_min or above vllm_importance_sampling_clip_max."""
-    rng = np.random.default_rng(0)
-    ratios = np.exp(rng.normal(0, 0.5, 1000))
-    theirs = torch.tensor(ratios)
-    theirs = theirs.masked_fill((theirs < 0.7) | (theirs > 1.6), 0.0)
-    weights, masked = weights_of(ratios.tolist(), mismatch="mask", mismatch_low=0.7, mismatch_high=1.6)
-    assert weights == pytest.approx(theirs.tolist(), abs=1e-9)
-    assert 100 < sum(masked) < 900
-
-
-def test_means_are_those_of_each_trajectory() -> None:
-    values = torch.tensor([1.0, 10.0, 3.0, 30.0, 5.0])
-    assert sample_means(values, torch.tensor([0, 1, 0, 1, 2])).tolist() == [2.0, 20.0, 2.0, 20.0, 5.0]
 
 
 @pytest.mark.parametrize("mismatch", ["mask", "sequence_mask"])

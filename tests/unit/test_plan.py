@@ -15,11 +15,9 @@ from core_support import Plan, Sample, adapted_policy, conversation, gradient_ve
 
 from rl_vlm.config import parse_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
-from rl_vlm.learning.estimators import group_advantages
 from rl_vlm.learning.plan import UpdateBatch, UpdateStats, make_experience, overlong_penalty
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater
+from rl_vlm.learning.update import PolicyUpdater, Strategy
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import Trajectory, TrajectoryGroup, Turn
 
@@ -98,17 +96,6 @@ def test_skipped_samples_count_in_the_normaliser(aggregation: str) -> None:
             "constant": 1 / 20,
         }
         assert sample.weight == pytest.approx(expected[aggregation])
-
-
-def test_advantages_are_those_of_each_group_in_the_order_given() -> None:
-    groups = bare_groups(5)
-    plan = plan_of(groups, advantage_normalization="none", advantage_scale=2.0)
-    for group, advantages in zip(groups, plan.advantages, strict=True):
-        assert advantages.tolist() == pytest.approx(group_advantages(group.rewards, "none", 2.0).tolist(), rel=1e-6)
-    by_name = {sample.trajectory.trajectory_id: sample.advantage.mean() for sample in samples_of(plan, 0)}
-    for group, advantages in zip(groups, plan.advantages, strict=True):
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            assert by_name.get(trajectory.trajectory_id, 0.0) == pytest.approx(advantage, rel=1e-6)
 
 
 # --- who does what

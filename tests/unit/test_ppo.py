@@ -28,8 +28,7 @@ from rl_vlm.learning.plan import (
     update_batches,
 )
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average
+from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer, move_average
 from rl_vlm.types import TrajectoryGroup
 
 KINDS = ["head", "adapter"]

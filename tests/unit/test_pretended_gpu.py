@@ -23,8 +23,7 @@ from rl_vlm.labelling.store import Label
 from rl_vlm.learning.estimators import ReturnScale
 from rl_vlm.learning.plan import Scores, UpdateStats, divide, estimate_advantages, make_experience, update_batches
 from rl_vlm.learning.policy_model import PolicyModel
-from rl_vlm.learning.strategies import Strategy
-from rl_vlm.learning.update import PolicyUpdater, make_optimizer, move_average
+from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer, move_average
 from rl_vlm.models.weights import WeightPayload
 from rl_vlm.preference.reward_model import Examples, RewardEnsemble
 from rl_vlm.preference.sac import Batch, SACNetworks, SACUpdater

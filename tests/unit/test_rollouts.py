@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from task_support import trajectory
 
 from rl_vlm.config import PolicyConfig, parse_config
@@ -396,21 +394,3 @@ def test_the_buffer_gives_the_oldest_groups_first_and_keeps_the_rest() -> None:
     assert [g.group_id for g in taken] == ["a", "b"] and stale == [] and len(buffer) == 1
     taken, stale = buffer.take(2, version=4)
     assert taken == [] and [g.group_id for g in stale] == ["c"] and len(buffer) == 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lag=st.integers(0, 4),
-    steps=st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 4)), max_size=12),
-)
-def test_no_group_is_ever_older_than_the_bound_and_none_vanishes(lag: int, steps: list[tuple[list[int], int]]) -> None:
-    buffer, made, seen = GroupBuffer(lag), 0, 0
-    for version, (ages, count) in enumerate(steps):
-        buffer.add([group(f"{made + k:06d}", max(version - age, 0)) for k, age in enumerate(ages)])
-        made += len(ages)
-        taken, stale = buffer.take(count, version)
-        assert len(taken) <= count
-        assert all(version - g.oldest_version <= lag for g in taken)
-        assert all(version - g.oldest_version > lag for g in stale)
-        seen += len(taken) + len(stale)
-    assert seen + len(buffer) == made

@@ -4,14 +4,13 @@ memory plan, without Ray and without a GPU."""
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_support import until
 from loops import in_loop
-from memory_support import gpus, sizes
+from memory_support import PUBLISHED, gpus, sizes
 from registry_support import Direct, own_registry, publish
 from tables import table
 
@@ -23,14 +22,11 @@ from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.memory import describe
 from rl_vlm.serving import registry as module
-from rl_vlm.serving.follower import Admission, Follower, Lifecycle, ReplicaTally
+from rl_vlm.serving.follower import Follower, Lifecycle, ReplicaTally
 from rl_vlm.serving.registry import Registry
 from rl_vlm.types import POLICY, UserInputError
 
 TABLES = table("settings")
-
-# The configurations of the published Qwen3-VL models, by size.
-PUBLISHED = json.loads((Path(__file__).parents[1] / "fixtures/qwen3_vl.json").read_text())
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -81,10 +77,10 @@ async def test_replicas_rest_until_the_next_version() -> None:
     async def turn(registry: Registry, replicas: list[Replica], version: int) -> None:
         assert await registry.let_sleep(True, 10.0) == []
         for one in replicas:
-            assert one.life.asleep and one.life.admission is Admission.WAIT
+            assert one.life.asleep and not one.life.ready and not one.life.refuses
         await publish(registry, version)
         await until(lambda: all(one.follower.serves(POLICY, version) for one in replicas))
-        assert all(one.life.admission is Admission.NOW for one in replicas)
+        assert all(one.life.ready for one in replicas)
 
     registry = await own_registry()
     replicas = [Replica(registry, name) for name in ("one", "two")]
@@ -178,9 +174,9 @@ def test_a_resting_replica_is_not_probed() -> None:
     life = Lifecycle(probe_after_s=10.0)
     life.started = True
     life.asleep = True
-    assert not life.probe_due(1e9) and life.admission is Admission.WAIT
+    assert not life.probe_due(1e9) and not (life.ready or life.refuses)
     life.asleep = False
-    assert life.probe_due(1e9) and life.admission is Admission.NOW
+    assert life.probe_due(1e9) and life.ready
     life.asleep = True
     life.die("its engine has died")
-    assert life.admission is Admission.ELSEWHERE
+    assert life.refuses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import pickle
 from pathlib import Path
@@ -13,10 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
+from task_support import trajectory
 from torch import Tensor
 
+from rl_vlm.engines.base import EngineError
+from rl_vlm.engines.vllm_weights import FullVersions
 from rl_vlm.models import weights
-from rl_vlm.models.weights import file_digest, pack, tree_digest
+from rl_vlm.models.weights import FullPayload, file_digest, pack, tree_digest
 from rl_vlm.types import (
     Completion,
     EncodedImage,
@@ -25,8 +29,6 @@ from rl_vlm.types import (
     StopReason,
     Trajectory,
     TrajectoryGroup,
-    TrajectoryStatus,
-    Turn,
 )
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -91,25 +93,13 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def trajectory(number: int, length: int) -> Trajectory:
-    mask = np.arange(length) >= 2
-    return Trajectory(
-        f"g:{number}",
-        np.arange(length, dtype=np.int32) + number,
-        mask,
-        np.where(mask, -0.5 * number, 0).astype(np.float32),
-        (Turn(2, length, 7, StopReason.STOP, 0.25), Turn(length, length + 1, 8, StopReason.LENGTH)),
-        TrajectoryStatus.TRUNCATED,
-        (EncodedImage("hash", b"png", 3, 4),),
-        {"correct": True, "score": 0.5},
-        (Message.of("user", "hello"),),
-        "why",
-        ("replica-1",),
-    )
-
-
 def test_a_group_comes_back_as_it_was() -> None:
-    group = TrajectoryGroup("g", 3, [trajectory(k, length) for k, length in enumerate((5, 3, 9))])
+    more = {
+        "images": (EncodedImage("hash", b"png", 3, 4),), "info": {"correct": True, "score": 0.5},
+        "messages": (Message.of("user", "hello"),), "error": "why", "replica_ids": ("replica-1",),
+    }  # fmt: skip
+    members = [trajectory(f"g:{k}", [(length, 0.25), (2, 1.0)], **more) for k, length in enumerate((5, 3, 9))]
+    group = TrajectoryGroup("g", 3, members)
     back = pickle.loads(pickle.dumps(group))
     assert same(group, back)
     assert not same(group.trajectories[0], back.trajectories[1])
@@ -123,3 +113,23 @@ def test_a_completion_comes_back_as_it_was() -> None:
     back = pickle.loads(pickle.dumps(completion))
     assert same(completion, back)
     assert [len(sample.token_ids) for sample in back.samples] == [1, 4, 2]
+
+
+def test_weights_that_do_not_fit_for_vllm_are_an_error_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        plain(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    versions = FullVersions(None, None)
+    try:
+        payload = FullPayload.build(1, {"a": torch.ones(64)}, "base")
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(EngineError, match="No space left"):
+            versions._write(payload)
+        assert not list(versions.root.iterdir())
+        monkeypatch.undo()
+        assert versions._write(payload).is_file()
+    finally:
+        versions.close()
