@@ -137,18 +137,18 @@ def test_collecting_stops_where_something_changes() -> None:
     assert next_boundary(settings(), 400, None) == 1000
 
 
-def test_constant_sessions_end_at_max_feedback() -> None:
-    assert [session_size(settings(), 500, asked) for asked in (0, 40, 80, 100, 130)] == [40, 40, 20, 0, 0]
-
-
-def test_schedule_1_shrinks_with_the_remaining_steps() -> None:
-    one = settings(feedback_schedule=1)
-    assert [session_size(one, step, 0) for step in (0, 500, 750, 1000)] == [40, 20, 10, 1]
-
-
-def test_schedule_2_grows() -> None:
-    two = settings(feedback_schedule=2, max_feedback=10_000)
-    assert [session_size(two, step, 0) for step in (1, 501, 901)] == [40, 80, 400]
+@pytest.mark.parametrize(
+    ("changes", "asked", "sizes"),
+    [
+        ({}, 0, [40, 40, 40]),
+        ({}, 80, [20, 20, 20]),  # as many as max_feedback leaves
+        ({}, 130, [0, 0, 0]),
+        ({"feedback_schedule": 1}, 0, [40, 20, 1]),
+        ({"feedback_schedule": 2, "max_feedback": 10_000}, 0, [39, 79, 10_000]),
+    ],
+)
+def test_sessions_by_schedule(changes: dict[str, int], asked: int, sizes: list[int]) -> None:
+    assert [session_size(settings(**changes), step, asked) for step in (0, 500, 1000)] == sizes
 
 
 @pytest.mark.parametrize(("data", "words"), table("refused_settings")["preference_schedule"])

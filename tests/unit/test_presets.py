@@ -14,7 +14,6 @@ from rl_vlm.algorithms.preference_sac import PreferenceSAC
 from rl_vlm.config import PolicyConfig, load_config, parse_config, save_config
 from rl_vlm.config.learner import PRESETS, AlgorithmSection
 from rl_vlm.config.loading import apply_overrides
-from rl_vlm.control_envs.metaworld_cameras import ORIGINAL_VIEWS, choose_view
 from rl_vlm.types import UserInputError
 
 TABLES = table("settings")
@@ -196,24 +195,6 @@ def test_the_constants_of_the_loop_are_the_published_ones() -> None:
             3, (5, 3, 3, 3), (16, 32, 64, 128), (3, 2, 2, 2),
         )  # fmt: skip
         assert (model.batch, model.stop_accuracy, model.squash) == (None, 0.97, "tanh")
-
-
-def test_the_cameras_are_the_originals() -> None:
-    """Position, orientation, opening angle (degrees) of the original's scenes; what is left of 480 x 480 pixels."""
-    found = {
-        task: (view.position, view.xyaxes or view.euler, view.fovy, view.window, view.turned)
-        for task, view in ORIGINAL_VIEWS.items()
-    }
-    cut, whole = (80, 380, 100, 400), (0, 480, 0, 480)
-    assert found == {
-        "drawer-open": ((-0.6, 0.2, 0.35), (-1, 1, 0, -0.2, -0.2, -1), 45, cut, True),
-        "sweep-into": ((0, 1.1, 0.75), (-0.5, 0, 0), 45, cut, False),
-        "soccer": ((0.2, 0.6, 0.5), (3.5, 2.7, 1), 45, whole, True),
-        "door-open": ((0.7, 0.35, 0.6), (3.9, 2.3, 0.6), 60, whole, True),
-    }
-    for task in found:
-        assert choose_view(task, None) == choose_view(task, "original") == ORIGINAL_VIEWS[task]
-    assert (choose_view("assembly", None).name, choose_view("assembly", None).turned) == ("corner2", True)
 
 
 def test_every_full_recipe_is_in_the_table() -> None:
