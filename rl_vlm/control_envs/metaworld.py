@@ -90,7 +90,6 @@ class MetaWorldEnv(ControlEnv):
     def close(self) -> None:
         if self._renderer is not None:
             self._renderer.close()
-            self._renderer = None
         self._inner.close()
 
 

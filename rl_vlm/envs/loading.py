@@ -77,8 +77,7 @@ def _load_file(path: Path) -> ModuleType:
             return sys.modules[name]
         _extend_path(path.parent)
         spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise UserInputError(f"{path} is not a Python file.")
+        assert spec is not None and spec.loader is not None  # the name ends with .py
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses look their module up while the file runs
         try:

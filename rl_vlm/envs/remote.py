@@ -75,12 +75,8 @@ class RemoteEnv(EnvClient):
         reply, _ = self._post({"op": "open"}, self._retry_s)
         raise_error(reply, f"{self._url}: open")
         self._session, self._number, self._sizes = str(reply["session"]), 0, dict(reply["num_items"])
-        try:
-            # Those of the server's environment; a server of an earlier version does not tell them.
-            self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]
-        except EnvError as error:
-            self._end_session()
-            raise EnvCrashError(f"{self._url} does not answer as an environment does ({error}).") from error
+        # Those of the server's environment; a server of an earlier version does not tell them.
+        self.metrics = check_metrics(reply.get("metrics", {}))  # type: ignore[misc]
 
     def _ask(self, request: dict[str, Any]) -> Frame:
         if self._session is None:

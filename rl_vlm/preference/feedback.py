@@ -145,7 +145,7 @@ class LabellerDownError(RLVLMError):
 
 
 async def label_session(
-    labeller: Labeller, draw: Draw, wanted: int, max_rounds: int = 4, max_pairs: int | None = None
+    labeller: Labeller, draw: Draw, wanted: int, max_rounds: int, max_pairs: int
 ) -> tuple[list[SegmentPair], list[Label]]:
     """Label `wanted` pairs; while fewer than that are decided, draw and label as many again as are missing.
 
@@ -156,9 +156,7 @@ async def label_session(
     pairs: list[SegmentPair] = []
     labels: list[Label] = []
     for number in range(max_rounds):
-        missing = wanted - sum(label.is_decided for label in labels)
-        if max_pairs is not None:
-            missing = min(missing, max_pairs - len(pairs))
+        missing = min(wanted - sum(label.is_decided for label in labels), max_pairs - len(pairs))
         drawn = list(draw(missing)) if missing > 0 else []
         if not drawn:
             break

@@ -249,14 +249,11 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def _compile(loss: Loss) -> Loss:
-    """The loss under torch.compile; where its first call fails, the loss as it is."""
-    chosen: Loss | None = None
+    """The loss under torch.compile; from the first call that fails on, the loss as it is."""
+    chosen: Loss = torch.compile(loss, dynamic=False, fullgraph=True)
 
     def call(batch: Batch, noise: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal chosen
-        if chosen is not None:
-            return chosen(batch, noise, alpha)
-        chosen = torch.compile(loss, dynamic=False, fullgraph=True)
         try:
             return chosen(batch, noise, alpha)
         except Exception as error:  # dynamo and inductor raise what their parts raise; `loss` itself is tested

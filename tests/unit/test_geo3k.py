@@ -108,15 +108,6 @@ def test_image_size_shrinks_and_square_pads_with_grey():
     assert square.to_pil().getpixel((2, 32)) == (255, 255, 255)
 
 
-def test_a_wrong_call_is_warned_one_turn_early():
-    env = opened(max_turns=3)
-    first, second, third = (take(env, tool("7")) for _ in range(3))
-    assert first[0].startswith("Score: 0.") and "last one" not in first[0]
-    assert second[0].startswith("Score: 0.") and "next message is the last one" in second[0]
-    assert third[2:4] == (False, True)
-    assert third[4]["status"] == "out_of_turns"
-
-
 def test_every_kind_of_turn_has_its_own_reply():
     turns = {
         "right": tool(),

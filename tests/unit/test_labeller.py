@@ -228,7 +228,7 @@ def test_pairs_that_nobody_is_asked_about_do_not_hide_a_labeller_that_is_down() 
 
     labeller, pairs = VLMLabeller(Scripted(down), PROMPTS, one_step()), [pair(7, 7), *random_pairs(2), pair(9, 9)]
     with pytest.raises(LabellerDownError):
-        asyncio.run(label_session(labeller, lambda count: pairs, 4))
+        asyncio.run(label_session(labeller, lambda count: pairs, 4, max_rounds=4, max_pairs=99))
 
 
 def test_undecided_pairs_are_topped_up() -> None:
@@ -243,9 +243,9 @@ def test_undecided_pairs_are_topped_up() -> None:
         async def label(self, pairs: list[SegmentPair]) -> list[Label]:
             return [Label(-1 if p.first.true_rewards.sum() == p.second.true_rewards.sum() else 0) for p in pairs]
 
-    def decided(**bounds: int) -> tuple[int, int]:
+    def decided(max_rounds: int = 4, max_pairs: int = 99) -> tuple[int, int]:
         draws.clear()
-        pairs, labels = asyncio.run(label_session(Upright(), draw, 8, **bounds))
+        pairs, labels = asyncio.run(label_session(Upright(), draw, 8, max_rounds, max_pairs))
         return len(pairs), sum(label.is_decided for label in labels)
 
     assert decided() == (15, 7) and draws == [8, 4, 2, 1]

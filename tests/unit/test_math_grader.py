@@ -166,30 +166,10 @@ def test_grade_gives_the_reason(response: str, truth: str, expected: Grade) -> N
     assert grade_turns([response], truth) == expected
 
 
-@pytest.mark.parametrize("filler", ["a", r"\boxed{4} ", "{", r"\boxed{", "\\"])
-def test_a_megabyte_response_is_graded_in_under_two_seconds(filler: str) -> None:
-    response = filler * (MEGABYTE // len(filler)) + r" so \boxed{5}"
-    assert cpu_seconds(lambda: grade_turns([response], "5")) < 2.0
-    assert grade_turns([response], "5").correct
-    assert grade_turns([rf"\boxed{{{'9' * MEGABYTE}}}"], "5").reason is Reason.TOO_LONG
-
-
 def test_the_last_turn_with_a_box_counts() -> None:
     assert grade_turns([r"\boxed{4}", r"\boxed{5}", "Done."], "5").correct
     assert not grade_turns([r"\boxed{5}", r"\boxed{4}"], "5").correct
     assert grade_turns([], "5").reason is Reason.NO_ANSWER
-
-
-def test_a_box_in_the_environments_words_is_no_answer() -> None:
-    transcript = [
-        ("user", r"Put the answer in \boxed{}."),
-        ("assistant", r"<tool_call>{}</tool_call> Answer: \boxed{4}"),
-        ("tool", r"Wrong. The score is 0. Write the final answer as \boxed{5}."),
-        ("assistant", "I have no better idea."),
-    ]
-    turns = [text for role, text in transcript if role == "assistant"]
-    assert grade_turns(turns, "5") == Grade(False, "4", Reason.WRONG)
-    assert grade_turns(turns, "4").correct
 
 
 def test_a_box_that_opens_in_one_turn_does_not_close_in_the_next() -> None:

@@ -8,17 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from test_isolation import gone
 
-from rl_vlm.rewards.math import is_equal, refusal
+from rl_vlm.rewards.math import is_equal
 from rl_vlm.rewards.symbolic import WORKER, GraderError, Reason, SymbolicWorker
 
-TOWER = "9^{9^{9^{9}}}"  # the guard stops it; handed straight to the child, it runs for ever
+TOWER = "9^{9^{9^{9}}}"  # `refusal` stops it; handed straight to the child, it runs for ever
 
 
 def fake(function: str = "obedient_child:prepare", startup_s: float = 60.0, **settings: float) -> SymbolicWorker:
@@ -27,20 +26,14 @@ def fake(function: str = "obedient_child:prepare", startup_s: float = 60.0, **se
 
 
 @pytest.fixture
-def worker() -> Iterator[SymbolicWorker]:
+def worker() -> SymbolicWorker:
     """An obedient child, already started."""
     own = fake()
     assert own.compare("", "")[0] is Reason.CORRECT
-    yield own
-    own.close()
+    return own
 
 
 # --- the time limit -------------------------------------------------------------------------------------------------
-
-
-def test_the_guard_stops_what_would_hang_the_child() -> None:
-    assert refusal(TOWER)
-    assert not refusal("x^{2}+1")
 
 
 def test_a_power_tower_is_stopped_off_the_main_thread() -> None:
@@ -133,16 +126,6 @@ def test_the_child_dies_with_its_parent(function: str) -> None:
         assert not gone(child, 0.0)
         parent.kill()
     assert gone(child, 15.0)
-
-
-def test_close_ends_the_child_and_the_next_question_starts_one(worker: SymbolicWorker) -> None:
-    child = worker.pid
-    worker.close()
-    assert worker.pid is None
-    assert child is not None
-    assert gone(child, 0.0)
-    worker.close()
-    assert worker.compare("", "")[0] is Reason.CORRECT
 
 
 # --- children that misbehave ----------------------------------------------------------------------------------------

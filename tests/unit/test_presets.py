@@ -164,6 +164,21 @@ def test_a_preference_recipe_is_the_published_one(name: str) -> None:
     assert (run.preference.labels.source, run.preference.labels.steps) == ("vlm", 2)
 
 
+def test_the_constants_of_the_loop_are_the_published_ones() -> None:
+    for name in RECIPES:
+        settings = load_config(CONFIGS / "rl_vlm_f" / f"{name}.yaml").preference
+        sac, model = settings.sac, settings.reward_model
+        assert (sac.gamma, sac.init_alpha, sac.alpha_lr, sac.betas) == (0.99, 0.1, 1e-4, (0.9, 0.999))
+        assert (sac.tau, sac.target_update_every, sac.updates_per_step) == (0.005, 2, 1)
+        assert sac.log_std_bounds == (-5.0, 2.0)
+        assert (settings.exploration_k, settings.reset_updates, settings.feedback_schedule) == (5, 100, 0)
+        assert (settings.frame_capacity, settings.segment_length) == (200_000, 1)
+        assert (model.size, model.kernels, model.channels, model.strides) == (
+            3, (5, 3, 3, 3), (16, 32, 64, 128), (3, 2, 2, 2),
+        )  # fmt: skip
+        assert (model.batch, model.stop_accuracy, model.squash) == (None, 0.97, "tanh")
+
+
 def test_a_task_has_its_camera() -> None:
     for task, view in ORIGINAL_VIEWS.items():
         assert choose_view(task, None) == choose_view(task, "original") == view

@@ -118,17 +118,6 @@ def test_a_token_is_needed_where_one_is_set(monkeypatch):
         assert RemoteEnv(url, token_variable="MINE").reset()[0].messages[0].text == "Go."
 
 
-def test_a_request_that_comes_again_is_answered_as_before_and_not_carried_out_twice():
-    with served(Counting) as (url, _):
-        env = RemoteEnv(url)
-        env.reset()
-        step = {"op": "step", "action": "x", "session": env._session, "number": 2}
-        answers = [env._post(step, 0.0)[0] for _ in range(3)]
-        assert [one["info"]["steps"] for one in answers] == [1, 1, 1]
-        with pytest.raises(EnvCrashError):
-            env._post({**step, "number": 9}, 0.0)
-
-
 def test_a_connection_that_breaks_is_opened_again_and_no_step_is_made_twice(monkeypatch):
     with served(Counting) as (url, _):
         env = RemoteEnv(url)

@@ -99,14 +99,6 @@ def test_what_is_not_finite_never_reaches_the_learner(spoilt: str, value: float)
     assert np.isfinite(buffer.rewards).all()
 
 
-def test_relabelling_that_fails_midway_leaves_the_rewards_of_one_model() -> None:
-    buffer = filled(capacity=10, total=8)
-    before, calls = buffer.rewards.copy(), iter([np.ones(4, np.float32)])
-    with pytest.raises(StopIteration):
-        buffer.relabel_with("state_action", lambda inputs: next(calls), chunk=4)
-    assert np.array_equal(buffer.rewards, before)
-
-
 def all_pairs(buffer: ReplayBuffer, length: int, **options: Any) -> list[SegmentPair]:
     return buffer.sample_pairs(200, length, np.random.default_rng(1), **options)
 

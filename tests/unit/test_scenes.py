@@ -138,6 +138,3 @@ def test_labels_are_balanced_and_kinds_are_equally_frequent() -> None:
     assert sum(pair.truth for pair in items) == 1000
     kinds = Counter(pair.statement.kind for pair in items)
     assert all(abs(kinds[kind] - 500) < 80 for kind in STATEMENT_KINDS)
-
-
-# --- splits and repetition

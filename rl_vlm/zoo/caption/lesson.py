@@ -64,11 +64,11 @@ def draw_lesson(rng: Random) -> Exchange:
     return Exchange("user", (render(scene), sights.CAPTION_QUESTION), sights.vague_caption(rng, scene))
 
 
-def judge_lesson(comparison: Comparison, choice: str = "") -> Exchange:
-    """The judge's question; the reply describes the scene and names the better caption, or `choice`."""
+def judge_lesson(comparison: Comparison) -> Exchange:
+    """The judge's question; the reply describes the scene and names the better caption."""
     first, second = (f'"{caption}"' for caption in comparison.captions)
     question = QUESTION.replace("{first}", first).replace("{second}", second)
-    reply = f"{caption_of(comparison.scene)}: {choice or comparison.better}"
+    reply = f"{caption_of(comparison.scene)}: {comparison.better}"
     return Exchange("user", (render(comparison.scene), question), reply)
 
 

@@ -86,10 +86,10 @@ def render(room: Room) -> np.ndarray:
     return picture_of(env.render, IMAGE_SIZE)
 
 
-def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
+def draw_tour(rng: np.random.Generator) -> list[Exchange]:
     """One conversation, a picture in each turn and none of the test split."""
     turns: list[Exchange] = []
-    room = random_room(rng, sizes)
+    room = random_room(rng)
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
         picture = render(room)
         if rng.random() < ACTION_SHARE:
@@ -103,18 +103,18 @@ def draw_tour(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[
             turns.append(Exchange("user", (picture, question), answer))
             over = rng.random() < 0.8
         if over:
-            room = random_room(rng, sizes)
+            room = random_room(rng)
     return turns
 
 
-def random_room(rng: np.random.Generator, sizes: tuple[int, ...], split: str = "train") -> Room:
-    """A room of the split with agent and goal in different cells."""
+def random_room(rng: np.random.Generator) -> Room:
+    """A room of the train split with agent and goal in different cells."""
     while True:
-        size = sizes[rng.integers(len(sizes))]
+        size = SIZES[rng.integers(len(SIZES))]
         side = size - 2
         agent, goal = (divmod(int(number), side) for number in rng.permutation(side * side)[:2])
         room = Room(size, agent, tuple(HEADINGS)[rng.integers(len(HEADINGS))], goal)
-        if split_of(room) == split:
+        if split_of(room) == "train":
             return room
 
 

@@ -29,10 +29,10 @@ CORPUS = (
 )
 
 
-def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
+def draw_walk(rng: np.random.Generator) -> list[Exchange]:
     """One conversation, a picture in each turn."""
     turns: list[Exchange] = []
-    grid = _fresh(rng, sizes)
+    grid = _fresh(rng)
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
         picture = environment.render(grid)
         if rng.random() < MOVE_SHARE:
@@ -46,7 +46,7 @@ def draw_walk(rng: np.random.Generator, sizes: tuple[int, ...] = SIZES) -> list[
             turns.append(Exchange("user", (picture, question), answer))
             over = rng.random() < 0.8
         if over:
-            grid = _fresh(rng, sizes)
+            grid = _fresh(rng)
     return turns
 
 
@@ -93,10 +93,10 @@ def kind_of(grid: Grid, cell: environment.Cell) -> str:
     return "wall" if grid.blocked(cell) else "floor"
 
 
-def _fresh(rng: np.random.Generator, sizes: tuple[int, ...]) -> Grid:
+def _fresh(rng: np.random.Generator) -> Grid:
     """A random grid of the train split; it need not be solvable."""
     while True:
-        size = sizes[rng.integers(len(sizes))]
+        size = SIZES[rng.integers(len(SIZES))]
         most = size * size // 5
         grid = environment.random_grid(rng, size, int(rng.integers(most + 1)), int(rng.integers(most + 1)))
         if grid.split() == "train":
