@@ -70,7 +70,8 @@ class SceneRenderer:
         if hide_arm:
             arm = model.body_rootid[model.body("right_hand").id]
             model.geom_rgba[np.isin(model.geom_bodyid, np.flatnonzero(model.body_rootid == arm)), 3] = 0.0
-        _load_triton()
+        with contextlib.suppress(ImportError):  # torch loads it later, and its LLVM after Mesa's crashes
+            import triton  # noqa: F401
         try:
             self._renderer = mujoco.Renderer(model, size, size)
         except Exception as error:  # every GL binding has its own
@@ -120,12 +121,6 @@ def import_mujoco() -> Any:
     except ImportError as error:
         raise UserInputError(f"MetaWorld needs MuJoCo ({error}): run `pip install 'rl-vlm[metaworld]'`.") from error
     return mujoco
-
-
-def _load_triton() -> None:
-    """Load Triton, as torch does later, before Mesa: both contain LLVM, and Triton's after Mesa's crashes."""
-    with contextlib.suppress(ImportError):
-        import triton  # noqa: F401
 
 
 def _place_camera(mujoco: Any, model: Any, view: View) -> int:

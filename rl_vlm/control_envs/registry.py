@@ -94,12 +94,8 @@ def _unknown(env_id: str) -> str:
     known = known_control_envs()
     nearest = difflib.get_close_matches(env_id, [*known, *gymnasium.registry], n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
-    if env_id.lower().startswith("softgym"):
-        hint = (
-            f" SoftGym is not part of this package: install one that provides {env_id!r} in the entry-point group "
-            f"{ENTRY_POINT_GROUP} (see rl_vlm.control_envs.softgym)."
-        )
     return (
         f"Unknown control environment {env_id!r}.{hint} Known: {', '.join(known[:8])}"
-        f"{', ...' if len(known) > 8 else ''}, every gymnasium id with real-valued actions, or package.module:Class."
+        f"{', ...' if len(known) > 8 else ''}, every gymnasium id with real-valued actions, what installed packages "
+        f"provide in the entry-point group {ENTRY_POINT_GROUP} (as for SoftGym), or package.module:Class."
     )

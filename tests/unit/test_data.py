@@ -226,12 +226,6 @@ def test_a_row_without_text_is_refused(tmp_path, column, value, message):
             table[0]
 
 
-def test_missing_columns_name_those_found(tmp_path):
-    pq.write_table(pa.table({"question": ["?"], "answer": ["5"]}), tmp_path / "train.parquet")
-    with pytest.raises(UserInputError, match="problem, images"):
-        open_table(QUESTIONS, str(tmp_path), "train")
-
-
 @pytest.mark.parametrize("column", ["problem", "answer", "images"])
 def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path, column):
     table = pq.read_table(write(tmp_path / "a.parquet", [[png()]]))
@@ -247,16 +241,14 @@ def test_a_column_that_nobody_reads_may_be_there_twice(tmp_path):
     assert open_table(QUESTIONS, str(tmp_path), "train")[0].answer == "5"
 
 
-def test_a_missing_split_names_the_files_found(tmp_path):
-    write(tmp_path / "train.parquet", [[png()]])
-    with pytest.raises(UserInputError, match="train.parquet"):
-        open_table(QUESTIONS, str(tmp_path), "test")
-
-
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + b"\0" * 200 + b"PAR1"])
-def test_a_file_that_is_no_parquet_is_refused(tmp_path, content):
+def test_columns_splits_and_files_that_are_missing_are_named(tmp_path, content):
+    pq.write_table(pa.table({"question": ["?"], "answer": ["5"]}), tmp_path / "train.parquet")
+    for split, words in (("train", "problem, images"), ("test", "it holds train.parquet")):
+        with pytest.raises(UserInputError, match=words):
+            open_table(QUESTIONS, str(tmp_path), split)
     (tmp_path / "train.parquet").write_bytes(content)
-    with pytest.raises(UserInputError, match="parquet"):
+    with pytest.raises(UserInputError, match="not a readable parquet file"):
         open_table(QUESTIONS, str(tmp_path), "train")
 
 

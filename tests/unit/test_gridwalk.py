@@ -62,31 +62,25 @@ def test_walls_and_the_border_stop_the_agent() -> None:
     assert HAND_MADE.moved("right").moved("right").agent == (0, 1)  # the wall at (0, 2)
 
 
-def test_the_goal_pays_one_and_ends() -> None:
-    env = opened()
-    for move in ("down", "down", "right"):
-        observation, reward, terminated, truncated, info = env.step(move)
-        assert (reward, terminated, truncated, info["outcome"]) == (0.0, False, False, "walking")
+@pytest.mark.parametrize(
+    ("moves", "reward", "ended", "outcome"),
+    [
+        (["down", "down", "right", "right"], 1.0, (True, False), "goal"),
+        (["right", "down"], 0.0, (True, False), "hole"),
+        (["up"] * 5, 0.0, (False, True), "turns"),
+    ],
+)
+def test_goal_holes_and_the_last_turn_end_the_walk(
+    moves: list[str], reward: float, ended: tuple[bool, bool], outcome: str
+) -> None:
+    env = opened(max_turns=5)
+    for move in moves[:-1]:
+        observation, *before, info = env.step(move)
+        assert (before, info["outcome"]) == ([0.0, False, False], "walking")
         assert [(message.role, message.text) for message in observation.messages] == [("user", "Which way?")]
-    observation, reward, terminated, truncated, info = env.step("right")
-    assert (reward, terminated, truncated, observation.messages) == (1.0, True, False, ())
-    assert (info["success"], info["outcome"], info["steps"]) == (True, "goal", 4)
-
-
-def test_a_hole_pays_nothing_and_ends() -> None:
-    env = opened()
-    env.step("right")
-    observation, reward, terminated, truncated, info = env.step("down")
-    assert (reward, terminated, truncated, observation.messages) == (0.0, True, False, ())
-    assert (info["success"], info["outcome"], info["steps"]) == (False, "hole", 2)
-
-
-def test_the_last_turn_truncates_without_pay() -> None:
-    env = opened(max_turns=3)
-    assert not any(env.step("up")[3] for _ in range(2))
-    observation, reward, terminated, truncated, info = env.step("up")
-    assert (reward, terminated, truncated, observation.messages) == (0.0, False, True, ())
-    assert (info["success"], info["outcome"], info["steps"]) == (False, "turns", 3)
+    observation, paid, *flags, info = env.step(moves[-1])
+    assert (paid, tuple(flags), observation.messages) == (reward, ended, ())
+    assert (info["success"], info["outcome"], info["steps"]) == (outcome == "goal", outcome, len(moves))
 
 
 @pytest.mark.parametrize("text", ["", "north", "up!", "up it goes", "down,up", "<answer>up</answer>", "u p", "up\x00"])

@@ -113,29 +113,24 @@ def test_answers_are_paid_by_their_turn(settings: dict[str, bool], replies: list
 
 
 @pytest.mark.parametrize(
-    "text", ["{0}", "I see <answer>{0}</answer>", "<answer>{0}</answer> <answer>{0}</answer>", "<answer>{0}", ""]
-)
-def test_anything_but_the_whole_answer_pays_nothing(text: str) -> None:
-    env, answer = opened(3, turns=2)
+    ("tool", "text"),
+    [
+        *((False, text) for text in (
+            "{0}", "I see <answer>{0}</answer>", "<answer>{0}</answer> <answer>{0}</answer>", "<answer>{0}", "",
+        )),
+        *((True, text) for text in (
+            "<answer>{0}</answer>",
+            "<tool_call>{{}}</tool_call>",
+            '<tool_call>["{0}"]</tool_call>',
+            '<tool_call>{{"name":"other","arguments":{{"answer":"{0}"}}}}</tool_call>',
+            '<tool_call>{{"name":"calc_score","arguments":["{0}"]}}</tool_call>',
+            '<tool_call>{{"name":"calc_score","arguments":{{"answer":{0}}}}}</tool_call>',
+            '<tool_call>{{"name":"calc_score","arguments":{{"answer":"{0}"}}}}',
+        )),
+    ],
+)  # fmt: skip
+def test_anything_but_the_whole_answer_or_call_pays_nothing(tool: bool, text: str) -> None:
+    env, answer = opened(1, turns=2, tool=tool)
     observation, reward, terminated, _, info = env.step(text.format(answer))
     assert (reward, terminated, info["well_formed"], info["correct"]) == (0.0, False, False, False)
-    assert observation.messages[0].text == "Wrong. Try again."
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<answer>{0}</answer>",
-        "<tool_call>{{}}</tool_call>",
-        '<tool_call>["{0}"]</tool_call>',
-        '<tool_call>{{"name":"other","arguments":{{"answer":"{0}"}}}}</tool_call>',
-        '<tool_call>{{"name":"calc_score","arguments":["{0}"]}}</tool_call>',
-        '<tool_call>{{"name":"calc_score","arguments":{{"answer":{0}}}}}</tool_call>',
-        '<tool_call>{{"name":"calc_score","arguments":{{"answer":"{0}"}}}}',
-    ],
-)
-def test_with_the_tool_a_malformed_call_pays_nothing(text: str) -> None:
-    env, answer = opened(1, turns=2, tool=True)
-    observation, reward, _, _, info = env.step(text.format(answer))
-    assert (reward, info["well_formed"]) == (0.0, False)
-    assert observation.messages[0].role == "user"
+    assert [(message.role, message.text) for message in observation.messages] == [("user", "Wrong. Try again.")]
