@@ -67,7 +67,7 @@ def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_mod
     norms = 2 * (text.hidden + 1) + text.head_norms * (queries + keys + text.heads + text.kv_heads)
     # Of the MLP the gate, its activation and up: their product and the frozen projections keep nothing.
     kept = 2 * queries + 2 * keys + 3 * text.width
-    adapted = {linear.name: linear for linear in text.linears if linear in shape.adapted(target_modules)}
+    adapted = {linear.name: linear for linear in text.linears() if linear in shape.adapted(target_modules)}
     if lora != element:  # every LoRA layer keeps a copy of its input in its own precision
         inputs = lora * sum(linear.inputs for linear in adapted.values())
     else:  # shared where layers have the same input; the attention's output is kept already
@@ -171,7 +171,7 @@ def _images(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
         return _frozen_tower(config, shape, element, config.learner.gpus_per_learner)
     # A tower that is trained keeps activations of all images of a micro-batch, which may be all of its tokens.
     tower, patches = shape.tower, _tokens(config) * shape.tower.merge**2
-    inputs = sum(linear.inputs * linear.copies for linear in tower.linears) * (element if full else _LORA)
+    inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if full else _LORA)
     kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
     if full and config.learner.gradient_checkpointing:
         kept = element * tower.hidden * tower.depth + kept // tower.depth
@@ -234,7 +234,7 @@ def _vllm(config: CommonConfig, shape: ModelShape) -> list[Part]:
     activations = tokens * (4 * text.hidden + 3 * text.width) * element + logits
     parts.append(Part("activations", activations, f"{tokens} tokens a step, {settings.max_num_seqs} samples' logits"))
     # vLLM encodes at most a step's tokens of images, and keeps as many encoded ones.
-    kept = tokens * text.hidden * (1 + shape.tower.deepstack) * element
+    kept = tokens * text.hidden * (1 + len(shape.tower.deepstack)) * element
     images = shape.tower.pass_bytes(element, tokens * shape.tower.merge**2) + kept
     parts.append(Part("images", images, f"{tokens} image tokens encoded, and as many kept"))
     if not settings.enforce_eager and config.serving.gpus_per_replica:

@@ -1,18 +1,21 @@
-"""ModelShape: parameters, LoRA sizes and bytes per token of a model, counted in what transformers makes of it."""
+"""ModelShape: parameters, LoRA sizes and bytes per token of models, which equal what transformers' classes allocate. Of
+Qwen2.5-VL and Qwen3-VL they follow from config.json; of other families they are counted."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, Field
+
 from rl_vlm.types import UserInputError
 
-# Constants that no configuration says, for the plan and for the code that allocates by them.
+# Constants that no configuration says, for the plan, which imports no torch, and for the code that allocates by them.
 
 GIB = 1 << 30
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
@@ -72,29 +75,44 @@ class Linear(NamedTuple):
         return self.copies * rank * (self.inputs + self.outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class TextShape:
-    """The language model."""
+class TextShape(BaseModel):
+    """The language model, read from its settings in config.json."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden: int = Field(alias="hidden_size")
+    layers: int = Field(alias="num_hidden_layers")
+    heads: int = Field(alias="num_attention_heads")
+    kv_heads: int = Field(alias="num_key_value_heads")
     head_dim: int
-    width: int  # of the MLP
-    vocab: int
-    head_norms: bool  # whether queries and keys are normalised
-    linears: tuple[Linear, ...]  # that can be adapted
-    parameters: int  # of the layers and the last norm, without embedding and output projection
+    width: int = Field(alias="intermediate_size")
+    vocab: int = Field(alias="vocab_size")
+    attention_bias: bool = False
+    head_norms: bool
+
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers that can be adapted."""
+        queries, keys, bias = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.attention_bias
+        yield Linear("q_proj", self.hidden, queries, bias, self.layers)
+        yield Linear("k_proj", self.hidden, keys, bias, self.layers)
+        yield Linear("v_proj", self.hidden, keys, bias, self.layers)
+        yield Linear("o_proj", queries, self.hidden, bias and self.head_norms, self.layers)
+        yield Linear("gate_proj", self.hidden, self.width, False, self.layers)
+        yield Linear("up_proj", self.hidden, self.width, False, self.layers)
+        yield Linear("down_proj", self.width, self.hidden, False, self.layers)
 
     @property
     def linear_parameters(self) -> int:
-        return sum(linear.parameters for linear in self.linears)
+        return sum(linear.parameters for linear in self.linears())
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the layers and the last norm, without embedding and output projection."""
+        norms = self.layers * (2 * self.hidden + 2 * self.head_norms * self.head_dim) + self.hidden
+        return self.linear_parameters + norms
 
     @property
     def kv_per_token(self) -> int:
         """Numbers in the keys and values of one token, in all layers."""
-        return 2 * sum(linear.copies * linear.outputs for linear in self.linears if linear.name == "k_proj")
+        return 2 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def embedding(self) -> int:
@@ -102,22 +120,43 @@ class TextShape:
         return self.vocab * self.hidden
 
 
-@dataclass(frozen=True, slots=True)
-class TowerShape:
-    """The vision tower with its projectors."""
+class TowerShape(BaseModel):
+    """The vision tower, read from its settings in config.json. `gated`, Qwen2.5-VL's kind, has gated MLPs, norms
+    without bias, no position table and no deep stack."""
 
-    hidden: int
+    hidden: int = Field(alias="hidden_size")
     depth: int
-    width: int  # of the MLP
-    patch: int  # pixels of a side
-    merge: int  # patches along a side that one token stands for
-    deepstack: int  # layers whose features go on beside the last's
-    linears: tuple[Linear, ...]
-    parameters: int
+    width: int = Field(alias="intermediate_size")
+    channels: int = Field(3, alias="in_channels")
+    frames: int = Field(2, alias="temporal_patch_size")
+    patch: int = Field(alias="patch_size")
+    merge: int = Field(2, alias="spatial_merge_size")
+    out: int = Field(alias="out_hidden_size")
+    positions: int = Field(0, alias="num_position_embeddings")
+    deepstack: tuple[int, ...] = Field((), alias="deepstack_visual_indexes")  # their features go on beside the last's
+    gated: bool
+
+    def linears(self) -> Iterator[Linear]:
+        """The linear layers that can be adapted."""
+        merged, mergers = self.hidden * self.merge**2, 1 + len(self.deepstack)
+        yield Linear("qkv", self.hidden, 3 * self.hidden, True, self.depth)
+        yield Linear("proj", self.hidden, self.hidden, True, self.depth)
+        yield Linear("up", self.hidden, self.width, True, (1 + self.gated) * self.depth)
+        yield Linear("down", self.width, self.hidden, True, self.depth)
+        yield Linear("merger1", merged, merged, True, mergers)
+        yield Linear("merger2", merged, self.out, True, mergers)
+
+    @property
+    def parameters(self) -> int:
+        norm = 1 if self.gated else 2  # vectors of a norm
+        norms = norm * self.hidden * (2 * self.depth + 1 + len(self.deepstack) * self.merge**2)
+        values = self.channels * self.frames * self.patch**2  # of a patch
+        embed = self.hidden * (values + (not self.gated) + self.positions)
+        return sum(linear.parameters for linear in self.linears()) + norms + embed
 
     def pass_bytes(self, element: int, patches: int) -> int:
         """The peak of a pass without a gradient."""
-        pixels, stream = 4 * 3 * self.patch**2, 2 * element * self.hidden  # with its norm
+        pixels, stream = 4 * self.channels * self.patch**2, 2 * element * self.hidden  # with its norm
         attention = element * 5 * self.hidden + 4 * 4 * self.hidden  # float32 copies of queries and keys are rotated
         mlp = element * (2 * self.width + self.hidden)
         return patches * (pixels + stream + max(attention, mlp))
@@ -134,59 +173,22 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From the content of config.json of any family, counted in the model that transformers makes of it without
-        memory. Raises UserInputError for a model type that it does not know."""
-        import torch
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        from rl_vlm.models.families import text_model, towers
-        from rl_vlm.models.lora import adaptable_linears
-
-        try:
-            family = str(config["model_type"])
-            settings = AutoConfig.for_model(**config)
-            with torch.device("meta"):
-                model: Any = AutoModelForImageTextToText.from_config(settings)
-        except (KeyError, ValueError) as error:
-            raise UserInputError(
-                f"transformers knows no vision-language model of type {config.get('model_type')!r}: {error}"
-            ) from error
-        language = text_model(model)
-        inside = {id(module) for module in language.modules()}
-        counted: dict[bool, Counter[tuple[str, int, int, bool]]] = {True: Counter(), False: Counter()}
-        for name, module in adaptable_linears(model).items():
-            leaf = name.rsplit(".", 1)[-1]
-            counted[id(module) in inside][leaf, module.in_features, module.out_features, module.bias is not None] += 1
-        linears = {
-            side: tuple(Linear(*key, copies) for key, copies in found.items()) for side, found in counted.items()
-        }
-        # As a dictionary: of what differs from layer to layer a configuration gives no attribute.
-        values, vision = settings.get_text_config().to_dict(), settings.vision_config
-        hidden, heads = values["hidden_size"], values["num_attention_heads"]
-        text = TextShape(
-            hidden=hidden,
-            layers=values["num_hidden_layers"],
-            heads=heads,
-            kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or hidden // heads,
-            width=values.get("intermediate_size") or hidden,
-            vocab=values["vocab_size"],
-            head_norms=any(name.endswith("q_norm") for name, _ in language.named_modules()),
-            linears=linears[True],
-            parameters=sum(p.numel() for p in language.parameters()) - values["vocab_size"] * hidden,
+        """From the content of config.json. Raises UserInputError for families that are not known."""
+        family = str(config.get("model_type"))
+        if family not in ("qwen3_vl", "qwen2_5_vl"):
+            return count_shape(config)
+        older = family == "qwen2_5_vl"
+        text = config.get("text_config", config)  # older folders have the language model's settings at the top
+        heads = text["num_attention_heads"]
+        known: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": text["hidden_size"] // heads}
+        known |= {name: value for name, value in text.items() if value is not None}
+        known |= {"head_norms": not older} | ({"attention_bias": True} if older else {})
+        return cls(
+            family,
+            TextShape.model_validate(known),
+            TowerShape.model_validate({**config["vision_config"], "gated": older}),
+            bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         )
-        width = int(getattr(vision, "hidden_size", hidden))
-        tower = TowerShape(
-            hidden=width,
-            depth=getattr(vision, "depth", None) or vision.num_hidden_layers,
-            width=getattr(vision, "intermediate_size", 4 * width),
-            patch=_side(getattr(vision, "patch_size", 16)),
-            merge=_merge(settings, vision),
-            deepstack=len(getattr(vision, "deepstack_visual_indexes", ())),
-            linears=linears[False],
-            parameters=sum(p.numel() for part in towers(model) for p in part.parameters()),
-        )
-        return cls(family, text, tower, bool(settings.tie_word_embeddings))
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
@@ -206,8 +208,8 @@ class ModelShape:
         """The linear layers that `model.lora.target_modules` changes."""
         names = TARGET_MODULES[target_modules]
         everything = set(names) == set(TARGET_MODULES["all"])  # some families have layers of other names, too
-        language = [linear for linear in self.text.linears if everything or linear.name in names]
-        return language + (list(self.tower.linears) if target_modules == "vision" else [])
+        language = [linear for linear in self.text.linears() if everything or linear.name in names]
+        return language + (list(self.tower.linears()) if target_modules == "vision" else [])
 
     def lora_parameters(self, rank: int, target_modules: str) -> int:
         return sum(linear.lora(rank) for linear in self.adapted(target_modules))
@@ -215,6 +217,88 @@ class ModelShape:
     def kv_bytes_per_token(self, element: int) -> int:
         """Keys and values of one token in all layers, with `element` bytes each."""
         return self.text.kv_per_token * element
+
+
+# Other families, whose layers are counted instead of read from settings.
+
+
+class _Counted(BaseModel):
+    """What is counted instead of read from settings."""
+
+    counted: list[Linear]
+    total: int
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self.counted
+
+    @property
+    def parameters(self) -> int:
+        return self.total
+
+
+class CountedText(_Counted, TextShape):
+    """A language model whose layers are counted."""
+
+    @property
+    def kv_per_token(self) -> int:
+        return 2 * sum(linear.copies * linear.outputs for linear in self.counted if linear.name == "k_proj")
+
+
+class CountedTower(_Counted, TowerShape):
+    """Towers and projectors whose layers are counted."""
+
+
+def count_shape(config: Mapping[str, Any]) -> ModelShape:
+    """From the content of config.json of any family, by the model that transformers makes of it, without memory. Raises
+    UserInputError for a model type that it does not know."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from rl_vlm.models.families import text_model, towers
+    from rl_vlm.models.lora import adaptable_linears
+
+    try:
+        family = str(config["model_type"])
+        settings = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model: Any = AutoModelForImageTextToText.from_config(settings)
+    except (KeyError, ValueError) as error:
+        raise UserInputError(
+            f"transformers knows no vision-language model of type {config.get('model_type')!r}: {error}"
+        ) from error
+    text, vision = settings.get_text_config(), settings.vision_config
+    parts: dict[bool, Counter[tuple[str, int, int, bool]]] = {True: Counter(), False: Counter()}
+    language = {id(module) for module in text_model(model).modules()}
+    for name, module in adaptable_linears(model).items():
+        leaf = name.rsplit(".", 1)[-1]
+        parts[id(module) in language][leaf, module.in_features, module.out_features, module.bias is not None] += 1
+    linears = {side: [Linear(*key, copies) for key, copies in found.items()] for side, found in parts.items()}
+    sizes = {side: sum(p.numel() for part in of for p in part.parameters()) for side, of in
+             ((True, [text_model(model)]), (False, towers(model)))}  # fmt: skip
+    # As a dictionary: of what differs from layer to layer a configuration gives no attribute.
+    values = text.to_dict()
+    embedding, heads = values["vocab_size"] * values["hidden_size"], values["num_attention_heads"]
+    vision_width = int(getattr(vision, "hidden_size", text.hidden_size))
+    return ModelShape(
+        family,
+        CountedText.model_validate({
+            "hidden_size": values["hidden_size"], "num_hidden_layers": values["num_hidden_layers"],
+            "num_attention_heads": heads, "num_key_value_heads": values.get("num_key_value_heads") or heads,
+            "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+            "intermediate_size": values.get("intermediate_size") or values["hidden_size"],
+            "vocab_size": values["vocab_size"], "head_norms": True,
+            "counted": linears[True], "total": sizes[True] - embedding,
+        }),
+        CountedTower.model_validate({
+            "hidden_size": vision_width,
+            "depth": getattr(vision, "depth", None) or vision.num_hidden_layers,
+            "intermediate_size": getattr(vision, "intermediate_size", 4 * vision_width), "temporal_patch_size": 1,
+            "patch_size": _side(getattr(vision, "patch_size", 16)), "spatial_merge_size": _merge(settings, vision),
+            "out_hidden_size": text.hidden_size, "gated": False,
+            "counted": linears[False], "total": sizes[False],
+        }),
+        bool(settings.tie_word_embeddings),
+    )  # fmt: skip
 
 
 def _side(size: Any) -> int:
