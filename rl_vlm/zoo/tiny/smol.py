@@ -6,6 +6,7 @@ A picture of 64x64 is four tiles and the whole, one token each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_vlm.zoo.tiny.tokenizer import train_bpe
@@ -16,20 +17,7 @@ SMOL_TOKENS = [
     "<|im_start|>", "<|im_end|>", "<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *_TILES,
 ]  # fmt: skip
 # Our own template, which renders texts and images as SmolVLM's does.
-CHAT_TEMPLATE = r"""
-{{- '<|im_start|>' }}
-{%- for message in messages %}
-    {%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content %}
-    {{- message.role | capitalize + (':' if parts[0].type == 'image' else ': ') }}
-    {%- for part in parts %}
-        {{- '<image>' if part.type == 'image' else part.text }}
-    {%- endfor %}
-    {{- '<end_of_utterance>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- 'Assistant:' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("smol.jinja").read_text(encoding="utf-8")
 
 
 def build_processor(max_length: int, corpus: Sequence[str] = ()) -> Any:

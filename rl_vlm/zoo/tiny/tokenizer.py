@@ -7,6 +7,7 @@ Qwen's order. The template renders as the one of Qwen3-VL-Instruct does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_vlm.zoo.shapes.environment import COUNT_QUESTION, TRY_AGAIN, format_answer, format_call
@@ -25,73 +26,7 @@ OTHER_TOKENS = [
 ]  # fmt: skip
 
 # Our own template, which renders texts, images, tools and calls as that of Qwen3-VL-Instruct does.
-CHAT_TEMPLATE = r"""
-{%- macro text_only(content) %}
-    {%- if content is string %}
-        {{- content }}
-    {%- else %}
-        {%- for part in content if 'text' in part %}
-            {{- part.text }}
-        {%- endfor %}
-    {%- endif %}
-{%- endmacro %}
-{%- macro with_media(content) %}
-    {%- if content is string %}
-        {{- content }}
-    {%- else %}
-        {%- for part in content %}
-            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- elif 'text' in part %}
-                {{- part.text }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-{%- endmacro %}
-{%- if tools %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- text_only(messages[0].content) + '\n\n' }}
-    {%- endif %}
-    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
-    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\n' }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments ' }}
-    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
-    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + text_only(messages[0].content) + '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {{- '<|im_start|>user\n' + with_media(message.content) + '<|im_end|>\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' + text_only(message.content) }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\n' if message.content or not loop.first else '' }}
-            {%- set call = call.function or call %}
-            {{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
-            {%- if call.arguments is string %}
-                {{- call.arguments }}
-            {%- else %}
-                {{- call.arguments | tojson }}
-            {%- endif %}
-            {{- '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '' }}
-        {{- '\n<tool_response>\n' + with_media(message.content) + '\n</tool_response>' }}
-        {{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("qwen.jinja").read_text(encoding="utf-8")
 
 # Words that must become single tokens come often; the sentences below fill the vocabulary with common pieces.
 _FRAME = (
