@@ -294,15 +294,6 @@ def test_every_mode_is_shown_as_a_viewer_shows_it(image: Image.Image, expected: 
         assert tuple(pixels(file.getvalue())[7, 7]) == expected
 
 
-def test_a_photo_is_upright_whether_it_comes_as_a_picture_or_as_a_file() -> None:
-    file = io.BytesIO()
-    photo = turned_photo()
-    photo.save(file, "PNG", exif=photo.getexif())
-    for shown in (np.asarray(EncodedImage.from_pil(turned_photo()).to_pil()), pixels(file.getvalue())):
-        assert shown.shape == (96, 64, 3)
-        assert (shown[:16] == (255, 0, 0)).all() and (shown[16:] == 255).all()
-
-
 def test_the_model_sees_a_photo_upright_with_the_grid_of_what_it_sees(spec: ImageProcessorSpec) -> None:
     patches, grid = patchify(spec, turned_photo())
     expected, expected_grid = patchify(spec, EncodedImage.from_pil(turned_photo()))

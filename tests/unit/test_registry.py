@@ -135,16 +135,8 @@ def test_a_good_step_is_returned_with_plain_types():
 def test_a_nonsense_step_says_what_is_wrong(result, message):
     with pytest.raises(EnvError, match=message):
         check_step(result)
-
-
-def test_a_nonsense_reset_says_what_is_wrong():
-    for result, message in (
-        (GOOD, "observation, info"),
-        ((Observation(), {}), "without a message"),
-        ((GOOD, []), "dict"),
-    ):
-        with pytest.raises(EnvError, match=message):
-            check_reset(result)
+    with pytest.raises(EnvError):  # nor is it what a reset returns
+        check_reset(result)
 
 
 def test_a_part_does_not_take_the_place_of_the_reward_itself():

@@ -17,7 +17,7 @@ from rl_vlm.zoo import drawing
 from rl_vlm.zoo.geo3k.lesson import geometry_drawer
 from rl_vlm.zoo.shapes import environment
 from rl_vlm.zoo.shapes.environment import parse_answer, parse_call
-from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, perception_dialogue, target_dialogue
+from rl_vlm.zoo.shapes.lesson import NUMBER_ODDS, SECOND_TURN_SHARE, target_dialogue
 from rl_vlm.zoo.tiny import model as tiny
 
 
@@ -133,13 +133,6 @@ def test_target_questions_are_answered_at_random() -> None:
     assert abs(tried_again / (asked * 0.75) - SECOND_TURN_SHARE) < 0.05
     for number, odds in zip(environment.NUMBERS, NUMBER_ODDS, strict=True):
         assert abs(answers[number] / 4000 - odds) < 0.03
-
-
-def test_perception_questions_are_answered_in_the_form_of_the_environment() -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(50):
-        (exchange,) = perception_dialogue(rng)
-        assert parse_answer(exchange.reply) in {*drawing.COLOURS, *drawing.CORNERS, "yes", "no"}
 
 
 def test_geometry_dialogues_hold_well_formed_calls_over_several_turns() -> None:
