@@ -2,11 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from core_support import picture
 from real_shapes import build
 from test_cli import output, run
+from transformers import AutoModelForImageTextToText
 
+from rl_vlm.models.families import generic
+from rl_vlm.models.loading import load_model, load_text_side
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.runs.model_report import report
 
@@ -33,9 +40,20 @@ def test_the_tiny_model_as_json(tiny_folder: Path, capsys: pytest.CaptureFixture
 
 def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     """Counted without memory; of a tied embedding once."""
-    from transformers import AutoModelForImageTextToText
-
     for family in ("smolvlm", "gemma4", "qwen3_5_moe"):
         folder = build(family, tmp_path / family)
         model = AutoModelForImageTextToText.from_pretrained(folder)
         assert ModelShape.read(folder).parameters == sum(parameter.numel() for parameter in model.parameters()), family
+
+
+def test_the_example_of_a_new_family_on_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    names: dict[str, Any] = dict(vars(generic))
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    folder = build("internvl", tmp_path / "model")
+    text, image = load_text_side(folder), picture(np.random.default_rng(0), 40, 40)
+    kinds = (generic.Backbone, names["BrightBackbone"])
+    (plain,), (bright,) = (
+        kind(load_model(folder), text.images, np.empty(0, np.int64)).image_features([image]) for kind in kinds
+    )
+    assert torch.equal(bright.merged, 2 * plain.merged)
