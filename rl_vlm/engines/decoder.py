@@ -172,9 +172,7 @@ class Decoder:
         written_out = backbone.model.config.model_type in WRITTEN_OUT
         self._text: Any = TextModel(backbone, max_context) if written_out else ModelText(backbone)
         self._random = np.random.default_rng()
-        self.counts: Counter[str] = (
-            Counter()
-        )  # prompt_tokens, generated_tokens, steps, and step_rows, summed over steps
+        self.counts = Counter[str]()  # prompt_tokens, generated_tokens, decode steps, and step_rows, summed over steps
         self.clear()
 
     def clear(self) -> None:
