@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import numpy as np
-import yaml
 from pydantic import StringConstraints, ValidationError, model_validator
 
 from rl_vlm.asking import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
-from rl_vlm.config.loading import explain, load_yaml
+from rl_vlm.config.loading import explain, load_yaml_file
 from rl_vlm.config.section import Section
 from rl_vlm.labelling.store import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
@@ -96,7 +95,6 @@ class Templates(Section):
 class TaskPrompts(Section):
     """One task: `goal` completes "The goal is ...", `description` says what the achieved goal looks like."""
 
-    name: str
     goal: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     description: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
     templates: Templates = Templates()
@@ -127,7 +125,7 @@ def task_prompts(task: str, file: str | Path | None = None, goal: str = "") -> T
         if known is not None:
             return known
     if goal:
-        return TaskPrompts(name=task or "task", goal=goal)
+        return TaskPrompts(goal=goal)
     names = [*own, *sorted(TASKS)]
     near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
@@ -137,14 +135,9 @@ def task_prompts(task: str, file: str | Path | None = None, goal: str = "") -> T
 
 
 def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
-    """Read a user's prompts (see this module's docstring). Raises UserInputError on the first thing that is wrong."""
+    """Read a user's prompts. Raises UserInputError on the first thing that is wrong."""
     file = Path(path)
-    try:
-        data = load_yaml(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserInputError(f"Cannot read the prompts in {file}: {error}.") from error
-    except yaml.YAMLError as error:
-        raise UserInputError(f"The prompts in {file} are not valid YAML: {error}.") from error
+    data = load_yaml_file(file, "file of prompts")
     if not isinstance(data, dict) or not data:
         raise UserInputError(
             f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`."
@@ -153,7 +146,7 @@ def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
     for name, value in data.items():
         keys = value if isinstance(value, dict) else {"goal": value}
         try:
-            tasks[str(name)] = TaskPrompts.model_validate({**keys, "name": str(name)})
+            tasks[str(name)] = TaskPrompts.model_validate(keys)
         except ValidationError as error:
             raise UserInputError(f"The prompts in {file}, task {name!r}: {explain(error, TaskPrompts)}") from error
     return tasks
@@ -192,11 +185,8 @@ _GOALS = {
         "The cloth is folded diagonally, its top left corner on its bottom right corner.",
     ),
 }
-TASKS = {
-    name: TaskPrompts(name=name, goal=goal, description=description) for name, (goal, description) in _GOALS.items()
-}
-TASKS["cartpole-tiny"] = TaskPrompts(
-    name="cartpole-tiny",  # for `tiny-labeller`, whose every token costs
+TASKS = {name: TaskPrompts(goal=goal, description=description) for name, (goal, description) in _GOALS.items()}
+TASKS["cartpole-tiny"] = TaskPrompts(  # for `tiny-labeller`, whose every token costs
     goal="an upright pole",
     description="The pole is upright.",
     templates=Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),

@@ -85,11 +85,6 @@ def learner_parts(config: CommonConfig, shape: ModelShape) -> list[Part]:
     return [part(config, shape, ELEMENT[config.model.dtype]) for part in parts] + [_CONTEXT]
 
 
-def kept_between_updates(config: CommonConfig, shape: ModelShape) -> int:
-    """Bytes that one learner holds while it waits."""
-    return _sum(part for part in learner_parts(config, shape) if part.name not in OF_UPDATES)
-
-
 def _weights(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     learner, layers = config.learner, shape.text.parameters
     detail = f"{amount(shape.parameters)} in {config.model.dtype}"
@@ -254,7 +249,8 @@ def _vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:
     if card is None:
         return _sample(config, shape)  # the least
     if isinstance(config, PolicyConfig) and serving.vllm.rest_while_learning:  # all that a learner leaves
-        share = int(card * _TAKEN) - kept_between_updates(config, shape)
+        kept = _sum(part for part in learner_parts(config, shape) if part.name not in OF_UPDATES)
+        share = int(card * _TAKEN) - kept
     else:
         share = int(serving.memory_utilization * card)
     return max(share - _sum(_vllm(config, shape)), 0)
@@ -273,10 +269,9 @@ def _transformers(config: CommonConfig, shape: ModelShape) -> list[Part]:
     elif isinstance(config, PolicyConfig):  # computed beside the weights
         size = 2 * published_bytes(config, shape)
         parts.append(Part("adapters", size, "the newest, and the one that running samples finish with"))
-    activations = PREFILL_TOKENS * (6 * text.hidden + 3 * text.width) * element
-    activations += _rows(config) * text.vocab * 4 * _OUR_LOGITS
-    detail = f"{PREFILL_TOKENS} prompt tokens at a time, {_rows(config)} samples' logits"
-    parts.append(Part("activations", activations, detail))
+    rows, prefill = _rows(config), PREFILL_TOKENS * (6 * text.hidden + 3 * text.width) * element
+    size = prefill + rows * text.vocab * 4 * _OUR_LOGITS
+    parts.append(Part("activations", size, f"{PREFILL_TOKENS} prompt tokens at a time, {rows} samples' logits"))
     return [*parts, _frozen_tower(config, shape, element, serving.gpus_per_replica)]
 
 
