@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ def plan(
     from rl_vlm.runs.memory import describe, make_plan
 
     found = make_plan(run, gpu_gib)
-    typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(describe(run, found)))
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(describe(run, found)))
     if not found.fits:
         raise typer.Exit(1)
 

@@ -181,20 +181,7 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
     data: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
-        try:
-            text = file.read_text()
-        except OSError as error:
-            names = difflib.get_close_matches(file.name, [near.name for near in file.parent.glob("*.y*ml")], n=1)
-            hint = f" Did you mean {file.parent / names[0]}?" if names else ""
-            raise UserInputError(f"Cannot read the config {file}: {error.strerror or error}.{hint}") from error
-        except UnicodeDecodeError as error:
-            raise UserInputError(f"The config {file} is not a text file ({error.reason}).") from error
-        try:
-            loaded = load_yaml(text)
-        except yaml.YAMLError as error:
-            where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
-            line = f" in line {where.line + 1}" if where else ""
-            raise UserInputError(f"The config {file} is not valid YAML{line}: {problem}.") from error
+        loaded = load_yaml_file(file, "config")
         if loaded is not None and not isinstance(loaded, dict):
             kind = type(loaded).__name__
             raise UserInputError(f"The config {file} must hold sections such as `model:`, not a {kind}.")
@@ -202,6 +189,22 @@ def read_yaml(path: str | Path | None, overrides: Iterable[str]) -> dict[str, An
     for override in overrides:
         apply_override(data, *parse_override(override))
     return data
+
+
+def load_yaml_file(file: Path, what: str) -> Any:
+    """The content of a YAML file, which `what` names in an error. Raises UserInputError."""
+    try:
+        return load_yaml(file.read_text())
+    except OSError as error:
+        names = difflib.get_close_matches(file.name, [near.name for near in file.parent.glob("*.y*ml")], n=1)
+        hint = f" Did you mean {file.parent / names[0]}?" if names else ""
+        raise UserInputError(f"Cannot read the {what} {file}: {error.strerror or error}.{hint}") from error
+    except UnicodeDecodeError as error:
+        raise UserInputError(f"The {what} {file} is not a text file ({error.reason}).") from error
+    except yaml.YAMLError as error:
+        where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        line = f" in line {where.line + 1}" if where else ""
+        raise UserInputError(f"The {what} {file} is not valid YAML{line}: {problem}.") from error
 
 
 def parse_config(data: Mapping[str, Any]) -> TrainConfig:

@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,26 +33,20 @@ from rl_vlm.labelling.store import (
 from rl_vlm.types import RLVLMError, UserInputError
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_PREFIXED = re.compile(r"^(first|second)[_-](.+)$", re.IGNORECASE)
-_NUMBERED = re.compile(r"^(.+)[_-]([12])$")
+_NAME = re.compile(r"(first|second)[_-](.+)|(.+)[_-]([12])", re.IGNORECASE)
 _PAIRS_PER_CALL = 64  # bounds memory: a folder may hold thousands
 _PIXELS_PER_CALL = 64_000_000  # of all pictures; a single pair may have more
+_COUNTED = ("not_understood", "questions", "prompt_tokens", "sampled_tokens")  # of what a labeller counts
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class NamedPair:
-    """The names of a pair's pictures, the true returns (nan: not known), and the pixels of both pictures together."""
+    """The names of a pair's pictures, the true returns (nan: not known), and the pixels of both pictures together,
+    whose headers are read. Raises UserInputError."""
 
-    folder: Path
-    names: tuple[str, str]
-    returns: tuple[float, float]
-    pixels: int
-
-    @classmethod
-    def of(cls, folder: Path, names: tuple[str, str], returns: tuple[float, float] = (np.nan, np.nan)) -> NamedPair:
-        """The pair, whose pictures' headers are read. Raises UserInputError."""
-        return cls(folder, names, returns, sum(math.prod(_read(folder, name, check_header)) for name in names))
+    def __init__(self, folder: Path, names: tuple[str, str], returns: tuple[float, float] = (np.nan, np.nan)) -> None:
+        self.folder, self.names, self.returns = folder, names, returns
+        self.pixels = sum(math.prod(_read(folder, name, check_header)) for name in names)
 
     def load(self) -> SegmentPair:
         """Raises UserInputError."""
@@ -70,8 +63,7 @@ def find_pairs(folder: str | Path) -> list[NamedPair]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserInputError(f"There is no folder {folder}.")
-    listed = (folder / "pairs.csv").is_file()
-    pairs = _listed(folder) if listed else [NamedPair.of(folder, names) for names in _by_name(folder)]
+    pairs = _listed(folder) if (folder / "pairs.csv").is_file() else _by_name(folder)
     if not pairs:
         raise UserInputError(
             f"{folder} holds no pairs: name pictures first_X and second_X, or X_1 and X_2, or list them in pairs.csv "
@@ -121,13 +113,10 @@ def summary(pairs: Sequence[NamedPair], labels: Sequence[Label], stats: Any = No
         "accuracy": right / decided if decided else None,
         "accuracy_of_non_ties": right / len(known) if known else None,
     }
-    if stats is None:
-        return found
-    counted = {
-        name: getattr(stats, name) for name in ("not_understood", "questions", "prompt_tokens", "sampled_tokens")
-    }
-    bias, seconds = round(stats.position_bias, 4), round(stats.seconds, 3)
-    return {**found, "contradictions": stats.disagreements, "position_bias": bias, **counted, "seconds": seconds}
+    if stats is not None:
+        found |= {"contradictions": stats.disagreements, "position_bias": round(stats.position_bias, 4)}
+        found |= {name: getattr(stats, name) for name in _COUNTED} | {"seconds": round(stats.seconds, 3)}
+    return found
 
 
 def _listed(folder: Path) -> list[NamedPair]:
@@ -140,30 +129,28 @@ def _listed(folder: Path) -> list[NamedPair]:
         except csv.Error as error:
             raise UserInputError(f"{path} cannot be read ({error}): a quotation mark may be missing.") from error
     chosen_columns(list(reader.fieldnames or ()), path, ("first", "second"))
-    scores = ("ground_truth_score_1", "ground_truth_score_2")
-    returns = [(_number(row.get(scores[0])), _number(row.get(scores[1]))) for row in rows]
-    return [NamedPair.of(folder, (row["first"], row["second"]), both) for row, both in zip(rows, returns, strict=True)]
+    found = []
+    for row in rows:
+        returns = (_number(row.get("ground_truth_score_1")), _number(row.get("ground_truth_score_2")))
+        found.append(NamedPair(folder, (row["first"], row["second"]), returns))
+    return found
 
 
-def _by_name(folder: Path) -> list[tuple[str, str]]:
-    sides: dict[str, dict[str, str]] = {}
+def _by_name(folder: Path) -> list[NamedPair]:
+    pairs: dict[tuple[str | None, str | None], dict[str, str]] = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix.lower() not in _SUFFIXES:
+        match = _NAME.fullmatch(path.stem)
+        if match is None or path.suffix.lower() not in _SUFFIXES:
             continue
-        if match := _PREFIXED.match(path.stem):
-            pair, side = f"first {match[2]}", match[1].lower()
-        elif match := _NUMBERED.match(path.stem):
-            pair, side = f"number {match[1]}", "first" if match[2] == "1" else "second"
-        else:
-            continue
-        both = sides.setdefault(pair, {})
+        side = "second" if (match[1] or match[4]).lower() in ("second", "2") else "first"
+        both = pairs.setdefault((match[2], match[3]), {})
         if side in both:
             raise UserInputError(f"{both[side]} and {path.name} in {folder} are the same side of one pair: rename one.")
         both[side] = path.name
-    alone = [name for both in sides.values() if len(both) < 2 for name in both.values()]
+    alone = [name for both in pairs.values() if len(both) < 2 for name in both.values()]
     if alone:
         raise UserInputError(f"The other picture of {alone[0]} is missing in {folder}.")
-    return [(both["first"], both["second"]) for both in sides.values()]
+    return [NamedPair(folder, (both["first"], both["second"])) for both in pairs.values()]
 
 
 def _read(folder: Path, name: str, use: Callable[[bytes], T]) -> T:
@@ -175,6 +162,6 @@ def _read(folder: Path, name: str, use: Callable[[bytes], T]) -> T:
 
 def _number(text: str | None) -> float:
     try:
-        return float(text) if text else np.nan
+        return float(text or "nan")
     except ValueError:
         return np.nan

@@ -6,26 +6,22 @@ everything else: it looks names up in a fixed table of its own functions and nev
 
 from __future__ import annotations
 
-import os
 import pickle
-import secrets
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
 
 from rl_vlm.child import Answer, Child, ChildStartError
+from rl_vlm.files import replace_folder
 from rl_vlm.frames import Frame, FrameError, PeerGoneError
 from rl_vlm.labelling.store import Label, LabelStore, LabelValue, Segment, SegmentPair
 from rl_vlm.types import RLVLMError, UserInputError
 
 _KINDS = "biuf"  # booleans, integers, floats
-# images, scripted labels, labels, state-actions of both segments, rewards of both segments
-_NUM_ARRAYS = 7
 # Of the process that reads a cache. The original's caches hold raw pictures: they are as large in memory as on the
 # disk, and ten times as large where segments of many steps repeat their picture.
 _SECONDS, _BYTES_PER_SECOND = 300.0, 2**20
@@ -48,27 +44,25 @@ def import_labels(
         raise UserInputError(f"There are no .pkl files in {source}.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserInputError(f"{target} exists and is no empty folder: choose another folder for the label store.")
-    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}.tmp")
     sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
     seconds, memory = _SECONDS + sum(sizes) / _BYTES_PER_SECOND, _FREE_MEMORY + _MEMORY_PER_BYTE * max(sizes)
-    child = Child(f"{__name__}:converter", [str(draft.absolute()), observation_size, image_size], memory=memory)
-    try:
-        reply, _ = child.ask({"files": [str(file.absolute()) for file in files]}, timeout_s=seconds)
+    with replace_folder(target) as draft:
+        child = Child(f"{__name__}:converter", [str(draft), observation_size, image_size], memory=memory)
+        try:
+            reply, _ = child.ask({"files": [str(file.absolute()) for file in files]}, timeout_s=seconds)
+        except ChildStartError as error:
+            raise RLVLMError(f"{source} cannot be read: {error}") from error
+        except (TimeoutError, PeerGoneError, FrameError) as error:
+            raise UserInputError(
+                f"A label cache in {source} takes more than {seconds:.0f} s or {memory >> 20} MiB to read, or ended "
+                "the process that read it: it may be made to do so."
+            ) from error
+        finally:
+            child.kill()
         if "error" in reply:
             raise UserInputError(reply["error"])
         if not reply["pairs"]:
             raise UserInputError(f"No session in {source} holds a pair: there is nothing to convert.")
-        os.replace(draft, target)
-    except ChildStartError as error:
-        raise RLVLMError(f"{source} cannot be read: {error}") from error
-    except (TimeoutError, PeerGoneError, FrameError) as error:
-        raise UserInputError(
-            f"A label cache in {source} takes more than {seconds:.0f} s or {memory >> 20} MiB to read, or ended the "
-            "process that read it: it may be made to do so."
-        ) from error
-    finally:
-        child.kill()
-        shutil.rmtree(draft, ignore_errors=True)
     return reply["sessions"], reply["pairs"]
 
 
@@ -112,10 +106,10 @@ def read_cache(
         if not fits:
             raise UserInputError(f"{file} is no label cache of preferences: {what}.")
 
-    known = isinstance(data, (list, tuple)) and len(data) == _NUM_ARRAYS
-    check(known, f"it must hold a list of {_NUM_ARRAYS} arrays")
+    check(isinstance(data, (list, tuple)) and len(data) == 7, "it must hold a list of 7 arrays")
     arrays = [np.asarray(part) for part in data]
     check(all(array.ndim for array in arrays), "it holds a single number in place of an array")
+    # Pictures, scripted labels, labels, state-actions of both segments, rewards of both segments.
     images, _, labels, *rest = arrays
     count = len(labels)
     numbers = all(array.dtype.kind in _KINDS and len(array) == count for array in arrays)
@@ -133,16 +127,14 @@ def read_cache(
     check(0 < observation_size <= size, f"{observation_size} of its {size} numbers per step cannot be observations")
     rewards = [array.reshape(count, -1).astype(np.float32) for array in rest[2:]]
     check(len({array.shape[1] for array in (*states, *rewards)}) == 1, "its segments and rewards differ in length")
-    width = images.shape[2] // 2
-    halves = (images[:, :, :width], images[:, :, width:])
+    halves = np.split(images, 2, axis=2)
 
     def segment(number: int, side: int) -> Segment:
         rows = states[side][number]
         # The original shows the last frame of a segment; one picture stands for all its steps.
         frame = halves[side][number]
-        if image_size is not None and frame.shape[:2] != (image_size, image_size):
-            picture = Image.fromarray(frame).resize((image_size, image_size), Image.Resampling.BILINEAR)
-            frame = np.asarray(picture)
+        if image_size is not None:
+            frame = np.asarray(Image.fromarray(frame).resize((image_size, image_size), Image.Resampling.BILINEAR))
         frames = np.repeat(frame[None], len(rows), axis=0)
         return Segment(rows[:, :observation_size], rows[:, observation_size:], rewards[side][number], frames)
 
@@ -159,23 +151,14 @@ class _NumbersOnly(pickle.Unpickler):
             raise UserInputError(f"it asks for {module}.{name}, which is no plain array; nothing of it was run.")
         return _KNOWN[key]
 
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise UserInputError("it refers to data outside the file.")
 
+class _Maker(NamedTuple):
+    """A function that a pickle may call, and cannot change: a tuple has no state to set."""
 
-class _Maker:
-    """A function that a pickle may call and must not change."""
-
-    __slots__ = ("_make",)
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
+    make: Callable[..., Any]
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._make(*arguments)
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise UserInputError("it tries to change the reader itself.")
+        return self.make(*arguments)
 
 
 class _DType:
@@ -210,14 +193,10 @@ def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
     return np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
-def _scalar(dtype: Any, data: Any) -> Any:
-    return _from_buffer(data, dtype, (), "C")[()]
-
-
 _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): None,  # only named, as an argument of _reconstruct
     ("numpy", "dtype"): _Maker(_DType),
     ("numpy.core.multiarray", "_reconstruct"): _Maker(_Array),
-    ("numpy.core.multiarray", "scalar"): _Maker(_scalar),
+    ("numpy.core.multiarray", "scalar"): _Maker(lambda dtype, data: _from_buffer(data, dtype, (), "C")[()]),
     ("numpy.core.numeric", "_frombuffer"): _Maker(_from_buffer),
 }

@@ -13,19 +13,18 @@ import difflib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, cast
 
 import numpy as np
-import yaml
 from pydantic import StringConstraints, ValidationError, model_validator
 
 from rl_vlm.asking import Answer, Ask, Endpoint, EndpointError, Question, ask_again
 from rl_vlm.config import LabelsSection
-from rl_vlm.config.loading import explain, load_yaml
+from rl_vlm.config.loading import explain, load_yaml_file
 from rl_vlm.config.section import Section
 from rl_vlm.labelling.store import IDENTICAL, Label, Labeller, LabelValue, Score, SegmentPair, encode, picture_of
 from rl_vlm.numerics import derive_seed
@@ -96,7 +95,6 @@ class Templates(Section):
 class TaskPrompts(Section):
     """One task: `goal` completes "The goal is ...", `description` says what the achieved goal looks like."""
 
-    name: str
     goal: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     description: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
     templates: Templates = Templates()
@@ -107,49 +105,39 @@ class TaskPrompts(Section):
         return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
 
 
-# RL-VLM-F's names of tasks, where they differ by more than prefix and version.
+# RL-VLM-F's names of tasks, where they differ by more than prefix, version and hyphens.
 _ALIASES = {
     "continuouscartpole": "cartpole",
-    "ropeflatteneasy": "rope-flatten",
-    "ropeflatten": "rope-flatten",
-    "passwater": "pass-water",
-    "clothfolddiagonal": "cloth-fold",
-    "clothfold": "cloth-fold",
-    "drawer": "drawer-open",
-    "sweep": "sweep-into",
+    "ropeflatteneasy": "ropeflatten",
+    "clothfolddiagonal": "clothfold",
+    "drawer": "draweropen",
+    "sweep": "sweepinto",
 }
 
 
-class UnknownTaskError(UserInputError):
-    """There are no prompts for a task."""
-
-
-def task_prompts(task: str, file: str | Path | None = None) -> TaskPrompts:
-    """The prompts of a task, from the user's file first, then from `TASKS`. RL-VLM-F's names, such as
-    `metaworld_drawer-open-v2`, are understood. Raises UnknownTaskError, and UserInputError for a bad file."""
+def task_prompts(task: str, file: str | Path | None = None, goal: str = "") -> TaskPrompts:
+    """The prompts of a task, from the user's file first, then from `TASKS`; else our own templates with the `goal`.
+    RL-VLM-F's names, such as `metaworld_drawer-open-v2`, are understood. Raises UserInputError."""
     own = load_prompts(file) if file is not None else {}
     short = _short_name(task)
     for named in (own, TASKS):
         known = named.get(task) or {_short_name(name): prompts for name, prompts in named.items()}.get(short)
         if known is not None:
             return known
+    if goal:
+        return TaskPrompts(goal=goal)
     names = [*own, *sorted(TASKS)]
     near = difflib.get_close_matches(short, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(names)}."
-    raise UnknownTaskError(
+    raise UserInputError(
         f"There are no prompts for the task {task!r}. {hint} Another goal can be given in words, or in a YAML file."
     )
 
 
 def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
-    """Read a user's prompts (see this module's docstring). Raises UserInputError on the first thing that is wrong."""
+    """Read a user's prompts. Raises UserInputError on the first thing that is wrong."""
     file = Path(path)
-    try:
-        data = load_yaml(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserInputError(f"Cannot read the prompts in {file}: {error}.") from error
-    except yaml.YAMLError as error:
-        raise UserInputError(f"The prompts in {file} are not valid YAML: {error}.") from error
+    data = load_yaml_file(file, "file of prompts")
     if not isinstance(data, dict) or not data:
         raise UserInputError(
             f"The prompts in {file} must map names of tasks to goals, such as `stack: to stack cubes`."
@@ -158,7 +146,7 @@ def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
     for name, value in data.items():
         keys = value if isinstance(value, dict) else {"goal": value}
         try:
-            tasks[str(name)] = TaskPrompts.model_validate({**keys, "name": str(name)})
+            tasks[str(name)] = TaskPrompts.model_validate(keys)
         except ValidationError as error:
             raise UserInputError(f"The prompts in {file}, task {name!r}: {explain(error, TaskPrompts)}") from error
     return tasks
@@ -166,7 +154,7 @@ def load_prompts(path: str | Path) -> dict[str, TaskPrompts]:
 
 def _short_name(task: str) -> str:
     short = re.sub(r"^(metaworld|softgym|meta-world)[_/]", "", task.strip(), flags=re.IGNORECASE)
-    short = re.sub(r"[-_]v\d+$", "", short).lower().replace("_", "-")
+    short = re.sub(r"[-_]v\d+$", "", short).lower().replace("_", "").replace("-", "")
     return _ALIASES.get(short, short)
 
 
@@ -197,11 +185,8 @@ _GOALS = {
         "The cloth is folded diagonally, its top left corner on its bottom right corner.",
     ),
 }
-TASKS = {
-    name: TaskPrompts(name=name, goal=goal, description=description) for name, (goal, description) in _GOALS.items()
-}
-TASKS["cartpole-tiny"] = TaskPrompts(
-    name="cartpole-tiny",  # for `tiny-labeller`, whose every token costs
+TASKS = {name: TaskPrompts(goal=goal, description=description) for name, (goal, description) in _GOALS.items()}
+TASKS["cartpole-tiny"] = TaskPrompts(  # for `tiny-labeller`, whose every token costs
     goal="an upright pole",
     description="The pole is upright.",
     templates=Templates(first="1:", second=" 2:", decide=" The goal is {goal}: 0, 1 or -1."),
@@ -250,6 +235,11 @@ def read_score(text: str) -> float | None:
 
 CHOICES = ("0", "1", "-1")
 SCORE_CHOICES = ("-1", "0", *(f"0.{tenth}" for tenth in range(1, 10)), "1")
+# What may be answered, and how it is read, by what the names of the templates of a comparison or a score begin with.
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[str], float | None]]] = {
+    "": (CHOICES, read_label),
+    "score_": (SCORE_CHOICES, read_score),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -277,26 +267,6 @@ class LabelStats:
         total = self.shown_first + self.shown_second + self.no_preference
         return (self.shown_first - self.shown_second) / total if total else 0.0
 
-    def summary(self) -> str:
-        return (
-            f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
-            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} "
-            f"errors, {self.not_understood} not understood, {self.retries} retries, position bias "
-            f"{self.position_bias:+.2f}"
-        )
-
-
-class Kind(NamedTuple):
-    """Comparing or scoring: what the names of its templates begin with, the choices, and how an answer is read."""
-
-    prefix: str
-    choices: tuple[str, ...]
-    read: Callable[[str], float | None]
-
-
-_COMPARISON = Kind("", CHOICES, read_label)
-_SCORE_OF_IMAGE = Kind("score_", SCORE_CHOICES, read_score)
-
 
 class VLMLabeller(Labeller):
     """Labels pairs and scores pictures with a vision-language model."""
@@ -312,17 +282,13 @@ class VLMLabeller(Labeller):
         self.stats = LabelStats()
 
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
-        def encoded() -> list[tuple[EncodedImage, EncodedImage]]:
-            frames = self._settings.frames
-            return [(encode(picture_of(pair.first, frames)), encode(picture_of(pair.second, frames))) for pair in pairs]
-
-        images = await asyncio.to_thread(encoded)
-        async with self._session(len(pairs)) as ask:
-            return await all_or_none([self._label_one(ask, number, *both) for number, both in enumerate(images)])
+        shown = (picture_of(part, self._settings.frames) for pair in pairs for part in (pair.first, pair.second))
+        async with self._session(len(pairs), shown) as (ask, images):
+            both = zip(images[::2], images[1::2], strict=True)
+            return await all_or_none([self._label_one(ask, number, *pair) for number, pair in enumerate(both)])
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
-        images = await asyncio.to_thread(lambda: [encode(frame) for frame in frames])
-        async with self._session(len(frames)) as ask:
+        async with self._session(len(frames), frames) as (ask, images):
             return await all_or_none([self._score_one(ask, number, image) for number, image in enumerate(images)])
 
     def state(self) -> dict[str, int]:
@@ -332,14 +298,15 @@ class VLMLabeller(Labeller):
         self._sessions = int(state["sessions"])
 
     @asynccontextmanager
-    async def _session(self, count: int) -> AsyncIterator[Ask]:
+    async def _session(self, count: int, shown: Iterable[np.ndarray]) -> AsyncIterator[tuple[Ask, list[EncodedImage]]]:
         """Opens the endpoint for `count` pairs or pictures, and adds up afterwards what they cost."""
+        images = await asyncio.to_thread(lambda: list(map(encode, shown)))
         started, not_understood = time.monotonic(), self.stats.not_understood
         most = self._settings.endpoint.max_in_flight
         self._gate = asyncio.Semaphore(most) if most else nullcontext()  # of this session's event loop
         self._has_warned = False
         async with self._endpoint.open() as ask:
-            yield ask
+            yield ask, images
         self._sessions += 1
         self.stats.pairs += count
         self.stats.seconds += time.monotonic() - started
@@ -368,11 +335,11 @@ class VLMLabeller(Labeller):
             self.stats.shown_second += label.value == 1
             self.stats.no_preference += label.value == -1
         labels = [shown[0], *(label.swapped() for label in shown[1:])]
-        answers = tuple(label.value for label in labels)
+        answers, known = tuple(label.value for label in labels), [label.probabilities for label in labels]
         self.stats.disagreements += len(set(answers)) > 1
         return Label(
             answers[0] if len(set(answers)) == 1 else -1,
-            _mean([label.probabilities for label in labels]),
+            None if None in known else tuple(np.mean(np.array(known), 0).tolist()),
             "\n".join(f"[{name}] {label.text}" for name, label in zip(("given", "swapped"), shown, strict=False)),
             time.monotonic() - started,
             answers=answers,
@@ -382,7 +349,7 @@ class VLMLabeller(Labeller):
         """The label for one order: 0 is the picture shown first."""
         templates = self._prompts.templates
         shown = (templates.first, first, templates.second, second)
-        value, answer, said = await self._answer(ask, key, shown, _COMPARISON)
+        value, answer, said = await self._answer(ask, key, shown, "")
         self.stats.not_understood += value is None
         known = answer.probabilities if answer.text.strip() in CHOICES else None
         label = cast(LabelValue, -1 if value is None else value)
@@ -391,7 +358,7 @@ class VLMLabeller(Labeller):
     async def _score_one(self, ask: Ask, number: int, image: EncodedImage) -> Score:
         started, shown = time.monotonic(), (self._prompts.templates.score_image, image)
         try:
-            value, answer, said = await self._answer(ask, (number, 0), shown, _SCORE_OF_IMAGE)
+            value, answer, said = await self._answer(ask, (number, 0), shown, "score_")
             if value is None:
                 self.stats.not_understood += 1
                 raise EndpointError(f"The answer is no score: {answer.text[:200]!r}", retryable=False)
@@ -401,33 +368,31 @@ class VLMLabeller(Labeller):
         return Score(None if value < 0 else value, said, time.monotonic() - started)
 
     async def _answer(
-        self, ask: Ask, key: tuple[int, int], shown: tuple[str | EncodedImage, ...], kind: Kind
+        self, ask: Ask, key: tuple[int, int], shown: tuple[str | EncodedImage, ...], kind: str
     ) -> tuple[float | None, Answer, str]:
         """What was read, the last answer, and the text of all answers. An answer that is not understood is asked about
         once more. Raises EndpointError for one without a word."""
-        settings = self._settings
-        guide = kind.choices if settings.guided else ()
+        settings, (choices, read) = self._settings, _KINDS[kind]
 
-        def prompt(name: str, answer: str = "") -> str:
-            return self._prompts.fill(getattr(self._prompts.templates, kind.prefix + name), answer)
+        async def answer_to(step: int, template: str, limit: int, choices: tuple[str, ...], said: str = "") -> Answer:
+            prompt = self._prompts.fill(getattr(self._prompts.templates, kind + template), without_thoughts(said))
+            message = Message("user", (prompt,) if said else (*shown, prompt))
+            return await self._asked(ask, (*key, step), message, limit, choices)
 
-        async def ask_for_summary(step: int, text: str) -> Answer:
-            message = Message.of("user", prompt("summarise", without_thoughts(text)))
-            return await self._asked(ask, (*key, step), message, settings.answer_tokens, guide)
+        def value_of(answer: Answer) -> float | None:
+            # One that was cut off is not understood: "0" may be the beginning of 0.7.
+            return None if answer.cut_off else read(answer.text)
 
-        if settings.steps == 1:
-            limit = settings.answer_tokens if settings.guided else settings.describe_tokens
-            answer = await self._asked(ask, (*key, 0), Message("user", (*shown, prompt("decide"))), limit, guide)
-            said = answer.text
+        at_once, guide = settings.steps == 1, choices if settings.guided else ()
+        if at_once and guide:
+            answer = await answer_to(0, "decide", settings.answer_tokens, guide)
         else:
-            message = Message("user", (*shown, prompt("describe")))
-            description = await self._asked(ask, (*key, 0), message, settings.describe_tokens)
-            answer = await ask_for_summary(1, description.text)
-            said = f"{description.text} => {answer.text}"
-        value = _read(answer, kind)
-        if value is None:
-            answer = await ask_for_summary(2, said)
-            value, said = _read(answer, kind), f"{said} => {answer.text}"
+            answer = await answer_to(0, "decide" if at_once else "describe", settings.describe_tokens, ())
+        value, said = value_of(answer) if at_once else None, answer.text
+        for step in (2,) if at_once else (1, 2):
+            if value is None:
+                answer = await answer_to(step, "summarise", settings.answer_tokens, guide, said)
+                value, said = value_of(answer), f"{said} => {answer.text}"
         return value, answer, said
 
     async def _asked(
@@ -448,25 +413,14 @@ class VLMLabeller(Labeller):
                     "The labeller is busy. It is asked for up to %g s per question: %s", settings.deadline_s, error
                 )
 
-        limits: Any = {"attempts": settings.attempts, "deadline_s": settings.deadline_s}
+        attempts, deadline_s = settings.attempts, settings.deadline_s
         async with self._gate:
-            answer = await ask_again(ask, question, **limits, who="labeller", on_retry=count_retry)
+            answer = await ask_again(
+                ask, question, attempts=attempts, deadline_s=deadline_s, who="labeller", on_retry=count_retry
+            )
         self.stats.questions += 1
         self.stats.prompt_tokens += answer.prompt_tokens
         self.stats.sampled_tokens += answer.sampled_tokens
         if not without_thoughts(answer.text):
             raise EndpointError(f"The answer decides nothing: {answer.text[:200]!r}", retryable=False)
         return answer
-
-
-def _read(answer: Answer, kind: Kind) -> float | None:
-    """The value of an answer. One that was cut off is not understood: "0" may be the beginning of 0.7."""
-    return None if answer.cut_off else kind.read(answer.text)
-
-
-def _mean(known: Sequence[tuple[float, float, float] | None]) -> tuple[float, float, float] | None:
-    present = [each for each in known if each is not None]
-    if len(present) < len(known):
-        return None
-    first, second, neither = (sum(column) / len(present) for column in zip(*present, strict=True))
-    return first, second, neither

@@ -57,7 +57,7 @@ class Label:
     """A labeller's answer for one pair. One with an error is no answer and is never trained on."""
 
     value: LabelValue
-    probabilities: tuple[float, float, float] | None = None  # first better, second better, neither; where known
+    probabilities: tuple[float, ...] | None = None  # first better, second better, neither; where known
     text: str = ""
     seconds: float = 0.0
     error: str = ""  # SKIPPED: on purpose
@@ -143,6 +143,7 @@ def encode(picture: np.ndarray) -> EncodedImage:
 
 _FREE_BYTES = 128 * 2**20  # that a session's table may take, whatever its size in the file; a long one takes 10 MiB
 _FREE_PIXEL_BYTES, _PIXEL_RATIO = 2**30, 300  # rendered pictures take 3 to 100 times as much memory as their files
+_ARRAYS = ("observations", "actions", "true_rewards")
 SEGMENT = pa.struct(
     [
         ("steps", pa.int32()),
@@ -240,14 +241,9 @@ class SessionFiles:
         return self.answer(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
     def _pack(self, segment: Segment) -> dict[str, Any]:
+        arrays = {name: getattr(segment, name).astype(np.float32).ravel() for name in _ARRAYS}
         frames = [] if segment.frames is None else [self._write_picture(frame) for frame in segment.frames]
-        return {
-            "steps": len(segment),
-            "observations": segment.observations.astype(np.float32).ravel(),
-            "actions": segment.actions.astype(np.float32).ravel(),
-            "true_rewards": segment.true_rewards.astype(np.float32),
-            "frames": frames,
-        }
+        return {"steps": len(segment), **arrays, "frames": frames}
 
     def _write_picture(self, frame: np.ndarray) -> str:
         image = encode(frame)
@@ -270,15 +266,11 @@ class SessionFiles:
             raise ImageError(f"is much larger than its file: all of them take {pixel_bytes >> 20} MiB")
 
     def _unpack(self, row: dict[str, Any]) -> Segment:
-        steps = row["steps"]
+        observations, actions, rewards = (np.array(row[name], np.float32) for name in _ARRAYS)
         # The names come from a file that others may have written; image_bytes refuses paths that leave the folder.
         frames = [pixels(image_bytes(f"images/{sha}.png", self.folder)) for sha in row["frames"]]
-        return Segment(
-            np.array(row["observations"], np.float32).reshape(steps, -1),
-            np.array(row["actions"], np.float32).reshape(steps, -1),
-            np.array(row["true_rewards"], np.float32),
-            np.stack(frames) if frames else None,
-        )
+        steps, pictures = row["steps"], np.stack(frames) if frames else None
+        return Segment(observations.reshape(steps, -1), actions.reshape(steps, -1), rewards, pictures)
 
 
 class LabelStore(SessionFiles):

@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_vlm.asking import Client, Endpoint, HTTPEndpoint, ServedEndpoint
 from rl_vlm.config import LabelsSection, TeacherSection
-from rl_vlm.labelling.labeller import TaskPrompts, UnknownTaskError, VLMLabeller, task_prompts
+from rl_vlm.labelling.labeller import TaskPrompts, VLMLabeller, task_prompts
 from rl_vlm.labelling.store import (
     SKIPPED,
     InputKind,
@@ -24,6 +24,7 @@ from rl_vlm.labelling.store import (
     Score,
     SegmentPair,
     picture_of,
+    true_return,
 )
 from rl_vlm.models.loading import from_folder, resolve_model
 from rl_vlm.types import UserInputError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BATCH = 32  # pictures per forward pass
+_FAMILIES = {"clip": ("clip",), "itm": ("blip-2", "blip_2")}  # model types that each source can run
 
 
 class ScriptedTeacher(Labeller):
@@ -71,7 +73,7 @@ class ScriptedTeacher(Labeller):
 
     def _label_one(self, pair: SegmentPair) -> Label:
         settings = self._settings
-        plain = [float(np.sum(part.true_rewards, dtype=np.float64)) for part in (pair.first, pair.second)]
+        plain = [true_return(pair.first), true_return(pair.second)]
         # Drawn for every pair, used or not, so that labels of later pairs do not depend on earlier thresholds.
         noise, mistake = self._rng.random(2)
         if not np.isfinite(plain).all():
@@ -84,91 +86,72 @@ class ScriptedTeacher(Labeller):
         # The sum over t of gamma^(T - 1 - t) r_t.
         weights = settings.gamma ** np.arange(len(pair.first) - 1, -1, -1, dtype=np.float64)
         first, second = (float(np.sum(weights * part.true_rewards)) for part in (pair.first, pair.second))
+        prefers_second = first < second
         if settings.beta > 0:
             # P(second preferred) = sigmoid(beta (R2 - R1)), Bradley and Terry (1952).
-            value = int(noise < 0.5 * (1 + math.tanh(settings.beta * (second - first) / 2)))
+            prefers_second = noise < 0.5 * (1 + math.tanh(settings.beta * (second - first) / 2))
         elif first == second:
             return Label(-1)
-        else:
-            value = int(first < second)
-        if mistake < settings.eps_mistake:
-            value = 1 - value
-        return Label(cast(LabelValue, value))
+        return Label(1 if prefers_second != (mistake < settings.eps_mistake) else 0)
 
 
-class _ModelSimilarity:
-    """Scores pictures against a text. `model` is a local folder, or a hub name that was fetched before."""
+class Similarity(Labeller):
+    """Scores pictures against a text, and prefers the picture that matches it better; also a reward by itself.
 
-    families: tuple[str, ...]  # model types that the class can run
+    CLIP models, such as openai/clip-vit-large-patch14-336, give the cosine similarity of picture and text, BLIP-2
+    models, such as Salesforce/blip2-itm-vit-g, the probability that they match. `model` is a local folder, or a hub
+    name that was fetched before; `families` are its types that will do.
+    """
+
     input_kind: InputKind = "image"
 
-    def __init__(self, model: str | Path, text: str, device: str = "cpu") -> None:
+    def __init__(
+        self, families: Sequence[str], model: str | Path, text: str, device: str = "cpu", frames: int = 1
+    ) -> None:
         if not text.strip():
             raise UserInputError("Similarity needs a description of the achieved goal, such as 'The drawer is open.'")
         from transformers import AutoConfig, AutoModel, AutoProcessor, Blip2ForImageTextRetrieval
 
         folder = resolve_model(str(model))
         family = from_folder(AutoConfig, folder).model_type
-        if family not in self.families:
-            wanted = " or ".join(self.families)
-            raise UserInputError(f"The model {model} is of type {family!r}; this labeller needs {wanted}.")
-        kind = AutoModel if family == "clip" else Blip2ForImageTextRetrieval
+        if family not in families:
+            raise UserInputError(
+                f"The model {model} is of type {family!r}; this labeller needs {' or '.join(families)}."
+            )
+        self._is_clip = family == "clip"
+        kind = AutoModel if self._is_clip else Blip2ForImageTextRetrieval
         self._model = kind.from_pretrained(folder).eval().requires_grad_(False).to(device)
         self._processor = from_folder(AutoProcessor, folder)
-        self._device, self._text = device, text
+        self._device, self._text, self._frames = device, text, frames
 
     def similarities(self, frames: np.ndarray) -> np.ndarray:
         """float32 [N] for uint8 [N, H, W, 3]."""
         import torch
 
-        scores = []
+        scores = [np.empty(0, np.float32)]
         with torch.inference_mode():
             for start in range(0, len(frames), _BATCH):
                 scores.append(self._score(list(frames[start : start + _BATCH])).float().cpu().numpy())
-        return np.concatenate(scores) if scores else np.empty(0, np.float32)
+        return np.concatenate(scores)
+
+    def _score(self, batch: list[np.ndarray]) -> Any:
+        """Tensor [n] for n pictures uint8 [H, W, 3]."""
+        texts = [self._text] * (1 if self._is_clip else len(batch))
+        more = {"truncation": True} if self._is_clip else {}
+        inputs = self._processor(images=batch, text=texts, return_tensors="pt", padding=True, **more).to(self._device)
+        if self._is_clip:
+            return self._model(**inputs).logits_per_image[:, 0] / self._model.logit_scale.exp()
+        logits = self._model(**inputs, use_image_text_matching_head=True).logits_per_image
+        return logits.float().softmax(1)[:, 1]
 
     def rewards(self, inputs: np.ndarray) -> np.ndarray:
         """float32 [N]: similarity s as reward 2 s - 1, in the range of a reward model's tanh."""
         return np.asarray(2 * self.similarities(inputs) - 1, dtype=np.float32)
 
-    def _score(self, batch: list[np.ndarray]) -> Any:
-        """Tensor [n] for n pictures uint8 [H, W, 3]."""
-        raise NotImplementedError  # abstract: models differ in their forward pass
-
-
-class ClipSimilarity(_ModelSimilarity):
-    """Cosine similarity of picture and text under a CLIP model, such as openai/clip-vit-large-patch14-336."""
-
-    families = ("clip",)
-
-    def _score(self, batch: list[np.ndarray]) -> Any:
-        words = {"text": [self._text], "padding": True, "truncation": True}
-        inputs = self._processor(images=batch, return_tensors="pt", **words).to(self._device)
-        return self._model(**inputs).logits_per_image[:, 0] / self._model.logit_scale.exp()
-
-
-class MatchingSimilarity(_ModelSimilarity):
-    """Probability of the match of picture and text under a BLIP-2 model, such as Salesforce/blip2-itm-vit-g."""
-
-    families = ("blip-2", "blip_2")
-
-    def _score(self, batch: list[np.ndarray]) -> Any:
-        inputs = self._processor(images=batch, text=[self._text] * len(batch), return_tensors="pt", padding=True)
-        logits = self._model(**inputs.to(self._device), use_image_text_matching_head=True).logits_per_image
-        return logits.float().softmax(1)[:, 1]
-
-
-class SimilarityLabeller(Labeller):
-    """Prefers the picture that matches the text better."""
-
-    def __init__(self, similarity: _ModelSimilarity, frames: int = 1) -> None:
-        self._similarity = similarity
-        self._frames = frames
-
     async def label(self, pairs: Sequence[SegmentPair]) -> list[Label]:
         started = time.monotonic()
         shown = np.stack([picture_of(part, self._frames) for pair in pairs for part in (pair.first, pair.second)])
-        similarities = await asyncio.to_thread(self._similarity.similarities, shown)
+        similarities = await asyncio.to_thread(self.similarities, shown)
         seconds, labels = time.monotonic() - started, list[Label]()
         for first, second in similarities.reshape(-1, 2).tolist():
             value: LabelValue = 0 if first > second else 1 if second > first else -1
@@ -176,9 +159,7 @@ class SimilarityLabeller(Labeller):
         return labels
 
     async def score(self, frames: Sequence[np.ndarray]) -> list[Score]:
-        if not len(frames):
-            return []
-        similarities = await asyncio.to_thread(self._similarity.similarities, np.stack(frames))
+        similarities = await asyncio.to_thread(self.similarities, np.array(frames))
         return [Score(max(value, 0.0)) for value in similarities.tolist()]
 
 
@@ -187,18 +168,12 @@ class SimilarityLabeller(Labeller):
 
 def prompts_of(section: LabelsSection, env_id: str = "") -> TaskPrompts:
     """The prompts that a configuration asks for; `env_id` names the task where the section does not."""
-    task = section.task or env_id
-    try:
-        prompts = task_prompts(task, section.prompts)
-    except UnknownTaskError:
-        if not section.goal or section.task:
-            raise
-        # A goal is enough for a task that nobody has written prompts for.
-        prompts = TaskPrompts(name=task or "task", goal=section.goal)
+    # A goal is enough for an environment that nobody has written prompts for.
+    prompts = task_prompts(section.task or env_id, section.prompts, goal="" if section.task else section.goal or "")
+    changes = {"description": section.description or prompts.description}
     if section.goal and section.goal != prompts.goal:
-        # The description was of the other goal.
-        prompts = prompts.model_copy(update={"goal": section.goal, "description": ""})
-    return prompts.model_copy(update={"description": section.description or prompts.description})
+        changes = {"goal": section.goal, "description": section.description or ""}  # the known one is of another goal
+    return prompts.model_copy(update=changes)
 
 
 def build_labeller(
@@ -214,7 +189,7 @@ def build_labeller(
     if section.source == "scripted":
         return ScriptedTeacher(section.teacher, seed)
     if section.source in ("clip", "itm"):
-        return SimilarityLabeller(build_similarity(section, env_id, device), section.frames)
+        return build_similarity(section, env_id, device)
     endpoint: Endpoint
     if section.source in ("endpoint", "generate"):
         endpoint = HTTPEndpoint(section.endpoint, plain=section.source == "generate")
@@ -225,9 +200,9 @@ def build_labeller(
     return VLMLabeller(endpoint, prompts_of(section, env_id), section, seed)
 
 
-def build_similarity(
-    section: LabelsSection, env_id: str = "", device: str = "cpu"
-) -> ClipSimilarity | MatchingSimilarity:
+def build_similarity(section: LabelsSection, env_id: str = "", device: str = "cpu") -> Similarity:
     """Similarity of pictures and the description of the achieved goal, for labels or as a reward itself."""
-    kind = MatchingSimilarity if section.source == "itm" else ClipSimilarity
-    return kind(section.similarity_model, prompts_of(section, env_id).description, device)
+    families = _FAMILIES[section.source]
+    return Similarity(
+        families, section.similarity_model, prompts_of(section, env_id).description, device, section.frames
+    )

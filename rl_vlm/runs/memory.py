@@ -12,7 +12,7 @@ from rl_vlm.machine import multiplies_bfloat16
 from rl_vlm.models.hub import fetch_config
 from rl_vlm.models.loading import DType, builtin_models, resolve_model
 from rl_vlm.models.memory.needs import Card, MemoryPlan, plan_memory, published_bytes
-from rl_vlm.models.memory.shape import ELEMENT, ModelShape, amount, gib, text
+from rl_vlm.models.memory.shape import ELEMENT, GIB, ModelShape, amount, gib, text
 from rl_vlm.runs.surroundings import gpu_sizes
 from rl_vlm.types import UserInputError
 
@@ -53,7 +53,7 @@ def object_store_mib(config: CommonConfig) -> int:
 
 def describe(config: CommonConfig, plan: MemoryPlan) -> Iterator[str]:
     """The plan as lines for people."""
-    yield f"{config.name}: {config.model.path}, {amount(plan.shape.parameters)} parameters"
+    yield f"{config.name}: {config.model.path}, {amount(plan.parameters)} parameters"
     for card in plan.cards:
         yield from _card(card, plan.gpus)
     if slow := slow_type(config):
@@ -79,11 +79,9 @@ def slow_type(config: CommonConfig) -> str:
 
 
 def _card(card: Card, gpus: int) -> Iterator[str]:
+    plural, each = ("s", ", each") if card.count > 1 else ("", "")
     of = f" of {text(card.size)}" if card.size else ""
-    if gpus:
-        yield f"{card.count} GPU{'s' if card.count > 1 else ''}{of}{', each' if card.count > 1 else ''}:"
-    else:
-        yield "No GPU is asked for; in main memory:"
+    yield f"{card.count} GPU{plural}{of}{each}:" if gpus else "No GPU is asked for; in main memory:"
     for process in card.processes:
         yield f"  {process.kind:<26}{text(process.bytes):>12}"
         for part in process.parts:
@@ -109,7 +107,7 @@ def short_form(plan: MemoryPlan) -> dict[str, Any]:
 
 def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
     plan = make_plan(config, folder=folder)
-    summary = weights_size(plan.shape, config.model.dtype)
+    summary = weights_size(plan.parameters, config.model.dtype)
     if config.needed_gpus:
         summary["gpus"] = f"{config.needed_gpus:g} needed, {len(gpu_sizes())} here"
         if config.model.gpu_memory_gib:
@@ -119,6 +117,5 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
     return summary | short_form(plan)
 
 
-def weights_size(shape: ModelShape, dtype: DType) -> dict[str, Any]:
-    weights_gib = round(shape.parameters * ELEMENT[dtype] / 2**30, 2)
-    return {"parameters": amount(shape.parameters), "weights_gib": weights_gib}
+def weights_size(parameters: int, dtype: DType) -> dict[str, Any]:
+    return {"parameters": amount(parameters), "weights_gib": round(parameters * ELEMENT[dtype] / GIB, 2)}

@@ -37,7 +37,7 @@ def inspect_sft(job: SFTConfig, progress: Callable[[str], None] = lambda _: None
         if measured:
             summary |= {f"{name}_tokens": int(measured.tokens.sum()), f"{name}_longest": int(measured.tokens.max())}
     summary["steps"] = total_steps(job, data)
-    return summary | weights_size(ModelShape.read(folder), job.model.dtype), data
+    return summary | weights_size(ModelShape.read(folder).parameters, job.model.dtype), data
 
 
 def total_steps(job: SFTConfig, data: JobData) -> int:

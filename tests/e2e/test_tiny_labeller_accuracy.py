@@ -69,7 +69,7 @@ def test_the_tiny_labeller_is_right_on_states_of_runs(seed: int) -> None:
         clear = np.abs(difference) >= TIE_DEGREES
         values = np.array([label.value for label in labels])
         right = (values[clear] == (difference[clear] < 0)).mean() if clear.any() else float("nan")
-        print(f"{name}: {clear.sum()} clear pairs of 200, right on {right:.3f}; {labeller.stats.summary()}")
+        print(f"{name}: {clear.sum()} clear pairs of 200, right on {right:.3f}; {labeller.stats}")
         assert not any(label.error for label in labels)
         assert clear.sum() < 10 or right >= 0.8
         assert abs(labeller.stats.position_bias) < 0.2

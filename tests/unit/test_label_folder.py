@@ -26,6 +26,11 @@ def save(path: Path, angle: float) -> None:
     Image.fromarray(segment([angle]).frames[0]).save(path)  # type: ignore[index]
 
 
+def save_pair(folder: Path, number: int = 1) -> None:
+    save(folder / f"first_{number}.png", 3)
+    save(folder / f"second_{number}.png", 20)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [("first_000001.png", "second_000001.png"), ("image_6_1.png", "image_6_2.png"), ("First-a.PNG", "Second-a.PNG")],
@@ -80,8 +85,7 @@ def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command_checks_before_it_works(tmp_path: Path, capsys) -> None:
-    save(tmp_path / "first_1.png", 3)
-    save(tmp_path / "second_1.png", 20)
+    save_pair(tmp_path)
     for arguments, message in [
         (["--endpoint", "http://a"], "--goal"),
         (["--goal", "x"], "Say who labels"),
@@ -97,8 +101,7 @@ def test_the_command_checks_before_it_works(tmp_path: Path, capsys) -> None:
 
 def test_a_labeller_that_is_down_is_told_after_the_first_pair(tmp_path: Path, capsys) -> None:
     for number in range(1, 4):
-        save(tmp_path / f"first_{number}.png", 3)
-        save(tmp_path / f"second_{number}.png", 20)
+        save_pair(tmp_path, number)
     code = run("label", tmp_path, "--goal", "x", "--generate", "http://127.0.0.1:9/generate")
     assert code == 1 and "127.0.0.1:9" in failure(capsys)
     (row,) = csv.DictReader((tmp_path / "vlm_query_log.csv").open())
@@ -106,8 +109,7 @@ def test_a_labeller_that_is_down_is_told_after_the_first_pair(tmp_path: Path, ca
 
 
 def test_an_endpoint_that_refuses_log_probabilities_is_asked_without(tmp_path: Path, capsys) -> None:
-    save(tmp_path / "first_1.png", 3)
-    save(tmp_path / "second_1.png", 20)
+    save_pair(tmp_path)
 
     def reply(_path: str, _headers: object, body: bytes) -> tuple[int, object]:
         refused = "logprobs" in json.loads(body)

@@ -172,9 +172,10 @@ def test_an_answer_that_is_not_understood_is_asked_about_once_more_and_then_unde
     assert "In a session of 1, 1 answers were neither a label nor a score" in caplog.text
 
 
-def test_the_second_question_decides_what_free_text_did_not() -> None:
+@pytest.mark.parametrize("first", [Answer("Hm, 0 drawers."), Answer("0", cut_off=True)], ids=["free", "cut off"])
+def test_the_second_question_decides_what_the_first_answer_did_not(first: Answer) -> None:
     # The endpoint ignores the choices where pictures are shown, and keeps to them in plain text.
-    script = Scripted(lambda question: "Hm, 1 drawer." if question.messages[0].images else "1")
+    script = Scripted(lambda question: first if question.messages[0].images else "1")
     labeller = VLMLabeller(script, PROMPTS, one_step(both_orders=False))
     (label,) = asked(labeller, pair(3, 20))
     assert label.value == 1 and script.questions[1].choices == ("0", "1", "-1")
@@ -186,12 +187,6 @@ def test_an_answer_without_a_word_is_an_error_and_no_label(text: str) -> None:
     labeller = VLMLabeller(Scripted(lambda question: text), PROMPTS, one_step(guided=False))
     (label,) = asked(labeller, pair(3, 20))
     assert "decides nothing" in label.error and label.answers == () and labeller.stats.errors == 1
-
-
-def test_an_answer_that_was_cut_off_is_not_understood() -> None:
-    replies = iter([Answer("1", cut_off=True), Answer("0")])
-    labeller = VLMLabeller(Scripted(lambda question: next(replies)), PROMPTS, one_step(both_orders=False))
-    assert asked(labeller, pair(3, 20))[0].value == 0
 
 
 @pytest.mark.parametrize(("second", "value"), [("0.7", 0.7), ("-1", None), ("open", None)])
@@ -319,20 +314,17 @@ TABLES = table("label_tasks")
 @pytest.mark.parametrize(("original", "ours"), TABLES["names_of_the_original_lead_to_prompts"])
 def test_names_of_the_original_lead_to_prompts(original: str, ours: str) -> None:
     prompts = task_prompts(original)
-    assert prompts.name == ours
+    assert prompts == TASKS[ours]
     assert prompts.goal.startswith("to ") and prompts.description.endswith(".")
 
 
 def test_every_template_can_be_filled() -> None:
-    for name in TASKS:
-        prompts = task_prompts(name)
+    answer = "an answer with {braces} and {goal}"
+    for prompts in TASKS.values():
         templates = prompts.templates
         for text in (templates.describe, templates.summarise, templates.decide, templates.score_decide):
-            filled = prompts.fill(text, "an answer with {braces} and {goal}")
-            assert prompts.goal in filled
-        assert "an answer with {braces} and {goal}" in prompts.fill(
-            templates.summarise, "an answer with {braces} and {goal}"
-        )
+            assert prompts.goal in prompts.fill(text, answer)
+        assert answer in prompts.fill(templates.summarise, answer)
 
 
 def test_an_unknown_task_names_the_nearest_one() -> None:
@@ -354,7 +346,7 @@ def test_users_bring_goals_and_templates(tmp_path: Path) -> None:
     assert (own.goal, own.description) == ("to close the drawer", "Closed.")
     assert own.fill(own.templates.decide) == "Which is nearer to the goal to close the drawer? 0, 1 or -1."
     assert own.templates.first == Templates().first
-    assert task_prompts("soccer", file).name == "soccer"
+    assert task_prompts("soccer", file) == TASKS["soccer"]
 
 
 @pytest.mark.parametrize(("text", "message"), table("refused_settings")["label_prompts"])

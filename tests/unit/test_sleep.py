@@ -17,7 +17,7 @@ from tables import table
 from rl_vlm.config import load_config, parse_config
 from rl_vlm.engines.base import EngineStats
 from rl_vlm.models.memory import needs
-from rl_vlm.models.memory.needs import gib, kept_between_updates, learner_fraction, plan_memory
+from rl_vlm.models.memory.needs import gib, learner_fraction, plan_memory
 from rl_vlm.models.memory.shape import ModelShape
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.runs.memory import describe
@@ -136,15 +136,16 @@ def test_turns_leave_more_for_keys_and_values(size: str, reported: float) -> Non
         load_config(CONFIGS / f"geo3k_qwen3vl_{size}.yaml", [f"serving.vllm.rest_while_learning={rests}"])
         for rests in ("false", "true")
     )
-    kept = kept_between_updates(turns, shape)
+    plan = plan_memory(turns, shape, card)
+    learner = {name: size for (kind, name), size in sizes(plan).items() if kind == "learner"}
+    update = sum(learner.pop(name) for name in ("activations", "attention mask", "logits"))
+    kept = sum(learner.values())
     fixed = sum(part.bytes for part in needs._vllm(turns, shape))
     keys = needs.kv_cache_bytes(turns, shape, card)
     assert keys is not None and keys == int(card * 0.92) - kept - fixed
     before = needs.kv_cache_bytes(plain, shape, card)
     assert before is not None and keys > 2 * before
-    plan = plan_memory(turns, shape, card)
     (one,) = plan.cards
-    update = sum(sizes(plan)["learner", name] for name in ("activations", "attention mask", "logits"))
     assert one.turns and one.used == fixed + kept + max(keys, update)
     assert one.left == int(card * 0.98) - one.used >= 0 and plan.fits
     assert any("keys and values take turns with the update" in line for line in describe(turns, plan))

@@ -18,13 +18,7 @@ from scipy.stats import binomtest
 from rl_vlm.config import LabelsSection, TeacherSection, parse_config
 from rl_vlm.labelling.labeller import VLMLabeller
 from rl_vlm.labelling.store import SKIPPED, Label, Segment, SegmentPair
-from rl_vlm.labelling.teachers import (
-    ClipSimilarity,
-    MatchingSimilarity,
-    ScriptedTeacher,
-    SimilarityLabeller,
-    build_labeller,
-)
+from rl_vlm.labelling.teachers import ScriptedTeacher, Similarity, build_labeller
 from rl_vlm.preference.feedback import build_feedback
 from rl_vlm.types import UserInputError
 
@@ -129,18 +123,18 @@ def test_clip_similarity_is_the_models_own(clip_folder: Path) -> None:
 
     pairs = random_pairs(3, seed=2)
     frames = np.stack([part.frames[0] for one in pairs for part in (one.first, one.second)])  # type: ignore[index]
-    similarity = ClipSimilarity(clip_folder, "the pole is upright.")
+    similarity = Similarity(["clip"], clip_folder, "the pole is upright.")
     found = similarity.similarities(frames)
     model, processor = CLIPModel.from_pretrained(clip_folder), CLIPProcessor.from_pretrained(clip_folder)
     inputs = processor(text=["the pole is upright."], images=list(frames), return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits_per_image[:, 0] / model.logit_scale.exp()
     np.testing.assert_allclose(found, logits.numpy(), atol=1e-5)
-    labelled = labels(SimilarityLabeller(similarity), *pairs)
+    labelled = labels(similarity, *pairs)
     assert [label.value for label in labelled] == [int(b > a) for a, b in found.reshape(-1, 2)]
     np.testing.assert_allclose(similarity.rewards(frames), 2 * found - 1, atol=1e-6)
     assert similarity.input_kind == "image"
-    scores = asyncio.run(SimilarityLabeller(similarity).score(list(frames)))
+    scores = asyncio.run(similarity.score(list(frames)))
     assert [score.value for score in scores] == pytest.approx(np.maximum(found, 0).tolist())
 
 
@@ -168,7 +162,7 @@ def test_image_text_matching_is_the_models_own(tmp_path: Path) -> None:
     images = BlipImageProcessor(size={"height": 32, "width": 32})
     Blip2Processor(images, tokenizer).save_pretrained(tmp_path)
     frames = np.stack([part.frames[0] for one in random_pairs(2) for part in (one.first, one.second)])  # type: ignore[index]
-    found = MatchingSimilarity(tmp_path, "the pole is upright.").similarities(frames)
+    found = Similarity(["blip-2"], tmp_path, "the pole is upright.").similarities(frames)
     model = Blip2ForImageTextRetrieval.from_pretrained(tmp_path).eval()
     processor = Blip2Processor.from_pretrained(tmp_path)
     for frame, probability in zip(frames, found, strict=True):
@@ -180,11 +174,11 @@ def test_image_text_matching_is_the_models_own(tmp_path: Path) -> None:
 
 def test_a_model_that_is_missing_or_of_another_kind_is_named(tmp_path: Path, tiny_folder: Path) -> None:
     with pytest.raises(UserInputError, match="openai/clip"):
-        ClipSimilarity("openai/clip-vit-none", "x")
+        Similarity(["clip"], "openai/clip-vit-none", "x")
     with pytest.raises(UserInputError, match="qwen3_vl"):
-        ClipSimilarity(tiny_folder, "x")
+        Similarity(["clip"], tiny_folder, "x")
     with pytest.raises(UserInputError, match="description"):
-        ClipSimilarity(tiny_folder, " ")
+        Similarity(["clip"], tiny_folder, " ")
 
 
 # --- The configuration of labels and reward model: defaults, mistakes, and what is built from it
@@ -222,14 +216,15 @@ def test_labellers_are_built_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         build_labeller(LabelsSection(), env_id="soccer")
 
 
-@pytest.mark.parametrize(("source", "name"), [("clip", "ClipSimilarity"), ("itm", "MatchingSimilarity")])
+@pytest.mark.parametrize(("source", "family"), [("clip", "clip"), ("itm", "blip-2")])
 def test_models_of_picture_and_text_compute_where_the_run_says(
-    source: str, name: str, monkeypatch: pytest.MonkeyPatch
+    source: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(f"rl_vlm.labelling.teachers.{name}", lambda model, text, device: found.append(device))
-    build_labeller(LabelsSection(source=source), env_id="soccer", device="cuda:1")  # type: ignore[arg-type]
-    assert found == ["cuda:1"]
+    found: list[Any] = []
+    monkeypatch.setattr("rl_vlm.labelling.teachers.Similarity", lambda *given: found.append(given))
+    build_labeller(LabelsSection(source=source, frames=2), env_id="soccer", device="cuda:1")  # type: ignore[arg-type]
+    ((families, _, text, *rest),) = found
+    assert family in families and text == "The soccer ball is in the goal." and rest == ["cuda:1", 2]
 
 
 def test_a_run_gives_the_labeller_the_device_of_its_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

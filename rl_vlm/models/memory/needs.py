@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from rl_vlm.config import CommonConfig, PolicyConfig
 from rl_vlm.models.memory.shape import (
@@ -38,7 +38,8 @@ _GRAPHS = gib(0.6)  # CUDA graphs of vLLM, with LoRA
 _PREFERENCE = GIB  # agent, critics and the reward ensemble with its batches: an upper bound for the published sizes
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """Memory for one purpose; `detail` says where the number comes from."""
 
     name: str
@@ -84,22 +85,18 @@ def learner_parts(config: CommonConfig, shape: ModelShape) -> list[Part]:
     return [part(config, shape, ELEMENT[config.model.dtype]) for part in parts] + [_CONTEXT]
 
 
-def kept_between_updates(config: CommonConfig, shape: ModelShape) -> int:
-    """Bytes that one learner holds while it waits."""
-    return _sum(part for part in learner_parts(config, shape) if part.name not in OF_UPDATES)
-
-
 def _weights(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     learner, layers = config.learner, shape.text.parameters
     detail = f"{amount(shape.parameters)} in {config.model.dtype}"
+    held = shape.parameters
     if learner.shards_layers:
-        gathered = _GATHERED * layers // shape.text.layers
         shard = 0 if learner.offload_params else layers // max(learner.num_learners, 1)
-        held = shape.parameters - layers + gathered + shard
-        return Part("weights", held * element, f"{detail}, its layers sharded")
-    if config.trains_full and config.algorithm.has_reference:  # the frozen base model, for the KL penalty
-        return Part("weights", 2 * shape.parameters * element, f"{detail}, and once more as reference")
-    return Part("weights", shape.parameters * element, detail)
+        held += _GATHERED * layers // shape.text.layers + shard - layers
+        detail += ", its layers sharded"
+    elif config.trains_full and config.algorithm.has_reference:  # the frozen base model, for the KL penalty
+        held *= 2
+        detail += ", and once more as reference"
+    return Part("weights", held * element, detail)
 
 
 def _trained(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
@@ -135,9 +132,10 @@ def _activations(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
         working = text.width * (element + 3 * _LORA)
     inputs, what = element * text.hidden, f"{tokens} tokens × {text.layers} layers"
     if config.learner.gradient_checkpointing:
-        size = tokens * (inputs * (text.layers + 2) + layer + working)
-        return Part("activations", size, f"{what}' inputs, and one layer computed again")
-    return Part("activations", tokens * (layer * text.layers + 2 * inputs + working), f"{what}, no checkpointing")
+        kept, what = inputs * text.layers + layer, f"{what}' inputs, and one layer computed again"
+    else:
+        kept, what = layer * text.layers, f"{what}, no checkpointing"
+    return Part("activations", tokens * (kept + 2 * inputs + working), what)
 
 
 def _mask(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
@@ -251,7 +249,8 @@ def _vllm_kv(config: CommonConfig, shape: ModelShape, card: int | None) -> int:
     if card is None:
         return _sample(config, shape)  # the least
     if isinstance(config, PolicyConfig) and serving.vllm.rest_while_learning:  # all that a learner leaves
-        share = int(card * _TAKEN) - kept_between_updates(config, shape)
+        kept = _sum(part for part in learner_parts(config, shape) if part.name not in OF_UPDATES)
+        share = int(card * _TAKEN) - kept
     else:
         share = int(serving.memory_utilization * card)
     return max(share - _sum(_vllm(config, shape)), 0)
@@ -270,10 +269,9 @@ def _transformers(config: CommonConfig, shape: ModelShape) -> list[Part]:
     elif isinstance(config, PolicyConfig):  # computed beside the weights
         size = 2 * published_bytes(config, shape)
         parts.append(Part("adapters", size, "the newest, and the one that running samples finish with"))
-    activations = PREFILL_TOKENS * (6 * text.hidden + 3 * text.width) * element
-    activations += _rows(config) * text.vocab * 4 * _OUR_LOGITS
-    detail = f"{PREFILL_TOKENS} prompt tokens at a time, {_rows(config)} samples' logits"
-    parts.append(Part("activations", activations, detail))
+    rows, prefill = _rows(config), PREFILL_TOKENS * (6 * text.hidden + 3 * text.width) * element
+    size = prefill + rows * text.vocab * 4 * _OUR_LOGITS
+    parts.append(Part("activations", size, f"{PREFILL_TOKENS} prompt tokens at a time, {rows} samples' logits"))
     return [*parts, _frozen_tower(config, shape, element, serving.gpus_per_replica)]
 
 
@@ -358,91 +356,59 @@ def learner_fraction(config: CommonConfig, card: int) -> float | None:
     return max(share - CUDA_CONTEXT / card, 0.05)
 
 
-class Process(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Process:
     """A process on a GPU, and its parts there."""
 
     kind: str
-    parts: tuple[Part, ...]
-
-    @property
-    def bytes(self) -> int:
-        return _sum(self.parts)
+    bytes: int
+    parts: list[Part]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU of a run."""
+    """GPUs of a run that hold the same."""
 
+    count: int
+    size: int | None  # bytes that each reports, where that is known
+    used: int  # the most that the processes hold together
+    left: int | None  # beside the processes and the allocator's loss; negative where they do not fit
+    turns: bool  # the replica's keys and values are never there together with what an update needs
     processes: list[Process]
-    size: int | None = None  # bytes that it reports, where that is known
-    count: int = 1  # GPUs that hold the same
-    turns: bool = False  # the replica's keys and values are never there together with what an update needs
-
-    @property
-    def used(self) -> int:
-        """The most that the processes hold together."""
-        together = sum(process.bytes for process in self.processes)
-        if not self.turns:
-            return together
-        parts = [part for process in self.processes for part in process.parts]
-        update = [part for process in self.processes if process.kind == "learner" for part in process.parts]
-        keys = _sum(part for part in parts if part.name == KV)
-        return together - min(keys, _sum(part for part in update if part.name in OF_UPDATES))
-
-    @property
-    def left(self) -> int | None:
-        """Bytes that are free beside the processes and the allocator's loss; negative where they do not fit."""
-        return None if self.size is None else int(self.size * (1 - _NEVER_LEFT)) - self.used
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The GPUs of a run. Without GPUs one card stands for the machine's memory, and `gpus` is 0."""
+    """The GPUs of a run, as `rl-vlm plan --json` prints them. Without GPUs one card stands for the machine's memory."""
 
-    shape: ModelShape
-    cards: list[Card]
-    gpus: int
+    fits: bool  # nothing is known not to fit
+    starved: str  # a sentence where a replica's share of a GPU holds no sample
     adapter_bytes: int  # of one published version: an adapter in float32, or all weights in the model's precision
-    starved: str = ""  # a sentence where a replica's share of a GPU holds no sample
-
-    @property
-    def fits(self) -> bool:
-        """Whether nothing is known not to fit."""
-        return not self.starved and all(card.left is None or card.left >= 0 for card in self.cards)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `rl-vlm plan --json`: sizes in bytes."""
-
-        def process(one: Process) -> dict[str, Any]:
-            return {"kind": one.kind, "bytes": one.bytes, "parts": [part._asdict() for part in one.parts]}
-
-        def card(one: Card) -> dict[str, Any]:
-            numbers = {name: getattr(one, name) for name in ("count", "size", "used", "left", "turns")}
-            return {**numbers, "processes": list(map(process, one.processes))}
-
-        numbers = {name: getattr(self, name) for name in ("fits", "starved", "adapter_bytes", "gpus")}
-        return {**numbers, "parameters": self.shape.parameters, "cards": list(map(card, self.cards))}
+    gpus: int
+    parameters: int
+    cards: list[Card]
 
 
 def plan_memory(config: CommonConfig, shape: ModelShape, card: int | None) -> MemoryPlan:
     """The plan for GPUs of `card` bytes each."""
-    kinds = {
-        "replica": Process("replica", tuple(replica_parts(config, shape, card))),
-        "learner": Process("learner", tuple(learner_parts(config, shape))),
-    }
-    placed = [[kinds[kind] for kind in here] for here in place(config)]
+    parts = {"replica": replica_parts(config, shape, card), "learner": learner_parts(config, shape)}
+    placed = place(config)
+    starved = _starved(config, shape, card) if placed else ""
     if not placed:  # no process has a CUDA context, and the size of a GPU means nothing
-        here = [process for kind, process in kinds.items() if kind == "learner" or config.serves]
-        host = [Process(one.kind, tuple(part for part in one.parts if part != _CONTEXT)) for one in here]
-        return MemoryPlan(shape, [Card(host)], 0, published_bytes(config, shape))
+        card = None
+        parts = {kind: [part for part in held if part != _CONTEXT] for kind, held in parts.items()}
     cards: list[Card] = []
-    for processes in placed:
-        if cards and cards[-1].processes == processes:
-            cards[-1].count += 1
-        else:
-            turns = config.serving.vllm.rest_while_learning and len(processes) > 1
-            cards.append(Card(processes, card, turns=turns))
-    return MemoryPlan(shape, cards, len(placed), published_bytes(config, shape), _starved(config, shape, card))
+    for kinds, same in itertools.groupby(placed or [["replica", "learner"] if config.serves else ["learner"]]):
+        processes = [Process(kind, _sum(parts[kind]), parts[kind]) for kind in kinds]
+        used = sum(process.bytes for process in processes)
+        turns = bool(placed) and config.serving.vllm.rest_while_learning and set(kinds) == {"replica", "learner"}
+        if turns:
+            keys = _sum(part for part in parts["replica"] if part.name == KV)
+            used -= min(keys, _sum(part for part in parts["learner"] if part.name in OF_UPDATES))
+        left = None if card is None else int(card * (1 - _NEVER_LEFT)) - used
+        cards.append(Card(len(list(same)), card, used, left, turns, processes))
+    fits = not starved and all(one.left is None or one.left >= 0 for one in cards)
+    return MemoryPlan(fits, starved, published_bytes(config, shape), len(placed), shape.parameters, cards)
 
 
 def _starved(config: CommonConfig, shape: ModelShape, card: int | None) -> str:
