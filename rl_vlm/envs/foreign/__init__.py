@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _LOCK = threading.Lock()
+_OURS = Path(__file__).parents[2]
 # By interface, "module:Class" of the VisionEnv that wraps its environments.
 ADAPTERS = {
     "slime": "rl_vlm.envs.foreign.slime:SlimeEnv",
@@ -121,10 +123,10 @@ _MODULES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
+def with_stand_ins(call: Callable[[], T]) -> T:
     """What `call` returns; it is tried again with the stand-ins if it imports a framework that is not installed.
 
-    file: the user's; in a checkout of the framework its own modules are found beside the stand-ins.
+    In a checkout of the framework, the files that import it find its own modules beside the stand-ins.
     """
     try:
         return call()
@@ -133,23 +135,22 @@ def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
         with _LOCK:
             if package not in ("vlmrl", "vagen") or getattr(importlib.util.find_spec(package), "origin", None):
                 raise
-            _provide(package, file)
+            files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+            _provide(package, [above for file in files if not file.is_relative_to(_OURS) for above in file.parents])
         return call()
 
 
-def _provide(package: str, file: Path | None) -> None:
-    """Put the stand-ins of a package in place. All of them are packages, which find the modules of a checkout."""
+def _provide(package: str, folders: list[Path]) -> None:
+    """Put the stand-ins of a package in place. All are packages, and find modules in the `folders` of their names."""
     for name, content in _MODULES.items():
         parent, _, last = name.rpartition(".")
         if name.partition(".")[0] != package:
             continue
-        module = sys.modules.get(name)
-        if module is None:
-            module = sys.modules[name] = ModuleType(name, "Stands in for a framework that is not installed.")
-            module.__spec__ = ModuleSpec(name, None, is_package=True)
-            if parent:
-                setattr(sys.modules[parent], last, module)
-        folders = [str(above) for above in file.parents if above.name == last] if file else []
-        module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *folders]))
+        module = sys.modules.setdefault(name, ModuleType(name, "Stands in for a framework that is not installed."))
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        own = [str(folder) for folder in folders if folder.name == last]
+        module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *own]))
         vars(module).update({one.__name__: one for one in content})
+        if parent:
+            setattr(sys.modules[parent], last, module)
     importlib.invalidate_caches()

@@ -1,17 +1,22 @@
-"""What several foreign interfaces need: held-out tasks, an event loop, messages in OpenAI's form."""
+"""What several foreign interfaces need: environments made, held-out tasks, coroutines, messages in OpenAI's form."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from rl_vlm.envs.base import EpisodeEnv
 from rl_vlm.envs.errors import ROLES, EnvError, EnvTimeoutError
+from rl_vlm.envs.foreign import with_stand_ins
 from rl_vlm.envs.images import as_image
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import Message, Part, UserInputError
@@ -21,10 +26,23 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 _JOIN_S = 2.0  # how long closing waits for what still runs
 
 
-def not_made(error: Exception) -> UserInputError:
-    """The error to raise where the user's code cannot make its environment, whatever it raised itself."""
-    what = f"{type(error).__name__}: {one_line(error)}"
-    return UserInputError(f"The environment cannot be loaded ({what}): correct env.kwargs, or install what is missing.")
+def needed(package: str, extra: str) -> Any:
+    """A package that is installed for one interface only. Raises UserInputError without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserInputError(f"{package} is not installed ({error}): run `pip install 'rl-vlm[{extra}]'`.") from error
+
+
+def made(factory: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What the user's class or function makes. Raises UserInputError for whatever it raises."""
+    try:
+        return with_stand_ins(partial(factory, *arguments, **named))
+    except Exception as error:
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise UserInputError(
+            f"The environment cannot be loaded ({what}): correct env.kwargs, or install what is missing."
+        ) from error
 
 
 def returned(result: Any, form: str) -> list[Any]:
@@ -49,42 +67,51 @@ def held_out(total: int, share: float) -> tuple[int, int]:
     return total - test, test
 
 
-class BackgroundLoop:
-    """An event loop in a thread of its own, which runs coroutines for synchronous code. `close` cancels what runs and
-    ends the thread; `close.alive` says whether it was called."""
+class AsyncEnv(EpisodeEnv):
+    """An EpisodeEnv whose calls are coroutines. They run in an event loop, in a thread that `close` ends.
 
-    def __init__(self) -> None:
+    timeout_s: deadline of one call. base: arguments of EpisodeEnv.
+    """
+
+    def __init__(self, timeout_s: float, **base: Any) -> None:
+        super().__init__(**base)
+        self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name="env-loop", daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._loop,), name="env-loop", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _stop, self._loop, thread)
+        self._stop = weakref.finalize(self, _stop, self._loop, thread)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """The coroutine's result. After `timeout_s` it is cancelled, and EnvTimeoutError names `what`."""
+    def run(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """The coroutine's result. After the deadline it is cancelled, and EnvTimeoutError names `what`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result(timeout_s)
+            return future.result(self._timeout_s)
         except TimeoutError as error:
             if not future.cancel():
                 raise  # the coroutine's own
-            raise EnvTimeoutError(f"{what} took longer than {timeout_s:g} s.") from error
+            raise EnvTimeoutError(f"{what} took longer than {self._timeout_s:g} s.") from error
         except CancelledError as error:
             raise EnvTimeoutError(f"{what} was cancelled.") from error
 
+    async def end(self) -> None:
+        """What closing calls last."""
+
+    def close(self) -> None:
+        if self._stop.alive:
+            with suppress(EnvTimeoutError):  # the loop is stopped in any case
+                self.run(self.end(), f"{self.name}: close()")
+            self._stop()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # whose end cancels what still runs
+        runner.get_loop().run_forever()
+
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    async def cancel_all() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=_JOIN_S) if tasks else None
-        loop.stop()
-
-    if threading.current_thread() is not thread and loop.is_running():
-        asyncio.run_coroutine_threadsafe(cancel_all(), loop)
-        thread.join(2 * _JOIN_S)
-    if not loop.is_running():
-        loop.close()
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_S)
 
 
 def to_message(message: Any) -> Message:
