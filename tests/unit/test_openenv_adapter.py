@@ -114,7 +114,7 @@ def test_a_server_that_is_killed_loses_the_episode_reset_connects_again_and_a_to
 
 
 def form(properties, required=(), field=None):
-    return ActionForm.of({"properties": {**properties, "metadata": {}}, "required": list(required)}, field)
+    return ActionForm({"properties": {**properties, "metadata": {}}, "required": list(required)}, field)
 
 
 NUMBER, WORD = {"n": {"type": "integer"}}, {"w": {"type": "string"}}

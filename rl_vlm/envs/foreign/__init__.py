@@ -98,8 +98,8 @@ def decode_tokens(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-class GymBaseEnv:
-    """Made with one dict; see `vagen.py` for what a subclass has."""
+class GymEnv:
+    """Made with one dict; see `vagen.py` for what a subclass has. It is GymBaseEnv, and GymImageEnv with images."""
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.config = env_config
@@ -108,18 +108,16 @@ class GymBaseEnv:
         """Free what the environment holds."""
 
 
-class GymImageEnv(GymBaseEnv):
-    """One whose observations may have images."""
-
-
-# What stands in for which module; packages come before what is in them.
-_MODULES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("vlmrl", "vlmrl.envs", "vlmrl.utils", "vagen"), ()),
-    "vlmrl.envs.base": (BaseState, BaseEnv),
-    "vlmrl.utils.vlm": (decode_tokens,),
-    "vagen.envs": (GymBaseEnv, GymImageEnv),  # newer files import them from here
-    "vagen.envs.gym_base_env": (GymBaseEnv,),
-    "vagen.envs.gym_image_env": (GymImageEnv,),
+# The modules of each package, parents first, and what each of them holds.
+_STAND_INS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "vlmrl": (
+        ("vlmrl", "vlmrl.envs", "vlmrl.envs.base", "vlmrl.utils", "vlmrl.utils.vlm"),
+        {"BaseState": BaseState, "BaseEnv": BaseEnv, "decode_tokens": decode_tokens},
+    ),
+    "vagen": (
+        ("vagen", "vagen.envs", "vagen.envs.gym_base_env", "vagen.envs.gym_image_env"),
+        {"GymBaseEnv": GymEnv, "GymImageEnv": GymEnv},
+    ),
 }
 
 
@@ -133,24 +131,23 @@ def with_stand_ins(call: Callable[[], T]) -> T:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         with _LOCK:
-            if package not in ("vlmrl", "vagen") or getattr(importlib.util.find_spec(package), "origin", None):
+            if package not in _STAND_INS or getattr(importlib.util.find_spec(package), "origin", None):
                 raise
-            files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-            _provide(package, [above for file in files if not file.is_relative_to(_OURS) for above in file.parents])
+            _provide(*_STAND_INS[package], traceback.extract_tb(error.__traceback__))
         return call()
 
 
-def _provide(package: str, folders: list[Path]) -> None:
-    """Put the stand-ins of a package in place. All are packages, and find modules in the `folders` of their names."""
-    for name, content in _MODULES.items():
+def _provide(names: Sequence[str], content: dict[str, Any], imported_from: traceback.StackSummary) -> None:
+    """Put stand-ins in place. All are packages, and find modules in the folders of their names above the importers."""
+    files = [Path(frame.filename) for frame in imported_from]
+    folders = [above for file in files if not file.is_relative_to(_OURS) for above in file.parents]
+    for name in names:
         parent, _, last = name.rpartition(".")
-        if name.partition(".")[0] != package:
-            continue
         module = sys.modules.setdefault(name, ModuleType(name, "Stands in for a framework that is not installed."))
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         own = [str(folder) for folder in folders if folder.name == last]
         module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *own]))
-        vars(module).update({one.__name__: one for one in content})
+        vars(module).update(content)
         if parent:
             setattr(sys.modules[parent], last, module)
     importlib.invalidate_caches()

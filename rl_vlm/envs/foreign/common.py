@@ -26,6 +26,11 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 _JOIN_S = 2.0  # how long closing waits for what still runs
 
 
+def named(error: BaseException) -> str:
+    """An exception in a line, with its class."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
 def needed(package: str, extra: str) -> Any:
     """A package that is installed for one interface only. Raises UserInputError without it."""
     try:
@@ -34,14 +39,13 @@ def needed(package: str, extra: str) -> Any:
         raise UserInputError(f"{package} is not installed ({error}): run `pip install 'rl-vlm[{extra}]'`.") from error
 
 
-def made(factory: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def made(factory: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """What the user's class or function makes. Raises UserInputError for whatever it raises."""
     try:
-        return with_stand_ins(partial(factory, *arguments, **named))
+        return with_stand_ins(partial(factory, *arguments, **more))
     except Exception as error:
-        what = f"{type(error).__name__}: {one_line(error)}"
         raise UserInputError(
-            f"The environment cannot be loaded ({what}): correct env.kwargs, or install what is missing."
+            f"The environment cannot be loaded ({named(error)}): correct env.kwargs, or install what is missing."
         ) from error
 
 
@@ -51,14 +55,11 @@ def returned(result: Any, form: str) -> list[Any]:
     `form`: "step(text) -> (obs, done, info)". Raises EnvError.
     """
     names = form.partition("-> (")[2].rstrip(")").split(", ")
-    if not isinstance(result, tuple) or len(result) != len(names):
-        raise EnvError(f"It must be {form}, and returned {str(result)[:80]}.")
-    values = list(result)
-    if names[-1] == "info":
-        if not isinstance(values[-1], dict | None):
-            raise EnvError(f"It must be {form} with a dict as info.")
-        values[-1] = dict(values[-1] or {})
-    return values
+    has_info = names[-1] == "info"
+    fits = isinstance(result, tuple) and len(result) == len(names)
+    if not fits or (has_info and not isinstance(result[-1], dict | None)):
+        raise EnvError(f"It must be {form}{' with a dict as info' * has_info}, and returned {str(result)[:80]}.")
+    return [*result[:-1], dict(result[-1] or {})] if has_info else list(result)
 
 
 def held_out(total: int, share: float) -> tuple[int, int]:

@@ -17,10 +17,10 @@ from typing import Any
 from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import AsyncEnv, Share, held_out, made, needed, to_message
+from rl_vlm.envs.foreign.common import AsyncEnv, Share, held_out, made, named, needed, to_message
 from rl_vlm.envs.loading import is_spec
 from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
-from rl_vlm.safe_text import one_line, without_thoughts
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
 _MODEL = "policy"
@@ -153,7 +153,7 @@ class _Episode:
             error = state.get("error")
             # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
             if error is not None and not isinstance(error, verifiers.ToolError):
-                raise EnvError(f"The rollout failed ({type(error).__name__}: {one_line(error)}).")
+                raise EnvError(f"The rollout failed ({named(error)}).")
             await env.rubric.score_rollout(state)
             return state
         finally:

@@ -16,7 +16,6 @@ from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import Share, held_out, made, returned
 from rl_vlm.envs.images import as_image
-from rl_vlm.safe_text import one_line
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
 # vlm-gym's own words around a statement, and the question that its prompt leaves out.
@@ -51,7 +50,11 @@ class VlmGymEnv(EpisodeEnv):
         test_share: Share = 0.1,
         **kwargs: Any,
     ) -> None:
-        self._tokenizer = load_tokenizer(tokenizer)
+        self._tokenizer: Any = ByteTokenizer()
+        if tokenizer is not None:
+            from transformers import AutoTokenizer  # takes seconds
+
+            self._tokenizer = made(AutoTokenizer.from_pretrained, tokenizer, trust_remote_code=False)
         given = (self._tokenizer,) if isinstance(env, type) else (name, self._tokenizer)
         if None in given:
             raise UserInputError("create_env needs the name of an environment: set env.kwargs.name, such as nlvr2.")
@@ -125,18 +128,3 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
         return bytes(int(one) for one in token_ids if 0 <= int(one) < 256).decode(errors="replace")
-
-
-def load_tokenizer(name: str | None) -> Any:
-    """The tokenizer of a model folder or hub name; without a name, a ByteTokenizer. Raises UserInputError."""
-    if name is None:
-        return ByteTokenizer()
-    from transformers import AutoTokenizer  # takes seconds
-
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserInputError(
-            f"env.kwargs.tokenizer {name!r} cannot be loaded ({one_line(error)}): name a model folder or a model of "
-            "the hub, or leave it out."
-        ) from error
