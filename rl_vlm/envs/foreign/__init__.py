@@ -41,11 +41,9 @@ def interface_of(found: Any) -> str | None:
 
     A function of slime may have another name if it takes `sample` and `args`.
     """
-    base = getattr(sys.modules.get("verifiers"), "Environment", None)
-    if base is not None and (isinstance(found, base) or (isinstance(found, type) and issubclass(found, base))):
+    base = getattr(sys.modules.get("verifiers"), "Environment", ())
+    if issubclass(found if isinstance(found, type) else type(found), base):
         return "verifiers"
-    if not callable(found):
-        return None
     if not isinstance(found, type):
         is_slime = _parameters(found) >= {"sample", "args"}
         return "slime" if is_slime else FUNCTIONS.get(getattr(found, "__name__", ""))
@@ -133,14 +131,14 @@ def with_stand_ins(call: Callable[[], T]) -> T:
         with _LOCK:
             if package not in _STAND_INS or getattr(importlib.util.find_spec(package), "origin", None):
                 raise
-            _provide(*_STAND_INS[package], traceback.extract_tb(error.__traceback__))
+            files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+            _provide(package, [above for file in files if not file.is_relative_to(_OURS) for above in file.parents])
         return call()
 
 
-def _provide(names: Sequence[str], content: dict[str, Any], imported_from: traceback.StackSummary) -> None:
-    """Put stand-ins in place. All are packages, and find modules in the folders of their names above the importers."""
-    files = [Path(frame.filename) for frame in imported_from]
-    folders = [above for file in files if not file.is_relative_to(_OURS) for above in file.parents]
+def _provide(package: str, folders: list[Path]) -> None:
+    """Put the stand-ins of a package in place. All are packages, and find modules in the `folders` of their names."""
+    names, content = _STAND_INS[package]
     for name in names:
         parent, _, last = name.rpartition(".")
         module = sys.modules.setdefault(name, ModuleType(name, "Stands in for a framework that is not installed."))
@@ -150,4 +148,3 @@ def _provide(names: Sequence[str], content: dict[str, Any], imported_from: trace
         vars(module).update(content)
         if parent:
             setattr(sys.modules[parent], last, module)
-    importlib.invalidate_caches()

@@ -7,7 +7,6 @@ import importlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -91,8 +90,6 @@ class AsyncEnv(EpisodeEnv):
             if not future.cancel():
                 raise  # the coroutine's own
             raise EnvTimeoutError(f"{what} took longer than {self._timeout_s:g} s.") from error
-        except CancelledError as error:
-            raise EnvTimeoutError(f"{what} was cancelled.") from error
 
     async def end(self) -> None:
         """What closing calls last."""
@@ -120,11 +117,10 @@ def to_message(message: Any) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise EnvError(f"A message must be a dict with a role among {', '.join(ROLES)}, and content.")
     content = message.get("content")
-    if isinstance(content, str):
-        return Message.of(message["role"], content)
-    if not isinstance(content, list | tuple):
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, list | tuple):
         raise EnvError(f"The content of a message must be text or a list of parts, not a {type(content).__name__}.")
-    return Message(message["role"], tuple(map(_part, content)))
+    return Message(message["role"], tuple(map(_part, parts)))
 
 
 def _part(part: Any) -> Part:

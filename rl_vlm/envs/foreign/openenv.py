@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import numpy as np
@@ -36,8 +36,6 @@ MAX_CHARS = 65_536  # characters of an action
 _NUMBER = re.compile(r"-?\d{1,40}(?:\.\d{1,40})?")
 # Behind these no choice begins: a minus sign changes a number, the hyphen of "action-2" does not.
 _NO_WORD_BEGINS = re.compile(r"[a-z0-9]_*$|\.$|(?:^|[^a-z])-$")
-
-T = TypeVar("T")
 
 
 class OpenEnv(EpisodeEnv):
@@ -89,17 +87,14 @@ class OpenEnv(EpisodeEnv):
         return Observation.user(*images, opening), {"seed": number}
 
     def reply(self, text: str) -> Reply:
-        reward = 0.0
         try:
             result = self._call("step", self._form.parse(text))
         except ActionError as error:
             self._invalid += 1
-            message: Observation | None = Observation.user(str(error))
-        else:
-            if result.get("reward") is not None:
-                reward = as_reward(result["reward"], "the server")
-            images, shown = parts_of(result.get("observation"))
-            message = None if result.get("done") else Observation.user(*images, shown)
+            result = {"observation": str(error)}
+        reward = 0.0 if result.get("reward") is None else as_reward(result["reward"], "the server")
+        images, shown = parts_of(result.get("observation"))
+        message = None if result.get("done") else Observation.user(*images, shown)
         return Reply(reward, message, {"turn": self.turn, "invalid_actions": self._invalid})
 
     def close(self) -> None:
@@ -128,7 +123,6 @@ class OpenEnv(EpisodeEnv):
         self._socket = connect(
             self._url.replace("http", "ws", 1) + "/ws",
             additional_headers=self._headers,
-            open_timeout=min(10.0, self._timeout_s),
             max_size=MAX_MESSAGE,
             proxy=None if is_loopback(self._url) else True,
             close_timeout=2.0,
@@ -161,13 +155,11 @@ class OpenEnv(EpisodeEnv):
             self.close()
         raise EnvError(f"{self._url}: {kind}: {text} ({code}).")
 
-    def _retried(self, call: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
+    def _retried(self, call: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Any:
         try:
             return retried(call, errors, self._retry_s)
         except errors as error:
-            raise EnvCrashError(
-                f"{self._url} could not be reached for {self._retry_s:g} s ({named(error)})."
-            ) from error
+            raise EnvCrashError(f"{self._url} was not reached for {self._retry_s:g} s ({named(error)}).") from error
 
 
 def parts_of(observation: Any) -> tuple[list[Part], str]:
@@ -231,13 +223,8 @@ class ActionForm:
         only = properties[names[0]] if len(names) == 1 else {}
         self.kind = "enum" if "enum" in only else str(only.get("type"))
         self.choices = (True, False) if self.kind == "boolean" else tuple(only.get("enum", ()))
-        hints = {
-            "string": "",
-            "integer": ", a whole number",
-            "number": ", a number",
-            "boolean": ", true or false",
-            "enum": f", one of {', '.join(map(str, self.choices))}",
-        }
+        hints = {"string": "", "integer": ", a whole number", "number": ", a number", "boolean": ", true or false"}
+        hints["enum"] = f", one of {', '.join(map(str, self.choices))}"
         if self.kind in hints:
             self.field = names[0]
             about = f" ({only['description']})" if only.get("description") else ""

@@ -53,26 +53,20 @@ class SlimeEnv(EpisodeEnv):
     def open(self, item: Item) -> tuple[Observation, Info]:
         self.close()
         question = self.row(item)
-        self._label = question.answer if question else None
         # Under the names that such environments read.
-        sample = SimpleNamespace(
-            prompt=question.problem if question else "",
-            label=self._label,
-            metadata={"split": item.split, "index": item.index, "seed": self.np_random_seed},
-            multimodal_inputs={"images": [image.to_pil() for image in question.images]} if question else {},
-            index=item.index,
-            group_index=item.index,
-            response="",
-            tokens=[],
-            reward=None,
-        )
+        sample = SimpleNamespace(index=item.index, group_index=item.index, response="", tokens=[], reward=None)
+        sample.metadata = {"split": item.split, "index": item.index, "seed": self.np_random_seed}
+        sample.prompt, sample.label, sample.multimodal_inputs = "", None, {}
+        if question is not None:
+            sample.prompt, sample.label = question.problem, question.answer
+            sample.multimodal_inputs = {"images": [image.to_pil() for image in question.images]}
+        self._label = sample.label
         self._turns: list[str] = []
         self._score: float | None = None
         self._env_rewarded = False
-        if {"sample", "args"} <= inspect.signature(self._build).parameters.keys():
-            self._inner = self._build(sample=sample, args=self._args)
-        else:
-            self._inner = self._build(sample, self._args)
+        both = {"sample": sample, "args": self._args}
+        by_name = both.keys() <= inspect.signature(self._build).parameters.keys()
+        self._inner = self._build(**both) if by_name else self._build(*both.values())
         obs, info = returned(self._inner.reset(), "reset() -> (obs, info)")
         messages = [Message("user", question.parts())] if question else []
         if obs and not (isinstance(obs, dict) and not obs.get("obs_str") and not obs.get("multi_modal_data")):
@@ -86,14 +80,11 @@ class SlimeEnv(EpisodeEnv):
         obs, done, info = returned(self._inner.step(text), "step(text) -> (obs, done, info)")
         if not isinstance(done, bool | np.bool_):
             raise EnvError("step() must return (obs, done, info) with a bool as done.")
-        reward = self._read_reward(obs, info)
-        info |= {"turn": self.turn, "status": "answered" if done else "running"}
-        if not done and not self.is_last_turn:
+        over = bool(done or self.is_last_turn)
+        info |= {"turn": self.turn, "status": "answered" if done else "out_of_turns" if over else "running"}
+        reward = self._reward({**(obs if isinstance(obs, dict) else {}), **info}, info, over)
+        if not over:
             return Reply(reward, Observation((self._format(obs),)), info)
-        if not done:
-            info["status"] = "out_of_turns"
-        if not self._env_rewarded:
-            reward = self._final_reward(info)
         self.close()
         return Reply(reward, None, info, truncated=not done)
 
@@ -102,20 +93,16 @@ class SlimeEnv(EpisodeEnv):
         if hasattr(inner, "close"):
             inner.close()
 
-    def _read_reward(self, obs: Any, info: Info) -> float:
-        """The reward of this step from info or obs; remembers the last tool score."""
-        if self._reward_source == "grade":
+    def _reward(self, said: Info, info: Info, over: bool) -> float:
+        """The reward of a step, of which the environment said this; at the end that of an episode without one."""
+        if self._reward_source != "grade":
+            if said.get("tool_score") is not None:
+                self._score = as_reward(said["tool_score"], "tool_score of step()")
+            if said.get("reward") is not None:
+                self._env_rewarded = True
+                return as_reward(said["reward"], "step()")
+        if not over or self._env_rewarded:
             return 0.0
-        said = {**(obs if isinstance(obs, dict) else {}), **info}
-        if said.get("tool_score") is not None:
-            self._score = as_reward(said["tool_score"], "tool_score of step()")
-        if said.get("reward") is None:
-            return 0.0
-        self._env_rewarded = True
-        return as_reward(said["reward"], "step()")
-
-    def _final_reward(self, info: Info) -> float:
-        """The reward of an episode whose steps brought none."""
         if self._label is not None and self._reward_source != "env":
             grade = grade_turns(self._turns, str(self._label))
             info |= {"correct": grade.correct, "answer": grade.answer, "reason": grade.reason}

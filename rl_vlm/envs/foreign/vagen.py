@@ -43,9 +43,10 @@ class VagenEnv(AsyncEnv):
         number = self.number(item)
         obs, info = returned(self._call("reset", number), "reset(seed) -> (obs, info)")
         system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
-        has_content = isinstance(system, dict) and bool(system.get("obs_str") or system.get("multi_modal_input"))
-        messages = (*([to_message(system, "system")] if has_content else []), to_message(obs))
-        return Observation(messages), {**info, "seed": number}
+        messages = [to_message(obs)]
+        if system and any(system.values()):
+            messages.insert(0, to_message(system, "system"))
+        return Observation(tuple(messages)), {**info, "seed": number}
 
     def reply(self, text: str) -> Reply:
         obs, reward, done, info = returned(self._call("step", text), "step(action) -> (obs, reward, done, info)")

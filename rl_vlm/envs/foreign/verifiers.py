@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -61,8 +60,7 @@ class VerifiersEnv(AsyncEnv):
         **kwargs: Any,
     ) -> None:
         self._env = _load(env, kwargs)
-        train, test = self._env.build_dataset(), self._env.build_eval_dataset()
-        given = [rows for rows in (train, test) if rows is not None]
+        given = [rows for rows in (self._env.build_dataset(), self._env.build_eval_dataset()) if rows is not None]
         if not given:
             raise UserInputError("The environment has neither a dataset nor an eval_dataset.")
         self._rows_of: dict[Split, Any] = {"train": given[0], "test": given[-1]}
@@ -96,7 +94,8 @@ class VerifiersEnv(AsyncEnv):
 
     async def end(self) -> None:
         if self._episode is not None:
-            await self._episode.cancel()
+            self._episode.rollout.cancel()
+            await asyncio.wait((self._episode.rollout,))  # its clean-up handlers run
 
     async def _begin(self, row: dict[str, Any]) -> Observation | Any:
         await self.end()
@@ -113,7 +112,8 @@ class _Episode:
         self._asked: asyncio.Queue[tuple[list[Any], Any] | None] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._seen: list[Any] = []
-        self._rollout = asyncio.ensure_future(self._run(env, row))
+        self.rollout = asyncio.ensure_future(_played(env, row, self))
+        self.rollout.add_done_callback(lambda _: self._asked.put_nowait(None))
 
     async def create(self, *, messages: list[Any], tools: Any = None, **_: Any) -> Any:
         """What the environment calls to ask the model."""
@@ -123,7 +123,7 @@ class _Episode:
         message = from_text(await self._answers.get(), bool(tools))
         reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
-        head = {"id": "turn", "object": "chat.completion", "created": int(time.time()), "model": _MODEL}
+        head = {"id": "turn", "object": "chat.completion", "created": 0, "model": _MODEL}
         return ChatCompletion.model_validate({**head, "choices": [choice]})
 
     async def advance(self, text: str | None = None) -> Observation | Any:
@@ -132,7 +132,7 @@ class _Episode:
             self._answers.put_nowait(text)
         asked = await self._asked.get()
         if asked is None:
-            return await self._rollout
+            return await self.rollout
         messages, tools = asked
         known = len(self._seen) + 1 if self._seen else 0  # the messages so far, and the policy's answer to them
         if messages[: len(self._seen)] != self._seen or len(messages) <= known:
@@ -140,24 +140,18 @@ class _Episode:
         self._seen = list(messages)
         return _observation(messages[known:], None if known else tools)
 
-    async def cancel(self) -> None:
-        """End the rollout, if it has not ended; its clean-up handlers run."""
-        self._rollout.cancel()
-        await asyncio.wait((self._rollout,))
 
-    async def _run(self, env: Any, row: dict[str, Any]) -> Any:
-        import verifiers
+async def _played(env: Any, row: dict[str, Any], client: _Episode) -> Any:
+    """The state of a whole rollout, with its reward."""
+    import verifiers
 
-        try:
-            state = await env.rollout(row, self, _MODEL, {})
-            error = state.get("error")
-            # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
-            if error is not None and not isinstance(error, verifiers.ToolError):
-                raise EnvError(f"The rollout failed ({named(error)}).")
-            await env.rubric.score_rollout(state)
-            return state
-        finally:
-            self._asked.put_nowait(None)
+    state = await env.rollout(row, client, _MODEL, {})
+    error = state.get("error")
+    # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
+    if error is not None and not isinstance(error, verifiers.ToolError):
+        raise EnvError(f"The rollout failed ({named(error)}).")
+    await env.rubric.score_rollout(state)
+    return state
 
 
 def _load(env: Any, kwargs: dict[str, Any]) -> Any:
@@ -173,14 +167,12 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(env, verifiers.Environment):
         raise UserInputError(f"It made a {type(env).__name__}, which is no environment of verifiers.")
     if env.message_type != "chat":
-        raise UserInputError(
-            "The environment asks for completions of a text: only those with chat messages can be played."
-        )
+        raise UserInputError("The environment completes texts: only one with chat messages can be played.")
     for rubric in getattr(env.rubric, "rubrics", [env.rubric]):
         if rubric._get_group_reward_funcs():
             names = ", ".join(rubric._get_group_reward_func_names())
             raise UserInputError(
-                f"The rubric compares the answers of a group ({names}): each answer needs its own reward here."
+                f"The rubric compares the answers of a group ({names}): each needs a reward of its own."
             )
     return env
 
@@ -190,10 +182,8 @@ def _observation(messages: list[Any], tools: Any) -> Observation:
     shown = [to_message(_with_calls(message)) for message in messages]
     if tools:
         text = TOOLS.format(tools="\n".join(map(json.dumps, tools)))
-        if shown and shown[0].role == "system":
-            shown[0] = Message("system", (*shown[0].parts, f"\n\n{text}"))
-        else:
-            shown.insert(0, Message.of("system", text))
+        system = shown.pop(0).parts if shown and shown[0].role == "system" else ()
+        shown.insert(0, Message("system", (*system, "\n\n" * bool(system) + text)))
     return Observation(tuple(shown))
 
 
