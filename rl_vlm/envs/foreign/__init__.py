@@ -106,23 +106,20 @@ class GymEnv:
         """Free what the environment holds."""
 
 
-# The modules of each package, parents first, and what each of them holds.
-_STAND_INS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "vlmrl": (
-        ("vlmrl", "vlmrl.envs", "vlmrl.envs.base", "vlmrl.utils", "vlmrl.utils.vlm"),
-        {"BaseState": BaseState, "BaseEnv": BaseEnv, "decode_tokens": decode_tokens},
-    ),
-    "vagen": (
-        ("vagen", "vagen.envs", "vagen.envs.gym_base_env", "vagen.envs.gym_image_env"),
-        {"GymBaseEnv": GymEnv, "GymImageEnv": GymEnv},
-    ),
+_GYM = {"GymBaseEnv": GymEnv, "GymImageEnv": GymEnv}
+# What stands in for which module; packages come before what is in them, and newer files import from `vagen.envs`.
+_STAND_INS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("vlmrl", "vlmrl.envs", "vlmrl.utils", "vagen")},
+    "vlmrl.envs.base": {"BaseState": BaseState, "BaseEnv": BaseEnv},
+    "vlmrl.utils.vlm": {"decode_tokens": decode_tokens},
+    **dict.fromkeys(("vagen.envs", "vagen.envs.gym_base_env", "vagen.envs.gym_image_env"), _GYM),
 }
 
 
 def with_stand_ins(call: Callable[[], T]) -> T:
     """What `call` returns; it is tried again with the stand-ins if it imports a framework that is not installed.
 
-    In a checkout of the framework, the files that import it find its own modules beside the stand-ins.
+    The stand-ins are packages: in a checkout of the framework they find its own modules beside whoever imports them.
     """
     try:
         return call()
@@ -132,19 +129,14 @@ def with_stand_ins(call: Callable[[], T]) -> T:
             if package not in _STAND_INS or getattr(importlib.util.find_spec(package), "origin", None):
                 raise
             files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-            _provide(package, [above for file in files if not file.is_relative_to(_OURS) for above in file.parents])
+            folders = [above for file in files if not file.is_relative_to(_OURS) for above in file.parents]
+            for name in (one for one in _STAND_INS if one.partition(".")[0] == package):
+                parent, _, last = name.rpartition(".")
+                module = sys.modules.setdefault(name, ModuleType(name, "Stands in for what is not installed."))
+                module.__spec__ = ModuleSpec(name, None, is_package=True)
+                own = [str(folder) for folder in folders if folder.name == last]
+                module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *own]))
+                vars(module).update(_STAND_INS[name])
+                if parent:
+                    setattr(sys.modules[parent], last, module)
         return call()
-
-
-def _provide(package: str, folders: list[Path]) -> None:
-    """Put the stand-ins of a package in place. All are packages, and find modules in the `folders` of their names."""
-    names, content = _STAND_INS[package]
-    for name in names:
-        parent, _, last = name.rpartition(".")
-        module = sys.modules.setdefault(name, ModuleType(name, "Stands in for a framework that is not installed."))
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        own = [str(folder) for folder in folders if folder.name == last]
-        module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *own]))
-        vars(module).update(content)
-        if parent:
-            setattr(sys.modules[parent], last, module)

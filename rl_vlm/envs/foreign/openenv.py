@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import httpx
@@ -106,9 +105,9 @@ class OpenEnv(EpisodeEnv):
 
     def _action_schema(self) -> dict[str, Any]:
         """The JSON schema of an action. Raises UserInputError if there is no OpenEnv server."""
-        no_proxy, address = is_loopback(self._url), f"{self._url}/schema"
-        ask = partial(httpx.get, address, headers=self._headers, timeout=self._timeout_s, trust_env=not no_proxy)
-        reply = self._retried(ask, (httpx.TransportError,))
+        client = httpx.Client(headers=self._headers, timeout=self._timeout_s, trust_env=not is_loopback(self._url))
+        with client:
+            reply = self._retried(lambda: client.get(f"{self._url}/schema"), (httpx.TransportError,))
         if reply.status_code in (401, 403):
             raise wrong_token(self._url)
         try:

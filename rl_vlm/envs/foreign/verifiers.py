@@ -172,7 +172,7 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
         if rubric._get_group_reward_funcs():
             names = ", ".join(rubric._get_group_reward_func_names())
             raise UserInputError(
-                f"The rubric compares the answers of a group ({names}): each needs a reward of its own."
+                f"The rubric compares the answers of a group ({names}): each answer needs its own reward here."
             )
     return env
 

@@ -60,18 +60,15 @@ class VlmGymEnv(EpisodeEnv):
             raise UserInputError("create_env needs the name of an environment: set env.kwargs.name, such as nlvr2.")
         # Of each split, the environment of this process with these arguments, and the lock of its `reset`.
         self._envs: dict[Split, tuple[Any, threading.Lock]] = {}
-        sizes: list[int | None] = []
-        splits: tuple[Split, ...] = ("train", "test")
-        for split in splits:
-            arguments = {**kwargs, **(test or {})} if split == "test" else kwargs
+        arguments_of: dict[Split, dict[str, Any]] = {"train": kwargs, "test": {**kwargs, **(test or {})}}
+        for split, arguments in arguments_of.items():
             key = (env, name, tokenizer, repr(sorted(arguments.items())))
             with _LOCK:
                 if key not in _SHARED:
                     _SHARED[key] = made(env, *given, **arguments), threading.Lock()
             self._envs[split] = _SHARED[key]
-            count = getattr(_SHARED[key][0], "num_tasks", None)
-            sizes.append(None if count is None or count < 0 else int(count))
-        num_train, num_test = sizes
+        counts = [getattr(one, "num_tasks", None) for one, _ in self._envs.values()]
+        num_train, num_test = (None if count is None or count < 0 else int(count) for count in counts)
         self._one_set = test is None
         if self._one_set and num_train is not None:
             num_train, num_test = held_out(num_train, test_share)
