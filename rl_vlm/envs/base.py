@@ -163,7 +163,10 @@ class EpisodeEnv(VisionEnv):
 
     def number(self, item: Item) -> int:
         """A number that no item of either split shares, as the seed of an environment that knows seeds alone."""
-        return item.index if item.split == "train" else (self.num_items("train") or 0) + item.index
+        size = self.num_items("train")
+        if size is None:
+            return 2 * item.index + (item.split == "test")
+        return item.index if item.split == "train" else size + item.index
 
     def row(self, item: Item) -> Any:
         """The row of the data set that an item names; None without a data set. Raises BadRowError."""

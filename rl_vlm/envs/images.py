@@ -106,7 +106,7 @@ def as_image(image: Any) -> Image.Image | EncodedImage:
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (3, 4) or image.size == 0:
             raise EnvError(f"An image array must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
         return Image.fromarray(image)
-    if isinstance(image, str) and "://" not in image and image[:5].lower() != "data:":
+    if isinstance(image, Path) or (isinstance(image, str) and "://" not in image and image[:5].lower() != "data:"):
         image = str(Path(image).absolute())
     try:
         return decode(image_bytes(image, Path("/")))

@@ -60,11 +60,11 @@ def _load(target: str) -> ModuleType:
     """The module or file; its framework may be a stand-in."""
     if target.endswith(".py"):
         path = resolved(target)
-        return with_stand_ins(lambda: _load_file(path), path)
+        return with_stand_ins(lambda: _load_file(path))
     if not _MODULE_NAME.fullmatch(target):
         raise UserInputError(f"{target!r} is not the name of a module.")
     _extend_path(Path.cwd())
-    return with_stand_ins(lambda: importlib.import_module(target), Path.cwd() / f"{target.replace('.', '/')}.py")
+    return with_stand_ins(lambda: importlib.import_module(target))
 
 
 def _load_file(path: Path) -> ModuleType:

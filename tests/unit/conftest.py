@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +39,20 @@ def model(tiny_folder: Path) -> Any:
 
 
 @pytest.fixture
-def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes tests/fixtures/envs importable as a user's own packages are."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fixtures"))
-    yield
-    for name in [name for name in sys.modules if name == "envs" or name.startswith("envs.")]:
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Call it with packages: what the test imports of them is forgotten after it, and the paths they were found on."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    packages: list[str] = []
+    yield lambda *names: packages.extend(names)
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def on_path(forgotten: Callable[..., None]) -> None:
+    """Makes tests/fixtures/envs importable as a user's own packages are."""
+    forgotten("envs")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
 
 
 @pytest.fixture

@@ -48,7 +48,6 @@ def test_it_runs_by_file_by_module_and_by_id(on_path, registered):
         env = rl_vlm.make(spec, **arguments)
         assert env.num_items("test") == 4
         assert_plays_well(env)
-    assert_plays_well(SlimeEnv("Guess-v0", **arguments))
 
 
 def call(answer):
@@ -75,21 +74,6 @@ def test_the_final_answer_is_paid_as_in_slime_and_not_the_last_tool_score(tmp_pa
     steps = [check_step(env.step(text)) for text in turns]
     assert [step[1] for step in steps] == [0.0] * (len(turns) - 1) + [reward]
     assert steps[-1][2] and steps[-1][4]["correct"] == (reward == 1.0)
-
-
-def test_a_tool_score_is_paid_on_request_and_where_there_is_no_label():
-    class Scores(Stub):
-        def reset(self):
-            return {"obs_str": "Go on."}, {}
-
-    step = ({"obs_str": "x", "tool_score": 1}, True, {})
-    env, _ = stubbed(step, reward="env")
-    assert env.step(r"\boxed{0}")[1] == 1.0
-    built = []
-    env = SlimeEnv(lambda sample, args: built.append(Scores(sample, args)) or built[-1])
-    opened(env)
-    built[-1].next = step
-    assert env.step("x")[1] == 1.0
 
 
 def test_max_turns_truncates_and_pays_the_last_score():
@@ -122,7 +106,7 @@ class Stub:
         self.closed = 0
 
     def reset(self):
-        return {}, {}
+        return {"obs_str": "" if self.sample.prompt else "Go on."}, {}
 
     def step(self, text):
         return self.next
@@ -131,7 +115,7 @@ class Stub:
         self.closed += 1
 
 
-def stubbed(next_step=None, **kwargs):
+def stubbed(next_step=None, data=GEO3K, **kwargs):
     """(adapter, its open stub)."""
     built = []
 
@@ -139,11 +123,17 @@ def stubbed(next_step=None, **kwargs):
         built.append(Stub(sample, args))
         return built[-1]
 
-    env = SlimeEnv(build_env, data=GEO3K, **kwargs)
+    env = SlimeEnv(build_env, data=data, **kwargs)
     opened(env)
     if next_step is not None:
         built[-1].next = next_step
     return env, built[-1]
+
+
+@pytest.mark.parametrize("arguments", [{"reward": "env"}, {"data": None}], ids=["on request", "no label"])
+def test_a_tool_score_is_paid_on_request_and_where_there_is_no_label(arguments):
+    env, _ = stubbed(({"obs_str": "x", "tool_score": 1}, True, {}), **arguments)
+    assert env.step(r"\boxed{0}")[1] == 1.0
 
 
 def test_the_sample_carries_what_such_environments_read():
@@ -155,12 +145,17 @@ def test_the_sample_carries_what_such_environments_read():
     assert (stub.args.max_turns, stub.args.extra) == (5, {"a": 1})
 
 
-@pytest.mark.parametrize("where", ["obs", "info"])
-def test_rewards_of_the_environment_are_paid_per_step(where):
+@pytest.mark.parametrize(("where", "done"), [("obs", False), ("info", True)])
+def test_rewards_are_paid_per_step_and_the_environment_is_closed_once_at_the_end(where, done):
     obs, info = {"obs_str": "on", "role": "tool"}, {}
     (obs if where == "obs" else info)["reward"] = 0.25
-    env, stub = stubbed((obs, False, info), max_turns=3)
-    assert [check_step(env.step("x"))[1] for _ in range(3)] == [0.25] * 3
+    env, stub = stubbed((obs, done, info), max_turns=3)
+    steps = 1 if done else 3
+    assert [check_step(env.step("x"))[1] for _ in range(steps)] == [0.25] * steps
+    assert stub.closed == 1
+    with pytest.raises(UserInputError, match="call reset"):
+        env.step("x")
+    env.close()
     assert stub.closed == 1
 
 
@@ -182,16 +177,6 @@ def test_a_nonsense_step_is_an_error(result, message):
     stub.next = result
     with pytest.raises(EnvError, match=message):
         env.step("x")
-
-
-def test_the_environment_is_closed_at_the_end_and_cannot_be_stepped_again():
-    env, stub = stubbed(({}, True, {"reward": 1}))
-    assert env.step("x")[1] == 1.0
-    assert stub.closed == 1
-    with pytest.raises(UserInputError, match="call reset"):
-        env.step("x")
-    env.close()
-    assert stub.closed == 1
 
 
 def test_messages_take_images_in_every_form(tmp_path):

@@ -1,6 +1,5 @@
 """VAGEN's environments, unchanged: coroutines, images at their placeholders, the system prompt, seeds as items."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -15,11 +14,8 @@ PUSH = str(Path(__file__).parents[1] / "fixtures" / "envs" / "vagen_env.py")
 
 
 @pytest.fixture(autouse=True)
-def clean_imports(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vagen"]:
-        del sys.modules[name]
+def clean_imports(forgotten):
+    forgotten("vagen")
 
 
 @pytest.fixture
@@ -45,11 +41,8 @@ def test_an_episode_is_played_to_its_end(env):
     assert [step[1] for step in steps] == [0.0, 0.0, 1.0]
     assert [step[2] for step in steps] == [False, False, True] and steps[-1][4]["success"]
     assert steps[0][0].messages[0].parts[0] == "After your move "
-    assert [judged_correct(step[4], reward=5.0) for step in steps] == [
-        False,
-        False,
-        True,
-    ]  # whatever the rewards add up to
+    # Whatever the rewards add up to.
+    assert [judged_correct(step[4], reward=5.0) for step in steps] == [False, False, True]
 
 
 def test_the_splits_have_their_own_seeds(env):

@@ -1,6 +1,5 @@
 """vlm-gym's environments, unchanged: its three kinds, create_env, several turns, splits, and what is refused."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,8 @@ NLVR2, CAPTION, GEOSPOT, CREATOR = (
 
 
 @pytest.fixture(autouse=True)
-def clean_imports(monkeypatch):
-    """Forgets after the test what the files import, and the paths that they were found on."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("vlmrl", "nlvr2", "vision_caption")]:
-        del sys.modules[name]
+def clean_imports(forgotten):
+    forgotten("vlmrl", "nlvr2", "vision_caption")
 
 
 def opened(env, index=0, split="train"):

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _LOCK = threading.Lock()
+_OURS = Path(__file__).parents[2]
 # By interface, "module:Class" of the VisionEnv that wraps its environments.
 ADAPTERS = {
     "slime": "rl_vlm.envs.foreign.slime:SlimeEnv",
@@ -39,11 +41,9 @@ def interface_of(found: Any) -> str | None:
 
     A function of slime may have another name if it takes `sample` and `args`.
     """
-    base = getattr(sys.modules.get("verifiers"), "Environment", None)
-    if base is not None and (isinstance(found, base) or (isinstance(found, type) and issubclass(found, base))):
+    base = getattr(sys.modules.get("verifiers"), "Environment", ())
+    if issubclass(found if isinstance(found, type) else type(found), base):
         return "verifiers"
-    if not callable(found):
-        return None
     if not isinstance(found, type):
         is_slime = _parameters(found) >= {"sample", "args"}
         return "slime" if is_slime else FUNCTIONS.get(getattr(found, "__name__", ""))
@@ -96,8 +96,8 @@ def decode_tokens(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-class GymBaseEnv:
-    """Made with one dict; see `vagen.py` for what a subclass has."""
+class GymEnv:
+    """Made with one dict; see `vagen.py` for what a subclass has. It is GymBaseEnv, and GymImageEnv with images."""
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.config = env_config
@@ -106,50 +106,37 @@ class GymBaseEnv:
         """Free what the environment holds."""
 
 
-class GymImageEnv(GymBaseEnv):
-    """One whose observations may have images."""
-
-
-# What stands in for which module; packages come before what is in them.
-_MODULES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("vlmrl", "vlmrl.envs", "vlmrl.utils", "vagen"), ()),
-    "vlmrl.envs.base": (BaseState, BaseEnv),
-    "vlmrl.utils.vlm": (decode_tokens,),
-    "vagen.envs": (GymBaseEnv, GymImageEnv),  # newer files import them from here
-    "vagen.envs.gym_base_env": (GymBaseEnv,),
-    "vagen.envs.gym_image_env": (GymImageEnv,),
+_GYM = {"GymBaseEnv": GymEnv, "GymImageEnv": GymEnv}
+# What stands in for which module; packages come before what is in them, and newer files import from `vagen.envs`.
+_STAND_INS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("vlmrl", "vlmrl.envs", "vlmrl.utils", "vagen")},
+    "vlmrl.envs.base": {"BaseState": BaseState, "BaseEnv": BaseEnv},
+    "vlmrl.utils.vlm": {"decode_tokens": decode_tokens},
+    **dict.fromkeys(("vagen.envs", "vagen.envs.gym_base_env", "vagen.envs.gym_image_env"), _GYM),
 }
 
 
-def with_stand_ins(call: Callable[[], T], file: Path | None) -> T:
+def with_stand_ins(call: Callable[[], T]) -> T:
     """What `call` returns; it is tried again with the stand-ins if it imports a framework that is not installed.
 
-    file: the user's; in a checkout of the framework its own modules are found beside the stand-ins.
+    The stand-ins are packages: in a checkout of the framework they find its own modules beside whoever imports them.
     """
     try:
         return call()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         with _LOCK:
-            if package not in ("vlmrl", "vagen") or getattr(importlib.util.find_spec(package), "origin", None):
+            if package not in _STAND_INS or getattr(importlib.util.find_spec(package), "origin", None):
                 raise
-            _provide(package, file)
+            files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+            folders = [above for file in files if not file.is_relative_to(_OURS) for above in file.parents]
+            for name in (one for one in _STAND_INS if one.partition(".")[0] == package):
+                parent, _, last = name.rpartition(".")
+                module = sys.modules.setdefault(name, ModuleType(name, "Stands in for what is not installed."))
+                module.__spec__ = ModuleSpec(name, None, is_package=True)
+                own = [str(folder) for folder in folders if folder.name == last]
+                module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *own]))
+                vars(module).update(_STAND_INS[name])
+                if parent:
+                    setattr(sys.modules[parent], last, module)
         return call()
-
-
-def _provide(package: str, file: Path | None) -> None:
-    """Put the stand-ins of a package in place. All of them are packages, which find the modules of a checkout."""
-    for name, content in _MODULES.items():
-        parent, _, last = name.rpartition(".")
-        if name.partition(".")[0] != package:
-            continue
-        module = sys.modules.get(name)
-        if module is None:
-            module = sys.modules[name] = ModuleType(name, "Stands in for a framework that is not installed.")
-            module.__spec__ = ModuleSpec(name, None, is_package=True)
-            if parent:
-                setattr(sys.modules[parent], last, module)
-        folders = [str(above) for above in file.parents if above.name == last] if file else []
-        module.__path__ = list(dict.fromkeys([*getattr(module, "__path__", ()), *folders]))
-        vars(module).update({one.__name__: one for one in content})
-    importlib.invalidate_caches()

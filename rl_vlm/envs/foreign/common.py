@@ -1,17 +1,21 @@
-"""What several foreign interfaces need: held-out tasks, an event loop, messages in OpenAI's form."""
+"""What several foreign interfaces need: environments made, held-out tasks, coroutines, messages in OpenAI's form."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
 import weakref
-from collections.abc import Coroutine
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from rl_vlm.envs.base import EpisodeEnv
 from rl_vlm.envs.errors import ROLES, EnvError, EnvTimeoutError
+from rl_vlm.envs.foreign import with_stand_ins
 from rl_vlm.envs.images import as_image
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import Message, Part, UserInputError
@@ -21,10 +25,27 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 _JOIN_S = 2.0  # how long closing waits for what still runs
 
 
-def not_made(error: Exception) -> UserInputError:
-    """The error to raise where the user's code cannot make its environment, whatever it raised itself."""
-    what = f"{type(error).__name__}: {one_line(error)}"
-    return UserInputError(f"The environment cannot be loaded ({what}): correct env.kwargs, or install what is missing.")
+def named(error: BaseException) -> str:
+    """An exception in a line, with its class."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def needed(package: str, extra: str) -> Any:
+    """A package that is installed for one interface only. Raises UserInputError without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserInputError(f"{package} is not installed ({error}): run `pip install 'rl-vlm[{extra}]'`.") from error
+
+
+def made(factory: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """What the user's class or function makes. Raises UserInputError for whatever it raises."""
+    try:
+        return with_stand_ins(partial(factory, *arguments, **more))
+    except Exception as error:
+        raise UserInputError(
+            f"The environment cannot be loaded ({named(error)}): correct env.kwargs, or install what is missing."
+        ) from error
 
 
 def returned(result: Any, form: str) -> list[Any]:
@@ -33,14 +54,11 @@ def returned(result: Any, form: str) -> list[Any]:
     `form`: "step(text) -> (obs, done, info)". Raises EnvError.
     """
     names = form.partition("-> (")[2].rstrip(")").split(", ")
-    if not isinstance(result, tuple) or len(result) != len(names):
-        raise EnvError(f"It must be {form}, and returned {str(result)[:80]}.")
-    values = list(result)
-    if names[-1] == "info":
-        if not isinstance(values[-1], dict | None):
-            raise EnvError(f"It must be {form} with a dict as info.")
-        values[-1] = dict(values[-1] or {})
-    return values
+    has_info = names[-1] == "info"
+    fits = isinstance(result, tuple) and len(result) == len(names)
+    if not fits or (has_info and not isinstance(result[-1], dict | None)):
+        raise EnvError(f"It must be {form}{' with a dict as info' * has_info}, and returned {str(result)[:80]}.")
+    return [*result[:-1], dict(result[-1] or {})] if has_info else list(result)
 
 
 def held_out(total: int, share: float) -> tuple[int, int]:
@@ -49,42 +67,49 @@ def held_out(total: int, share: float) -> tuple[int, int]:
     return total - test, test
 
 
-class BackgroundLoop:
-    """An event loop in a thread of its own, which runs coroutines for synchronous code. `close` cancels what runs and
-    ends the thread; `close.alive` says whether it was called."""
+class AsyncEnv(EpisodeEnv):
+    """An EpisodeEnv whose calls are coroutines. They run in an event loop, in a thread that `close` ends.
 
-    def __init__(self) -> None:
+    timeout_s: deadline of one call. base: arguments of EpisodeEnv.
+    """
+
+    def __init__(self, timeout_s: float, **base: Any) -> None:
+        super().__init__(**base)
+        self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name="env-loop", daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._loop,), name="env-loop", daemon=True)
         thread.start()
-        self.close = weakref.finalize(self, _stop, self._loop, thread)
+        self._stop = weakref.finalize(self, _stop, self._loop, thread)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """The coroutine's result. After `timeout_s` it is cancelled, and EnvTimeoutError names `what`."""
+    def run(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        """The coroutine's result. After the deadline it is cancelled, and EnvTimeoutError names `what`."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result(timeout_s)
+            return future.result(self._timeout_s)
         except TimeoutError as error:
             if not future.cancel():
                 raise  # the coroutine's own
-            raise EnvTimeoutError(f"{what} took longer than {timeout_s:g} s.") from error
-        except CancelledError as error:
-            raise EnvTimeoutError(f"{what} was cancelled.") from error
+            raise EnvTimeoutError(f"{what} took longer than {self._timeout_s:g} s.") from error
+
+    async def end(self) -> None:
+        """What closing calls last."""
+
+    def close(self) -> None:
+        if self._stop.alive:
+            with suppress(EnvTimeoutError):  # the loop is stopped in any case
+                self.run(self.end(), f"{self.name}: close()")
+            self._stop()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # whose end cancels what still runs
+        runner.get_loop().run_forever()
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    async def cancel_all() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=_JOIN_S) if tasks else None
-        loop.stop()
-
-    if threading.current_thread() is not thread and loop.is_running():
-        asyncio.run_coroutine_threadsafe(cancel_all(), loop)
-        thread.join(2 * _JOIN_S)
-    if not loop.is_running():
-        loop.close()
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_S)
 
 
 def to_message(message: Any) -> Message:
@@ -92,11 +117,10 @@ def to_message(message: Any) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise EnvError(f"A message must be a dict with a role among {', '.join(ROLES)}, and content.")
     content = message.get("content")
-    if isinstance(content, str):
-        return Message.of(message["role"], content)
-    if not isinstance(content, list | tuple):
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, list | tuple):
         raise EnvError(f"The content of a message must be text or a list of parts, not a {type(content).__name__}.")
-    return Message(message["role"], tuple(map(_part, content)))
+    return Message(message["role"], tuple(map(_part, parts)))
 
 
 def _part(part: Any) -> Part:

@@ -6,15 +6,12 @@ messages are {"type": "reset" | "step", "data"} and their answers {"type", "data
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,10 +20,11 @@ from PIL import Image
 from rl_vlm.envs.address import TOKEN_VARIABLE, base_url, is_loopback, token_header, wrong_token
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvCrashError, EnvError, EnvTimeoutError, as_reward
-from rl_vlm.envs.images import ImageError, decode, image_bytes
+from rl_vlm.envs.foreign.common import named, needed
+from rl_vlm.envs.images import as_image
 from rl_vlm.envs.isolation import check_plain
-from rl_vlm.safe_text import one_line, without_thoughts
-from rl_vlm.types import EncodedImage, Observation, RLVLMError, UserInputError
+from rl_vlm.safe_text import without_thoughts
+from rl_vlm.types import Observation, Part, RLVLMError, UserInputError
 from rl_vlm.waiting import retried
 
 MAX_MESSAGE = 32 * 2**20
@@ -37,8 +35,6 @@ MAX_CHARS = 65_536  # characters of an action
 _NUMBER = re.compile(r"-?\d{1,40}(?:\.\d{1,40})?")
 # Behind these no choice begins: a minus sign changes a number, the hyphen of "action-2" does not.
 _NO_WORD_BEGINS = re.compile(r"[a-z0-9]_*$|\.$|(?:^|[^a-z])-$")
-
-T = TypeVar("T")
 
 
 class OpenEnv(EpisodeEnv):
@@ -69,33 +65,35 @@ class OpenEnv(EpisodeEnv):
         self.name = f"openenv:{address}"
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         check_plain(self.name, {"reset": reset})
+        needed("websockets", "openenv")
         self._url, self._timeout_s, self._retry_s = base_url(address), timeout_s, retry_s
         self._headers = token_header(token_variable)
         self._socket: Any = None
-        self._form = ActionForm.of(self._action_schema(), action_field)
+        self._form = ActionForm(self._action_schema(), action_field)
         self._prompt = self._form.instructions if prompt is None else prompt
         self._reset_data = dict(reset or {})
 
     def open(self, item: Item) -> tuple[Observation, Info]:
+        from websockets.exceptions import WebSocketException
+
         number, self._invalid = self.number(item), 0
-        self._connect()
+        if self._socket is None or self._socket.state.name != "OPEN":
+            self.close()
+            self._retried(self._connect, (OSError, WebSocketException, EnvError))
         result = self._call("reset", {"seed": number, **self._reset_data})
         images, text = parts_of(result.get("observation"))
         opening = "\n\n".join(filter(None, (self._prompt, text)))
         return Observation.user(*images, opening), {"seed": number}
 
     def reply(self, text: str) -> Reply:
-        message: Observation | None = None
-        reward = 0.0
         try:
             result = self._call("step", self._form.parse(text))
         except ActionError as error:
             self._invalid += 1
-            message = Observation.user(str(error))
-        else:
-            reward = as_reward(0.0 if result.get("reward") is None else result["reward"], "the server")
-            images, shown = parts_of(result.get("observation"))
-            message = None if result.get("done") else Observation.user(*images, shown)
+            result = {"observation": str(error)}
+        reward = 0.0 if result.get("reward") is None else as_reward(result["reward"], "the server")
+        images, shown = parts_of(result.get("observation"))
+        message = None if result.get("done") else Observation.user(*images, shown)
         return Reply(reward, message, {"turn": self.turn, "invalid_actions": self._invalid})
 
     def close(self) -> None:
@@ -107,9 +105,9 @@ class OpenEnv(EpisodeEnv):
 
     def _action_schema(self) -> dict[str, Any]:
         """The JSON schema of an action. Raises UserInputError if there is no OpenEnv server."""
-        no_proxy, address = is_loopback(self._url), f"{self._url}/schema"
-        ask = partial(httpx.get, address, headers=self._headers, timeout=self._timeout_s, trust_env=not no_proxy)
-        reply = self._retried(ask, (httpx.TransportError,))
+        client = httpx.Client(headers=self._headers, timeout=self._timeout_s, trust_env=not is_loopback(self._url))
+        with client:
+            reply = self._retried(lambda: client.get(f"{self._url}/schema"), (httpx.TransportError,))
         if reply.status_code in (401, 403):
             raise wrong_token(self._url)
         try:
@@ -118,42 +116,24 @@ class OpenEnv(EpisodeEnv):
             raise UserInputError(f"{self._url}/schema does not describe an action: it is no OpenEnv server.") from error
 
     def _connect(self) -> None:
-        """Open a session if there is none; a server that is starting or full is tried again."""
-        try:
-            from websockets.exceptions import WebSocketException
-            from websockets.sync.client import connect
-        except ImportError as error:
-            raise UserInputError(
-                f"websockets is not installed ({error}): run `pip install 'rl-vlm[openenv]'`."
-            ) from error
-        if self._socket is not None:
-            try:
-                self._socket.ping()
-                return
-            except (OSError, WebSocketException):
-                self.close()
+        """Open a session; it raises where a server is starting or full."""
+        from websockets.sync.client import connect
 
-        def open_it() -> None:
-            self._socket = connect(
-                self._url.replace("http", "ws", 1) + "/ws",
-                additional_headers=self._headers,
-                open_timeout=min(10.0, self._timeout_s),
-                max_size=MAX_MESSAGE,
-                proxy=None if is_loopback(self._url) else True,
-                close_timeout=2.0,
-            )
-            self._call("state", {})  # a server that is full says so only after it has accepted
-
-        self._retried(open_it, (OSError, TimeoutError, WebSocketException, EnvCrashError))
+        self._socket = connect(
+            self._url.replace("http", "ws", 1) + "/ws",
+            additional_headers=self._headers,
+            max_size=MAX_MESSAGE,
+            proxy=None if is_loopback(self._url) else True,
+            close_timeout=2.0,
+        )
+        self._call("state", {})  # a server that is full says so only after it has accepted
 
     def _call(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """The `data` of the answer. ActionError where the server's schema refuses the action."""
-        from websockets.exceptions import ConnectionClosed
-
         if self._socket is None:
             raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
         try:
-            with suppress(ConnectionClosed):  # the server may have said why before it closed, which can still be read
+            with suppress(Exception):  # the server may have said why before it closed, which can still be read
                 self._socket.send(json.dumps({"type": kind, **({"data": data} if data else {})}))
             reply = json.loads(self._socket.recv(timeout=self._timeout_s))
             content = dict(reply["data"])
@@ -162,8 +142,7 @@ class OpenEnv(EpisodeEnv):
             raise EnvTimeoutError(f"{self._url}: {kind} took longer than {self._timeout_s:g} s.") from error
         except Exception as error:  # the library's own, an OSError, or what is no message of OpenEnv
             self.close()
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise EnvCrashError(f"{self._url}: the session broke at {kind} ({reason}).") from error
+            raise EnvCrashError(f"{self._url}: the session broke at {kind} ({named(error)}).") from error
         if reply.get("type") != "error":
             return content
         code, text = content.get("code"), str(content.get("message", ""))[:300]
@@ -171,31 +150,28 @@ class OpenEnv(EpisodeEnv):
             first = next(iter(content.get("errors") or [{}]))
             place = ".".join(map(str, first.get("loc", ())))
             raise ActionError(f"This action is not valid: {place}: {first.get('msg', text)}."[:300])
-        if code in ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR"):
+        if kind != "step":  # the server is full, or cannot make its environment
             self.close()
-            raise EnvCrashError(f"{self._url} opens no session: {text}.")
         raise EnvError(f"{self._url}: {kind}: {text} ({code}).")
 
-    def _retried(self, call: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
+    def _retried(self, call: Callable[[], Any], errors: tuple[type[Exception], ...]) -> Any:
         try:
             return retried(call, errors, self._retry_s)
         except errors as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise EnvCrashError(f"{self._url} could not be reached for {self._retry_s:g} s ({reason}).") from error
+            raise EnvCrashError(f"{self._url} was not reached for {self._retry_s:g} s ({named(error)}).") from error
 
 
-def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
+def parts_of(observation: Any) -> tuple[list[Part], str]:
     """The images of an observation in the order of its fields, and its other fields as text.
 
     An image is a data URI, base64 of a PNG, JPEG or WebP file, a nested list [H][W][3], or a flat list beside a field
     `<name>_shape`. A single text stays as it is; several fields are lines "name: value".
     """
     fields = observation if isinstance(observation, dict) else {"observation": observation}
-    images: list[EncodedImage] = []
+    images: list[Part] = []
     lines: dict[str, str] = {}
-    shapes = {name for name in fields if name.endswith("_shape") and name.removesuffix("_shape") in fields}
     for name, value in fields.items():
-        if name in shapes or value is None or value in ("", [], {}):
+        if value in (None, "", [], {}) or (name.endswith("_shape") and name.removesuffix("_shape") in fields):
             continue
         if found := _images(value, fields.get(f"{name}_shape")):
             images += found
@@ -209,16 +185,11 @@ def parts_of(observation: Any) -> tuple[list[EncodedImage], str]:
     return images, text
 
 
-def _images(value: Any, shape: Any) -> list[EncodedImage]:
+def _images(value: Any, shape: Any) -> list[Part]:
     """The images that a value is; none if it is something else."""
     texts = value if isinstance(value, list) else [value]
     if all(isinstance(one, str) and one.startswith(_MAGIC) for one in texts):
-        try:
-            return [
-                decode(image_bytes(one if ":" in one else base64.b64decode(one, validate=True), None)) for one in texts
-            ]
-        except (ImageError, ValueError) as error:
-            raise EnvError(f"An image of the observation cannot be read: {error}.") from error
+        return [as_image(one if one.startswith("data:") else f"data:;base64,{one}") for one in texts]
     try:
         array = np.asarray(value if isinstance(value, list) else [])
     except ValueError:  # lists of different lengths
@@ -229,45 +200,38 @@ def _images(value: Any, shape: Any) -> list[EncodedImage]:
     pictured = array.dtype.kind == "i" and (coloured or (shape is not None and array.ndim == 2))
     if not pictured or array.min() < 0 or array.max() > 255:
         return []
-    return [EncodedImage.from_pil(Image.fromarray(array.astype(np.uint8)))]
+    return [Image.fromarray(array.astype(np.uint8))]
 
 
 class ActionError(RLVLMError):
     """The policy's text is no action; the message tells it why."""
 
 
-@dataclass(frozen=True)
 class ActionForm:
-    """How an action is written."""
+    """How an action is written, by its JSON schema; `field` chooses one of several. Raises UserInputError.
 
-    field: str  # the only one to fill; "" if a JSON object is expected
-    kind: str  # its JSON type, "enum", or "object"
-    choices: tuple[Any, ...]  # its allowed values as the server writes them
-    instructions: str  # what the policy is told to write
+    `kind` is the JSON type of the one field to fill, "enum", or "object" if all are written as JSON.
+    """
 
-    @classmethod
-    def of(cls, schema: dict[str, Any], field: str | None = None) -> ActionForm:
-        """The form of a JSON schema; `field` chooses one of several. Raises UserInputError."""
+    def __init__(self, schema: dict[str, Any], field: str | None = None) -> None:
         properties = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
         if field is not None and field not in properties:
             raise UserInputError(f"The action has no field {field!r}: choose one of {', '.join(properties) or 'none'}.")
         required = [name for name in schema.get("required", ()) if name in properties]
         names = [field] if field else required if len(required) == 1 else list(properties)
         only = properties[names[0]] if len(names) == 1 else {}
-        kind = "enum" if "enum" in only else str(only.get("type", ""))
-        choices = (True, False) if kind == "boolean" else tuple(only.get("enum", ()))
-        hints = {
-            "string": "",
-            "integer": ", a whole number",
-            "number": ", a number",
-            "boolean": ", true or false",
-            "enum": f", one of {', '.join(map(str, choices))}",
-        }
-        if kind not in hints:
+        self.kind = "enum" if "enum" in only else str(only.get("type"))
+        self.choices = (True, False) if self.kind == "boolean" else tuple(only.get("enum", ()))
+        hints = {"string": "", "integer": ", a whole number", "number": ", a number", "boolean": ", true or false"}
+        hints["enum"] = f", one of {', '.join(map(str, self.choices))}"
+        if self.kind in hints:
+            self.field = names[0]
+            about = f" ({only['description']})" if only.get("description") else ""
+            self.instructions = f"Answer with the {self.field}{hints[self.kind]}{about}."
+        else:
+            self.kind = "object"
             shape = {name: one.get("description") or one.get("type", "any") for name, one in properties.items()}
-            return cls("", "object", (), f"Answer with a JSON object: {json.dumps(shape)}.")
-        about = f" ({only['description']})" if only.get("description") else ""
-        return cls(names[0], kind, choices, f"Answer with the {names[0]}{hints[kind]}{about}.")
+            self.instructions = f"Answer with a JSON object: {json.dumps(shape)}."
 
     def parse(self, text: str) -> dict[str, Any]:
         """The action; thoughts do not count. Raises ActionError."""

@@ -9,42 +9,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
 
-from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.data import QUESTIONS, DataSource, TableSet
 from rl_vlm.envs.errors import EnvError, as_reward
 from rl_vlm.envs.foreign.common import returned, to_message
 from rl_vlm.envs.images import as_image
 from rl_vlm.rewards.math import grade_turns
-from rl_vlm.types import Message, Observation, Part, UserInputError
-
-
-@dataclass
-class Sample:
-    """The task instance that `build_env` receives, under the names that such environments read."""
-
-    prompt: str
-    label: str | None
-    metadata: dict[str, Any]
-    multimodal_inputs: dict[str, list[Image.Image]]
-    index: int = 0
-    group_index: int = 0
-    response: str = ""
-    tokens: list[int] = field(default_factory=list)
-    reward: float | None = None
+from rl_vlm.types import Message, Observation, Part
 
 
 class SlimeEnv(EpisodeEnv):
     """A VisionEnv around one interactive environment per episode.
 
-    `env` is a `build_env` function, or names one as `rl_vlm.make` would. With `data` the samples are its questions: the
+    `env` is a `build_env` function. With `data` the samples are its questions: the
     prompt with its images opens the conversation, and the answer is `sample.label`. Without it a sample holds its
     metadata alone (split, index, seed), and `reset()` must bring the first message. Further arguments become attributes
     of `args`, next to `max_turns`.
@@ -57,42 +39,36 @@ class SlimeEnv(EpisodeEnv):
 
     def __init__(
         self,
-        env: str | Callable[..., Any],
+        env: Callable[..., Any],
         data: DataSource | None = None,
         max_turns: Count = 3,
         reward: Literal["auto", "env", "grade"] = "auto",
         **args: Any,
     ) -> None:
         super().__init__(max_turns=max_turns, rows=TableSet(QUESTIONS, data) if data is not None else None)
-        self._build = registry.find(env) if isinstance(env, str) else env
-        if not callable(self._build):
-            raise UserInputError(f"{env} is not a build_env(sample, args) function.")
-        self._reward_source = reward
+        self._build, self._reward_source = env, reward
         self._args = SimpleNamespace(max_turns=max_turns, **args)
         self._inner: Any = None
-        self._seed: int | None = None
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
-        self._seed = seed
-        return super().reset(seed=seed, options=options)
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         self.close()
-        where = {"split": item.split, "index": item.index, "seed": self._seed}
-        question, messages = self.row(item), []
-        self._sample = Sample("", None, where, {}, item.index, item.index)
+        question = self.row(item)
+        # Under the names that such environments read.
+        sample = SimpleNamespace(index=item.index, group_index=item.index, response="", tokens=[], reward=None)
+        sample.metadata = {"split": item.split, "index": item.index, "seed": self.np_random_seed}
+        sample.prompt, sample.label, sample.multimodal_inputs = "", None, {}
         if question is not None:
-            self._sample.prompt, self._sample.label = question.problem, question.answer
-            self._sample.multimodal_inputs = {"images": [image.to_pil() for image in question.images]}
-            messages.append(Message("user", question.parts()))
+            sample.prompt, sample.label = question.problem, question.answer
+            sample.multimodal_inputs = {"images": [image.to_pil() for image in question.images]}
+        self._label = sample.label
         self._turns: list[str] = []
         self._score: float | None = None
         self._env_rewarded = False
-        if {"sample", "args"} <= inspect.signature(self._build).parameters.keys():
-            self._inner = self._build(sample=self._sample, args=self._args)
-        else:
-            self._inner = self._build(self._sample, self._args)
+        both = {"sample": sample, "args": self._args}
+        by_name = both.keys() <= inspect.signature(self._build).parameters.keys()
+        self._inner = self._build(**both) if by_name else self._build(*both.values())
         obs, info = returned(self._inner.reset(), "reset() -> (obs, info)")
+        messages = [Message("user", question.parts())] if question else []
         if obs and not (isinstance(obs, dict) and not obs.get("obs_str") and not obs.get("multi_modal_data")):
             messages.append(self._format(obs))
         if not messages:
@@ -104,46 +80,37 @@ class SlimeEnv(EpisodeEnv):
         obs, done, info = returned(self._inner.step(text), "step(text) -> (obs, done, info)")
         if not isinstance(done, bool | np.bool_):
             raise EnvError("step() must return (obs, done, info) with a bool as done.")
-        reward = self._read_reward(obs, info)
-        info |= {"turn": self.turn, "status": "answered" if done else "running"}
-        if not done and not self.is_last_turn:
+        over = bool(done or self.is_last_turn)
+        info |= {"turn": self.turn, "status": "answered" if done else "out_of_turns" if over else "running"}
+        reward = self._reward({**(obs if isinstance(obs, dict) else {}), **info}, info, over)
+        if not over:
             return Reply(reward, Observation((self._format(obs),)), info)
-        if not done:
-            info["status"] = "out_of_turns"
-        reward += self._final_reward(info)
         self.close()
         return Reply(reward, None, info, truncated=not done)
 
     def close(self) -> None:
         inner, self._inner = self._inner, None
-        if inner is not None and hasattr(inner, "close"):
+        if hasattr(inner, "close"):
             inner.close()
 
-    def _read_reward(self, obs: Any, info: Info) -> float:
-        """The reward of this step from info or obs; remembers the last tool score."""
-        if self._reward_source == "grade":
+    def _reward(self, said: Info, info: Info, over: bool) -> float:
+        """The reward of a step, of which the environment said this; at the end that of an episode without one."""
+        if self._reward_source != "grade":
+            if said.get("tool_score") is not None:
+                self._score = as_reward(said["tool_score"], "tool_score of step()")
+            if said.get("reward") is not None:
+                self._env_rewarded = True
+                return as_reward(said["reward"], "step()")
+        if not over or self._env_rewarded:
             return 0.0
-        said = {**(obs if isinstance(obs, dict) else {}), **info}
-        if said.get("tool_score") is not None:
-            self._score = as_reward(said["tool_score"], "tool_score of step()")
-        if said.get("reward") is None:
-            return 0.0
-        self._env_rewarded = True
-        return as_reward(said["reward"], "step()")
-
-    def _final_reward(self, info: Info) -> float:
-        """The reward at the end of the episode, besides those of the steps."""
-        if self._env_rewarded:
-            return 0.0
-        label = self._sample.label
-        if label is not None and self._reward_source != "env":
-            grade = grade_turns(self._turns, str(label))
+        if self._label is not None and self._reward_source != "env":
+            grade = grade_turns(self._turns, str(self._label))
             info |= {"correct": grade.correct, "answer": grade.answer, "reason": grade.reason}
             return float(grade.correct)
         if self._score is not None:
             info["correct"] = self._score >= 1.0
             return self._score
-        why = "there is no label to grade against" if label is None else 'env.reward is "env"'
+        why = "there is no label to grade against" if self._label is None else 'env.reward is "env"'
         raise EnvError(f"The environment gave neither reward nor tool_score, and {why}.")
 
     def _format(self, obs: Any) -> Message:

@@ -7,30 +7,27 @@ The class takes one dict and has the coroutines `system_prompt() -> obs`, `reset
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-from rl_vlm.envs import registry
-from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
-from rl_vlm.envs.errors import EnvError, EnvTimeoutError, as_reward
-from rl_vlm.envs.foreign.common import BackgroundLoop, not_made, returned
+from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
+from rl_vlm.envs.errors import EnvError, as_reward
+from rl_vlm.envs.foreign.common import AsyncEnv, made, returned
 from rl_vlm.envs.images import as_image
 from rl_vlm.types import Message, Observation, Part, Role
 
 
-class VagenEnv(EpisodeEnv):
+class VagenEnv(AsyncEnv):
     """A VisionEnv around a `GymImageEnv`.
 
-    env: the class, or the name of one as `rl_vlm.make` takes it. num_train, num_test: how many seeds each split has.
-    timeout_s: deadline of one call. env_config: the dict that the class is called with.
+    env: the class. num_train, num_test: how many seeds each split has. timeout_s: deadline of one call. env_config: the
+    dict that the class is called with.
     """
 
     def __init__(
         self,
-        env: str | Callable[[dict[str, Any]], Any],
+        env: Callable[[dict[str, Any]], Any],
         *,
         max_turns: Count = 16,
         num_train: Count = 4096,
@@ -38,23 +35,18 @@ class VagenEnv(EpisodeEnv):
         timeout_s: Seconds = 60.0,
         **env_config: Any,
     ) -> None:
-        factory = registry.find(env) if isinstance(env, str) else env
-        self.name = getattr(factory, "__name__", "The environment")
-        super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
-        self._timeout_s = timeout_s
-        try:
-            self._inner = factory(env_config)
-        except Exception as error:  # whatever the user's code raises, an unknown key for example
-            raise not_made(error) from error
-        self._loop = BackgroundLoop()
+        self.name = getattr(env, "__name__", "The environment")
+        self._inner = made(env, env_config)
+        super().__init__(timeout_s, num_train=num_train, num_test=num_test, max_turns=max_turns)
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         number = self.number(item)
         obs, info = returned(self._call("reset", number), "reset(seed) -> (obs, info)")
         system = self._call("system_prompt")  # after reset, as in VAGEN's own loop
-        has_content = isinstance(system, dict) and bool(system.get("obs_str") or system.get("multi_modal_input"))
-        messages = (*([to_message(system, "system")] if has_content else []), to_message(obs))
-        return Observation(messages), {**info, "seed": number}
+        messages = [to_message(obs)]
+        if system and any(system.values()):
+            messages.insert(0, to_message(system, "system"))
+        return Observation(tuple(messages)), {**info, "seed": number}
 
     def reply(self, text: str) -> Reply:
         obs, reward, done, info = returned(self._call("step", text), "step(action) -> (obs, reward, done, info)")
@@ -63,20 +55,11 @@ class VagenEnv(EpisodeEnv):
             info.setdefault("correct", bool(info["success"]))
         return Reply(as_reward(reward, "step()"), None if done else Observation((to_message(obs),)), info)
 
-    def close(self) -> None:
-        if self._loop.close.alive:
-            with suppress(EnvTimeoutError):  # the loop is stopped in any case
-                self._call("close")
-            self._loop.close()
+    async def end(self) -> None:
+        await self._inner.close()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the environment, a coroutine or a plain one."""
-
-        async def call() -> Any:
-            result = getattr(self._inner, name)(*arguments)
-            return await result if inspect.isawaitable(result) else result
-
-        return self._loop.run(call(), self._timeout_s, f"{self.name}: {name}()")
+        return self.run(getattr(self._inner, name)(*arguments), f"{self.name}: {name}()")
 
 
 def to_message(obs: Any, role: Role = "user") -> Message:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.envs import registry
-from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply, Seconds
+from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign.common import BackgroundLoop, Share, held_out, not_made, to_message
+from rl_vlm.envs.foreign.common import AsyncEnv, Share, held_out, made, named, needed, to_message
 from rl_vlm.envs.loading import is_spec
 from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
-from rl_vlm.safe_text import one_line, without_thoughts
+from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
 _MODEL = "policy"
@@ -39,7 +39,7 @@ For each call, return a JSON object with its name and arguments within <tool_cal
 </tool_call>"""
 
 
-class VerifiersEnv(EpisodeEnv):
+class VerifiersEnv(AsyncEnv):
     """A VisionEnv around an environment of verifiers.
 
     env: the name of an installed environment, a `load_environment` function, a class or an instance. max_turns:
@@ -60,70 +60,60 @@ class VerifiersEnv(EpisodeEnv):
         **kwargs: Any,
     ) -> None:
         self._env = _load(env, kwargs)
-        train, test = self._env.build_dataset(), self._env.build_eval_dataset()
-        given = [rows for rows in (train, test) if rows is not None]
+        given = [rows for rows in (self._env.build_dataset(), self._env.build_eval_dataset()) if rows is not None]
         if not given:
             raise UserInputError("The environment has neither a dataset nor an eval_dataset.")
         self._rows_of: dict[Split, Any] = {"train": given[0], "test": given[-1]}
         self._one_set = given[0] is given[-1]
         num_train, num_test = held_out(len(given[0]), test_share) if self._one_set else map(len, given)
-        super().__init__(num_train=num_train, num_test=num_test)
+        super().__init__(timeout_s, num_train=num_train, num_test=num_test)
         if max_turns is not None:
             self._env.max_turns = max_turns
-        self._timeout_s = timeout_s
-        self._loop = BackgroundLoop()
         self._episode: _Episode | None = None
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        self._end_episode()
         number = self.number(item) if self._one_set else item.index
-        self._episode = _Episode(self._env, dict(self._rows_of[item.split][number]))
-        observation = self._advance(self._episode, None)
-        if observation is None:
+        observation = self.run(self._begin(dict(self._rows_of[item.split][number])), "The first turn")
+        if not isinstance(observation, Observation):
             raise EnvError("The rollout ended before it asked the policy anything.")
         return observation, {"row": number}
 
     def reply(self, text: str) -> Reply:
         assert self._episode is not None  # the episode is open
-        observation = self._advance(self._episode, text)
-        if observation is not None:
-            return Reply(0.0, observation, {"turn": self.turn})
-        state, self._episode = self._episode.state, None
-        stop = state.get("stop_condition")
+        after = self.run(self._episode.advance(text), "The environment's turn")
+        if isinstance(after, Observation):
+            return Reply(0.0, after, {"turn": self.turn})
+        stop, error = after.get("stop_condition"), after.get("error")
         # With one turn, reaching the limit is how every episode ends.
         truncated = stop == "max_turns_reached" and getattr(self._env, "max_turns", 1) != 1
-        metrics = {name: float(value) for name, value in (state.get("metrics") or {}).items()}
+        metrics = {name: float(value) for name, value in (after.get("metrics") or {}).items()}
         info = {**metrics, "turn": self.turn, "stop": stop}
-        if state.get("error") is not None:
-            info["error"] = str(state["error"]) or type(state["error"]).__name__
-        return Reply(as_reward(state["reward"], "the rubric"), None, info, truncated)
+        if error is not None:
+            info["error"] = str(error) or type(error).__name__
+        return Reply(as_reward(after["reward"], "the rubric"), None, info, truncated)
 
-    def close(self) -> None:
-        if self._loop.close.alive:
-            self._end_episode()
-            self._loop.close()
+    async def end(self) -> None:
+        if self._episode is not None:
+            self._episode.rollout.cancel()
+            await asyncio.wait((self._episode.rollout,))  # its clean-up handlers run
 
-    def _advance(self, episode: _Episode, text: str | None) -> Observation | None:
-        return self._loop.run(episode.advance(text), self._timeout_s, "The environment's turn")
-
-    def _end_episode(self) -> None:
-        episode, self._episode = self._episode, None
-        if episode is not None:
-            self._loop.run(episode.cancel(), self._timeout_s, "The end of the rollout")
+    async def _begin(self, row: dict[str, Any]) -> Observation | Any:
+        await self.end()
+        self._episode = _Episode(self._env, row)
+        return await self._episode.advance()
 
 
 class _Episode:
     """One rollout, and the client that it takes for the model."""
 
     def __init__(self, env: Any, row: dict[str, Any]) -> None:
-        self._env, self._row = env, row
         self.chat = self.completions = self  # `client.chat.completions.create`
-        self.state: Any = None
         # (messages, tools) of each question to the model; None when the rollout has ended.
         self._asked: asyncio.Queue[tuple[list[Any], Any] | None] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._seen: list[Any] = []
-        self._rollout: asyncio.Task[Any] | None = None
+        self.rollout = asyncio.ensure_future(_played(env, row, self))
+        self.rollout.add_done_callback(lambda _: self._asked.put_nowait(None))
 
     async def create(self, *, messages: list[Any], tools: Any = None, **_: Any) -> Any:
         """What the environment calls to ask the model."""
@@ -133,19 +123,16 @@ class _Episode:
         message = from_text(await self._answers.get(), bool(tools))
         reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
-        head = {"id": "turn", "object": "chat.completion", "created": int(time.time()), "model": _MODEL}
+        head = {"id": "turn", "object": "chat.completion", "created": 0, "model": _MODEL}
         return ChatCompletion.model_validate({**head, "choices": [choice]})
 
-    async def advance(self, text: str | None) -> Observation | None:
-        """Give the policy's text and return what it is asked next; None at the end, when `state` holds the reward."""
-        if self._rollout is None:
-            self._rollout = asyncio.ensure_future(self._run())
+    async def advance(self, text: str | None = None) -> Observation | Any:
+        """Give the policy's text and return what it is asked next; at the end the rollout's state, with the reward."""
         if text is not None:
             self._answers.put_nowait(text)
         asked = await self._asked.get()
         if asked is None:
-            self.state = await self._rollout
-            return None
+            return await self.rollout
         messages, tools = asked
         known = len(self._seen) + 1 if self._seen else 0  # the messages so far, and the policy's answer to them
         if messages[: len(self._seen)] != self._seen or len(messages) <= known:
@@ -153,51 +140,34 @@ class _Episode:
         self._seen = list(messages)
         return _observation(messages[known:], None if known else tools)
 
-    async def cancel(self) -> None:
-        """End the rollout; its clean-up handlers run."""
-        if self._rollout is not None and not self._rollout.done():
-            self._rollout.cancel()
-            await asyncio.wait((self._rollout,))
 
-    async def _run(self) -> Any:
-        import verifiers
+async def _played(env: Any, row: dict[str, Any], client: _Episode) -> Any:
+    """The state of a whole rollout, with its reward."""
+    import verifiers
 
-        try:
-            state = await self._env.rollout(self._row, self, _MODEL, {})
-            error = state.get("error")
-            # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
-            if error is not None and not isinstance(error, verifiers.ToolError):
-                raise EnvError(f"The rollout failed ({type(error).__name__}: {one_line(error)}).")
-            await self._env.rubric.score_rollout(state)
-            return state
-        finally:
-            self._asked.put_nowait(None)
+    state = await env.rollout(row, client, _MODEL, {})
+    error = state.get("error")
+    # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
+    if error is not None and not isinstance(error, verifiers.ToolError):
+        raise EnvError(f"The rollout failed ({named(error)}).")
+    await env.rubric.score_rollout(state)
+    return state
 
 
 def _load(env: Any, kwargs: dict[str, Any]) -> Any:
     """The environment; UserInputError if the package or the environment is missing, or cannot be played here."""
-    try:
-        import verifiers
-        import verifiers.envs.environment as base
-    except ImportError as error:
-        raise UserInputError(f"verifiers is not installed ({error}): run `pip install 'rl-vlm[verifiers]'`.") from error
+    verifiers = needed("verifiers", "verifiers")
     # Its environments take over SIGINT and SIGTERM. Only a main thread can, and runs end by handlers of their own.
-    base.signal = SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIGTERM=0, default_int_handler=None)  # type: ignore[attr-defined]
-    if isinstance(env, str) and is_spec(env):
-        env = registry.find(env)
-    try:
-        if isinstance(env, str):
-            env = verifiers.load_environment(env, **kwargs)
-        elif callable(env):
-            env = env(**kwargs)
-    except Exception as error:  # whatever the user's code raises, or the import of a package that is not there
-        raise not_made(error) from error
+    no_signals = SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIGTERM=0, default_int_handler=None)
+    verifiers.envs.environment.signal = no_signals
+    if isinstance(env, str):
+        env = registry.find(env) if is_spec(env) else partial(verifiers.load_environment, env)
+    if callable(env):
+        env = made(env, **kwargs)
     if not isinstance(env, verifiers.Environment):
         raise UserInputError(f"It made a {type(env).__name__}, which is no environment of verifiers.")
     if env.message_type != "chat":
-        raise UserInputError(
-            "The environment asks for completions of a text: only those with chat messages can be played."
-        )
+        raise UserInputError("The environment completes texts: only one with chat messages can be played.")
     for rubric in getattr(env.rubric, "rubrics", [env.rubric]):
         if rubric._get_group_reward_funcs():
             names = ", ".join(rubric._get_group_reward_func_names())
@@ -209,25 +179,24 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
 
 def _observation(messages: list[Any], tools: Any) -> Observation:
     """The conversation of OpenAI's messages; `tools` are described in its system message."""
-    shown = list(map(_message, messages))
+    shown = [to_message(_with_calls(message)) for message in messages]
     if tools:
         text = TOOLS.format(tools="\n".join(map(json.dumps, tools)))
-        if shown and shown[0].role == "system":
-            shown[0] = Message("system", (*shown[0].parts, f"\n\n{text}"))
-        else:
-            shown.insert(0, Message.of("system", text))
+        system = shown.pop(0).parts if shown and shown[0].role == "system" else ()
+        shown.insert(0, Message("system", (*system, "\n\n" * bool(system) + text)))
     return Observation(tuple(shown))
 
 
-def _message(message: Any) -> Message:
+def _with_calls(message: Any) -> Any:
+    """OpenAI's message with its tool calls as text."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls:
-        return to_message(message)
-    blocks = []
+        return message
+    blocks = [message.get("content")]
     for function in (call["function"] for call in calls):
         name, arguments = json.dumps(function["name"]), function["arguments"]
         blocks.append(f'{OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{CLOSE}')
-    return Message.of("assistant", "\n".join(filter(None, (message.get("content"), *blocks))))
+    return {"role": "assistant", "content": "\n".join(filter(None, blocks))}
 
 
 def from_text(text: str, with_tools: bool) -> dict[str, Any]:
@@ -235,21 +204,17 @@ def from_text(text: str, with_tools: bool) -> dict[str, Any]:
 
     A malformed call becomes one whose arguments are no JSON, so that the environment answers it in its own way.
     """
-    # verifiers takes an answer without any text for a failure of the model.
-    message: dict[str, Any] = {"role": "assistant", "content": text or " "}
     _, mark, called = without_thoughts(text).partition(OPEN) if with_tools else ("", "", "")
-    if mark:
-        calls = [_call(OPEN + block, number) for number, block in enumerate(called.split(OPEN)[:MAX_CALLS])]
-        content = text.rstrip().removesuffix(mark + called).strip()  # with its thoughts
-        message |= {"content": content or None, "tool_calls": calls}
-    return message
-
-
-def _call(block: str, number: int) -> dict[str, Any]:
-    name, arguments = "", f"malformed: {block}"
-    try:
-        if call := parse_tool_call(block):
-            name, arguments = call.name, json.dumps(call.arguments)
-    except ToolCallError as error:
-        arguments = f"malformed: {error}"
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    if not mark:  # verifiers takes an answer without any text for a failure of the model
+        return {"role": "assistant", "content": text or " "}
+    calls = []
+    for number, block in enumerate(called.split(OPEN)[:MAX_CALLS]):
+        function = {"name": "", "arguments": f"malformed: {block}"}
+        try:
+            if call := parse_tool_call(OPEN + block):
+                function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        except ToolCallError as error:
+            function["arguments"] = f"malformed: {error}"
+        calls.append({"id": f"call_{number}", "type": "function", "function": function})
+    content = text.rstrip().removesuffix(mark + called).strip()  # with its thoughts
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}

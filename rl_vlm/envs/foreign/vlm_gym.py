@@ -7,22 +7,16 @@ observation has `image` (or `image_path`) and `question`, or `image_left`, `imag
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from rl_vlm.envs import registry
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
 from rl_vlm.envs.errors import EnvError, as_reward
-from rl_vlm.envs.foreign import with_stand_ins
-from rl_vlm.envs.foreign.common import Share, held_out, not_made, returned
+from rl_vlm.envs.foreign.common import Share, held_out, made, returned
 from rl_vlm.envs.images import as_image
-from rl_vlm.types import Message, Observation, Part, Split, UserInputError
+from rl_vlm.types import Message, Observation, Split, UserInputError
 
 # vlm-gym's own words around a statement, and the question that its prompt leaves out.
 TWO_IMAGES = "Look at the two images. {statement} True or False?"
@@ -34,10 +28,10 @@ _SHARED: dict[Any, tuple[Any, threading.Lock]] = {}  # the environments of this 
 class VlmGymEnv(EpisodeEnv):
     """A VisionEnv around an environment of vlm-gym's interface.
 
-    env: a class or a `create_env` function, or the name of one as `rl_vlm.make` takes it. name: the environment's name
-    for `create_env`, such as nlvr2. tokenizer: a model folder or hub name whose tokenizer the environment gets; by
-    default it gets bytes as tokens. test: arguments that differ for the test split, such as {split: test}; without it
-    `test_share` of the tasks are held out. kwargs: the environment's own arguments.
+    env: a class or a `create_env` function. name: the environment's name for `create_env`, such as nlvr2. tokenizer: a
+    model folder or hub name whose tokenizer the environment gets; by default it gets bytes as tokens. test: arguments
+    that differ for the test split, such as {split: test}; without it `test_share` of the tasks are held out. kwargs:
+    the environment's own arguments.
 
     As in vlm-gym, one environment with its data serves all episodes of a process, so that what its `reset` counts goes
     on. Each episode steps a shallow copy, so that episodes may run at once and write to their copies.
@@ -47,7 +41,7 @@ class VlmGymEnv(EpisodeEnv):
 
     def __init__(
         self,
-        env: str | Callable[..., Any],
+        env: Callable[..., Any],
         *,
         name: str | None = None,
         tokenizer: str | None = None,
@@ -56,37 +50,32 @@ class VlmGymEnv(EpisodeEnv):
         test_share: Share = 0.1,
         **kwargs: Any,
     ) -> None:
-        factory = registry.find(env) if isinstance(env, str) else env
-        self._tokenizer = load_tokenizer(tokenizer)
-        given = (self._tokenizer,) if isinstance(factory, type) else (name, self._tokenizer)
+        self._tokenizer: Any = ByteTokenizer()
+        if tokenizer is not None:
+            from transformers import AutoTokenizer  # takes seconds
+
+            self._tokenizer = made(AutoTokenizer.from_pretrained, tokenizer, trust_remote_code=False)
+        given = (self._tokenizer,) if isinstance(env, type) else (name, self._tokenizer)
         if None in given:
             raise UserInputError("create_env needs the name of an environment: set env.kwargs.name, such as nlvr2.")
-
-        def shared(arguments: dict[str, Any]) -> tuple[Any, threading.Lock]:
-            """The environment of this process with these arguments, and the lock of its `reset`."""
-            key = (factory, name, tokenizer, repr(sorted(arguments.items())))
+        # Of each split, the environment of this process with these arguments, and the lock of its `reset`.
+        self._envs: dict[Split, tuple[Any, threading.Lock]] = {}
+        arguments_of: dict[Split, dict[str, Any]] = {"train": kwargs, "test": {**kwargs, **(test or {})}}
+        for split, arguments in arguments_of.items():
+            key = (env, name, tokenizer, repr(sorted(arguments.items())))
             with _LOCK:
                 if key not in _SHARED:
-                    try:
-                        # `create_env` imports the environment's module only now.
-                        inner = with_stand_ins(partial(factory, *given, **arguments), _file_of(factory))
-                    except Exception as error:  # whatever the user's code raises, a missing data set for example
-                        raise not_made(error) from error
-                    _SHARED[key] = (inner, threading.Lock())
-                return _SHARED[key]
-
-        self._envs: dict[Split, tuple[Any, threading.Lock]] = {"train": shared(kwargs)}
-        self._envs["test"] = self._envs["train"] if test is None else shared({**kwargs, **test})
+                    _SHARED[key] = made(env, *given, **arguments), threading.Lock()
+            self._envs[split] = _SHARED[key]
+        counts = [getattr(one, "num_tasks", None) for one, _ in self._envs.values()]
+        num_train, num_test = (None if count is None or count < 0 else int(count) for count in counts)
         self._one_set = test is None
-        num_train, num_test = (_num_tasks(env) for env, _ in self._envs.values())
         if self._one_set and num_train is not None:
             num_train, num_test = held_out(num_train, test_share)
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
 
     def open(self, item: Item) -> tuple[Observation, Info]:
         number = self.number(item) if self._one_set else item.index
-        if self._one_set and self.num_items("train") is None:
-            number = 2 * item.index + (item.split == "test")
         env, lock = self._envs[item.split]
         with lock:
             self._state, observation = returned(env.reset(number), "reset(idx) -> (state, observation)")
@@ -109,41 +98,21 @@ class VlmGymEnv(EpisodeEnv):
         return Reply(reward, Observation.user(shown), info)
 
 
-def _num_tasks(env: Any) -> int | None:
-    """None if it has no end, or says nothing."""
-    count = getattr(env, "num_tasks", -1)
-    return int(count) if isinstance(count, int | np.integer) and count >= 0 else None
-
-
-def _file_of(factory: Callable[..., Any]) -> Path | None:
-    try:
-        return Path(inspect.getfile(factory))
-    except TypeError:  # a built-in, a partial
-        return None
-
-
 def to_message(observation: Any) -> Message:
     """The message of an observation, an object or a dict: its images first, then its text."""
-
-    def field(name: str) -> Any:
-        return observation.get(name) if isinstance(observation, dict) else getattr(observation, name, None)
-
-    def picture(image: Any) -> Part:
-        return as_image(str(image) if hasattr(image, "__fspath__") else image)
-
-    left, right, statement = map(field, ("image_left", "image_right", "statement"))
+    read = observation.get if isinstance(observation, dict) else partial(getattr, observation)
+    left, right, statement = (read(name, None) for name in ("image_left", "image_right", "statement"))
     if left is not None and right is not None and statement is not None:
-        return Message("user", (picture(left), picture(right), TWO_IMAGES.format(statement=statement)))
-    image = field("image_path") if field("image") is None else field("image")
-    parts: list[Part] = [] if image is None else [picture(image)]
-    if question := field("question"):
-        parts.append(str(question))
-    if not parts:
+        return Message("user", (as_image(left), as_image(right), TWO_IMAGES.format(statement=statement)))
+    image, path, question = (read(name, None) for name in ("image", "image_path", "question"))
+    shown = [as_image(one) for one in (path if image is None else image,) if one is not None]
+    said = [str(question)] if question else []
+    if not shown and not said:
         raise EnvError(
             "An observation needs image (or image_path) and question, or image_left, image_right and statement; a "
             f"{type(observation).__name__} has none of them."
         )
-    return Message("user", tuple(parts))
+    return Message("user", (*shown, *said))
 
 
 class ByteTokenizer:
@@ -156,18 +125,3 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
         return bytes(int(one) for one in token_ids if 0 <= int(one) < 256).decode(errors="replace")
-
-
-def load_tokenizer(name: str | None) -> Any:
-    """The tokenizer of a model folder or hub name; without a name, a ByteTokenizer. Raises UserInputError."""
-    if name is None:
-        return ByteTokenizer()
-    from transformers import AutoTokenizer  # takes seconds
-
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserInputError(
-            f"env.kwargs.tokenizer {name!r} cannot be loaded ({str(error).splitlines()[0][:200]}): name a model "
-            "folder or a model of the hub, or leave it out."
-        ) from error
