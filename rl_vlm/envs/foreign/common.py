@@ -30,11 +30,12 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def needed(package: str, extra: str) -> Any:
-    """A package that is installed for one interface only. Raises UserInputError without it."""
+def needed(module: str, extra: str) -> Any:
+    """A module of a package that is installed for one interface only. Raises UserInputError without it."""
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError as error:
+        package = module.partition(".")[0]
         raise UserInputError(f"{package} is not installed ({error}): run `pip install 'rl-vlm[{extra}]'`.") from error
 
 

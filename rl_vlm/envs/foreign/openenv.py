@@ -65,7 +65,7 @@ class OpenEnv(EpisodeEnv):
         self.name = f"openenv:{address}"
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         check_plain(self.name, {"reset": reset})
-        needed("websockets", "openenv")
+        self._client = needed("websockets.sync.client", "openenv")
         self._url, self._timeout_s, self._retry_s = base_url(address), timeout_s, retry_s
         self._headers = token_header(token_variable)
         self._socket: Any = None
@@ -117,9 +117,7 @@ class OpenEnv(EpisodeEnv):
 
     def _connect(self) -> None:
         """Open a session; it raises where a server is starting or full."""
-        from websockets.sync.client import connect
-
-        self._socket = connect(
+        self._socket = self._client.connect(
             self._url.replace("http", "ws", 1) + "/ws",
             additional_headers=self._headers,
             max_size=MAX_MESSAGE,

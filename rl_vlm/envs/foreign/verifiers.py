@@ -22,7 +22,6 @@ from rl_vlm.envs.tools import CLOSE, OPEN, ToolCallError, parse_tool_call
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import Message, Observation, Split, UserInputError
 
-_MODEL = "policy"
 MAX_CALLS = 16  # of one turn; further ones are left out
 
 # The form that Qwen's and Hermes' chat templates give to tools.
@@ -123,7 +122,7 @@ class _Episode:
         message = from_text(await self._answers.get(), bool(tools))
         reason = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
-        head = {"id": "turn", "object": "chat.completion", "created": 0, "model": _MODEL}
+        head = {"id": "turn", "object": "chat.completion", "created": 0, "model": "policy"}
         return ChatCompletion.model_validate({**head, "choices": [choice]})
 
     async def advance(self, text: str | None = None) -> Observation | Any:
@@ -138,14 +137,19 @@ class _Episode:
         if messages[: len(self._seen)] != self._seen or len(messages) <= known:
             raise EnvError("The environment rewrites or repeats its conversation, which must only grow.")
         self._seen = list(messages)
-        return _observation(messages[known:], None if known else tools)
+        shown = [to_message(_with_calls(message)) for message in messages[known:]]
+        if tools and not known:  # the system message describes them
+            system = shown.pop(0).parts if shown[0].role == "system" else ()
+            text = TOOLS.format(tools="\n".join(map(json.dumps, tools)))
+            shown.insert(0, Message("system", (*system, "\n\n" * bool(system) + text)))
+        return Observation(tuple(shown))
 
 
 async def _played(env: Any, row: dict[str, Any], client: _Episode) -> Any:
     """The state of a whole rollout, with its reward."""
     import verifiers
 
-    state = await env.rollout(row, client, _MODEL, {})
+    state = await env.rollout(row, client, "policy", {})
     error = state.get("error")
     # A tool that the policy misused is scored as verifiers does; any other error is none of the policy's.
     if error is not None and not isinstance(error, verifiers.ToolError):
@@ -175,16 +179,6 @@ def _load(env: Any, kwargs: dict[str, Any]) -> Any:
                 f"The rubric compares the answers of a group ({names}): each answer needs its own reward here."
             )
     return env
-
-
-def _observation(messages: list[Any], tools: Any) -> Observation:
-    """The conversation of OpenAI's messages; `tools` are described in its system message."""
-    shown = [to_message(_with_calls(message)) for message in messages]
-    if tools:
-        text = TOOLS.format(tools="\n".join(map(json.dumps, tools)))
-        system = shown.pop(0).parts if shown and shown[0].role == "system" else ()
-        shown.insert(0, Message("system", (*system, "\n\n" * bool(system) + text)))
-    return Observation(tuple(shown))
 
 
 def _with_calls(message: Any) -> Any:

@@ -84,10 +84,8 @@ class VlmGymEnv(EpisodeEnv):
 
     def reply(self, text: str) -> Reply:
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        self._state, out_tokens, reward, done, info = returned(
-            self._inner.step(self._state, tokens),
-            "step(state, action_tokens) -> (state, out_tokens, reward, done, info)",
-        )
+        form = "step(state, action_tokens) -> (state, out_tokens, reward, done, info)"
+        self._state, out_tokens, reward, done, info = returned(self._inner.step(self._state, tokens), form)
         info["turn"] = self.turn
         reward = as_reward(reward, "step()")
         if done or self.is_last_turn:
