@@ -14,7 +14,6 @@ from rl_vlm.asking import Answer, Question
 from rl_vlm.chat import ChatCodec
 from rl_vlm.config import LabelsSection
 from rl_vlm.labelling.labeller import VLMLabeller, task_prompts
-from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import Message
 from rl_vlm.zoo.poles.lesson import comparison, right_label
 from rl_vlm.zoo.tiny import model as tiny
@@ -25,11 +24,6 @@ def processor() -> Any:
     return tiny.build_processor()
 
 
-@pytest.fixture(scope="module")
-def encoder(processor: Any) -> DialogueEncoder:
-    return DialogueEncoder(processor)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "label"), [(3, -20, 0), (-20, 3, 1), (5, -6.5, -1), (-30, 30, -1), (0, 2.1, 0), (0, -1.9, -1)]
 )
@@ -38,7 +32,7 @@ def test_the_pole_nearer_to_upright_is_better(first: float, second: float, label
     assert comparison(first, second).reply == str(label)
 
 
-def test_it_is_asked_in_the_words_of_its_lessons(processor: Any, encoder: DialogueEncoder) -> None:
+def test_it_is_asked_in_the_words_of_its_lessons(processor: Any, encoder: Any) -> None:
     asked: list[Question] = []
 
     async def ask(question: Question) -> Answer:

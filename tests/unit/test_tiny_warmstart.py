@@ -36,13 +36,11 @@ def model(processor: Any, variant: str) -> Any:
     return tiny.build_model(0, processor.tokenizer, variant).eval()
 
 
-# --- teacher forcing
-
-
-def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(model: Any, processor: Any) -> None:
+def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(
+    model: Any, processor: Any, encoder: Any
+) -> None:
     rng = np.random.default_rng(0)
     lead = "" if hasattr(model.model, "get_rope_index") else " "  # what SmolVLM's template writes before a reply
-    encoder = DialogueEncoder(processor)
     seen_turns = set()
     for _ in range(30):
         dialogue = target_dialogue(rng)
@@ -68,9 +66,8 @@ def test_an_encoded_dialogue_equals_the_processors_and_the_models_own_encoding(m
     assert seen_turns == {1, 2}
 
 
-def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, processor: Any) -> None:
+def test_batched_log_probabilities_equal_those_of_a_plain_forward(model: Any, encoder: Any) -> None:
     rng = np.random.default_rng(1)
-    encoder = DialogueEncoder(processor)
     examples = [encoder.encode_chat(target_dialogue(rng)) for _ in range(6)]
     examples.append(encoder.encode_turn((np.full((32, 96, 3), 90, dtype=np.uint8), "a"), "b"))
     with torch.no_grad():
@@ -107,9 +104,6 @@ def test_the_fast_vision_tower_has_the_gradients_of_the_plain_one() -> None:
             fast = gradients(examples)
         torch.testing.assert_close(fast, plain, atol=1e-5, rtol=1e-4)
         assert torch.equal(gradients(examples), plain)
-
-
-# --- what the warm start teaches
 
 
 def test_target_questions_are_answered_at_random() -> None:
