@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 from pydantic import Field
 
+from rl_vlm.envs.errors import as_reward
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import Observation, Split, UserInputError
 
@@ -201,4 +202,4 @@ class EpisodeEnv(VisionEnv):
         self._open = reply.message is not None and not cut
         truncated = reply.truncated or cut
         shown = reply.message if self._open and reply.message is not None else Observation()
-        return shown, reply.reward, not self._open and not truncated, truncated, reply.info
+        return shown, as_reward(reply.reward, "step()"), not self._open and not truncated, truncated, reply.info

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_vlm.envs.base import Count, Info, Item, Reply, Seconds
-from rl_vlm.envs.errors import EnvError, as_reward
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.foreign.common import AsyncEnv, made, returned
 from rl_vlm.envs.images import as_image
 from rl_vlm.types import Message, Observation, Part, Role
@@ -53,7 +53,7 @@ class VagenEnv(AsyncEnv):
         info["turn"] = self.turn
         if "success" in info:  # VAGEN's name for it; rewards for the format alone may add up to more than 1
             info.setdefault("correct", bool(info["success"]))
-        return Reply(as_reward(reward, "step()"), None if done else Observation((to_message(obs),)), info)
+        return Reply(reward, None if done else Observation((to_message(obs),)), info)
 
     async def end(self) -> None:
         await self._inner.close()

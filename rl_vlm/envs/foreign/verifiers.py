@@ -60,8 +60,6 @@ class VerifiersEnv(AsyncEnv):
     ) -> None:
         self._env = _load(env, kwargs)
         given = [rows for rows in (self._env.build_dataset(), self._env.build_eval_dataset()) if rows is not None]
-        if not given:
-            raise UserInputError("The environment has neither a dataset nor an eval_dataset.")
         self._rows_of: dict[Split, Any] = {"train": given[0], "test": given[-1]}
         self._one_set = given[0] is given[-1]
         num_train, num_test = held_out(len(given[0]), test_share) if self._one_set else map(len, given)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.errors import EnvError, as_reward
+from rl_vlm.envs.errors import EnvError
 from rl_vlm.envs.foreign.common import Share, held_out, made, returned
 from rl_vlm.envs.images import as_image
 from rl_vlm.types import Message, Observation, Split, UserInputError
@@ -87,7 +86,6 @@ class VlmGymEnv(EpisodeEnv):
         form = "step(state, action_tokens) -> (state, out_tokens, reward, done, info)"
         self._state, out_tokens, reward, done, info = returned(self._inner.step(self._state, tokens), form)
         info["turn"] = self.turn
-        reward = as_reward(reward, "step()")
         if done or self.is_last_turn:
             return Reply(reward, None, info, truncated=not done)
         shown = self._tokenizer.decode([int(one) for one in out_tokens], skip_special_tokens=True)
@@ -98,7 +96,7 @@ class VlmGymEnv(EpisodeEnv):
 
 def to_message(observation: Any) -> Message:
     """The message of an observation, an object or a dict: its images first, then its text."""
-    read = observation.get if isinstance(observation, dict) else partial(getattr, observation)
+    read = observation.get if isinstance(observation, dict) else lambda *field: getattr(observation, *field)
     left, right, statement = (read(name, None) for name in ("image_left", "image_right", "statement"))
     if left is not None and right is not None and statement is not None:
         return Message("user", (as_image(left), as_image(right), TWO_IMAGES.format(statement=statement)))
