@@ -6,7 +6,9 @@ Hypothesis damages the seeds (test_fuzz_files.py), libFuzzer looks for bytes tha
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import yaml
@@ -73,9 +75,14 @@ def adapter_tensors(data: bytes) -> None:
     _adapter(json.dumps(CONFIG).encode(), data)
 
 
+_SCRATCH = tempfile.TemporaryDirectory()
+
+
 def _adapter(config: bytes, tensors: bytes) -> None:
+    folder = Path(_SCRATCH.name)
+    (folder / AdapterPayload.CONFIG).write_bytes(config)
     try:
-        AdapterPayload.check("x", config.decode("utf-8", "replace"), tensors)
+        AdapterPayload.checked(folder, lambda _: tensors)
     except UserInputError as error:
         assert len(str(error)) < _LONGEST
 

@@ -25,8 +25,6 @@ from rl_vlm.envs.foreign.slime import SlimeEnv
 from rl_vlm.zoo.geo3k.environment import Geo3kEnv
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 LEFT_BY_TOOLS = (
     ".venv/x", ".venv-3.12/x", "runs/quickstart/config.yaml", ".hypothesis/x", ".pytest_cache/x",
     ".mypy_cache/x", ".ruff_cache/x", "rl_vlm/__pycache__/x.pyc", "build/x", "dist/x.whl", "rl_vlm.egg-info/x",
@@ -156,8 +154,6 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 
 
