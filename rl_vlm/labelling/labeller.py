@@ -267,6 +267,14 @@ class LabelStats:
         total = self.shown_first + self.shown_second + self.no_preference
         return (self.shown_first - self.shown_second) / total if total else 0.0
 
+    def summary(self) -> str:
+        return (
+            f"{self.pairs} pairs in {self.seconds:.1f} s: {self.questions} questions, {self.prompt_tokens} prompt and "
+            f"{self.sampled_tokens} sampled tokens, {self.disagreements} contradicted themselves, {self.errors} "
+            f"errors, {self.not_understood} not understood, {self.retries} retries, position bias "
+            f"{self.position_bias:+.2f}"
+        )
+
 
 class VLMLabeller(Labeller):
     """Labels pairs and scores pictures with a vision-language model."""
