@@ -23,13 +23,19 @@ _LOCK = threading.Lock()
 
 def is_spec(text: str) -> bool:
     """Whether the text names a module or file (it has a dot, slash or colon) rather than an id such as "Shapes-v0"."""
-    target = text.rpartition(":")[0] or text
+    target, _ = split_spec(text)
     return target.endswith(".py") or bool(_MODULE_NAME.fullmatch(target) and (":" in text or "." in target))
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """("module" or "file.py", "attribute" or ""); a folder's name may hold a colon, too."""
+    target, colon, attribute = spec.rpartition(":")
+    return (target, attribute) if colon else (spec, "")
 
 
 def load_object(spec: str) -> Any:
     """The attribute that a spec names, or its module if it names none. Raises UserInputError."""
-    target, _, attribute = spec.partition(":")
+    target, attribute = split_spec(spec)
     try:
         module = _load(target)
     except UserInputError:
@@ -52,8 +58,8 @@ def load_object(spec: str) -> Any:
 
 def absolute_spec(spec: str) -> str:
     """The spec with an absolute file path, so that another working directory does not change its meaning."""
-    target, colon, attribute = spec.partition(":")
-    return f"{resolved(target)}{colon}{attribute}" if target.endswith(".py") else spec
+    target, attribute = split_spec(spec)
+    return f"{resolved(target)}{':' * bool(attribute)}{attribute}" if target.endswith(".py") else spec
 
 
 def _load(target: str) -> ModuleType:

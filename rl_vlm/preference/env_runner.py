@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rl_vlm.config import PreferenceConfig
 from rl_vlm.control_envs.base import ControlEnv
@@ -158,9 +158,11 @@ class ControlSampler:
             for reference in ready:
                 number = running.pop(reference)
                 try:
-                    results[number] = ray.get(reference)  # it is on this node
+                    results[number] = ray.get(reference, timeout=30)
                 except RayTaskError as error:
                     raise CollectionError(f"An environment failed: {error.cause}.") from error
+                except GetTimeoutError:
+                    running[reference] = number  # the steps were made, and fetching them is slow
                 except RayError as error:
                     if isinstance(error, RayActorError) and number not in died:
                         died.add(number)

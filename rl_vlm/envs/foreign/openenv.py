@@ -128,10 +128,12 @@ class OpenEnv(EpisodeEnv):
 
     def _call(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """The `data` of the answer. ActionError where the server's schema refuses the action."""
+        from websockets.exceptions import ConnectionClosed
+
         if self._socket is None:
             raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
         try:
-            with suppress(Exception):  # the server may have said why before it closed, which can still be read
+            with suppress(ConnectionClosed):  # the server may have said why before, which can still be read
                 self._socket.send(json.dumps({"type": kind, **({"data": data} if data else {})}))
             reply = json.loads(self._socket.recv(timeout=self._timeout_s))
             content = dict(reply["data"])

@@ -203,9 +203,7 @@ class Backbone:
         is_image = input_ids == self.images.image_token_id
         plain_ids = input_ids.masked_fill(is_image, self._settings.pad_token_id or 0)
         embeds = self.model.get_input_embeddings()(plain_ids)
-        if getattr(
-            self._settings, "hidden_size_per_layer_input", None
-        ):  # Gemma's embeddings of their own for every layer
+        if getattr(self._settings, "hidden_size_per_layer_input", None):  # Gemma embeds anew for every layer
             options["per_layer_inputs"] = self.text.get_per_layer_inputs(plain_ids, embeds)
         if features:
             rows = torch.cat([one.merged for one in features]).to(embeds.dtype)
