@@ -19,6 +19,12 @@ os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "60")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "RL_VLM_FIRST_CASES" in os.environ:  # of each test one case is enough on another Python
+        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        items.reverse()
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model after five warm-start steps: it answers noise, but every part is real."""

@@ -158,6 +158,7 @@ class WeightPayload:
             _, header = _read_header(tensors)
             # Adapters of convolutions have the same names.
             other = [name for name, one in header.items() if cls is AdapterPayload and len(one["shape"]) != 2]
+            other += [f"{name} in {x['dtype']}" for name, x in header.items() if x["dtype"] not in _TYPES.values()]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserInputError(f"{cls.TENSORS} of {folder} cannot be read ({error}).") from error
         if not header:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -266,7 +266,15 @@ def _same_set(given: tuple[Answer, ...], expected: tuple[Answer, ...], budget: _
     return Reason.CORRECT
 
 
+def _with_its_unit(leaf: Answer, other: Answer) -> Answer:
+    """`12L` as 12 L where the other side has that unit: a letter behind a number may also be a variable."""
+    number = leaf.text.removesuffix(re.sub(r"\^(.)", r"^{\1}", other.unit))
+    apart = not leaf.unit and number != leaf.text and parse_monomial(number)
+    return replace(leaf, text=number, unit=other.unit) if apart else leaf
+
+
 def _same_leaf(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
+    given, expected = _with_its_unit(given, expected), _with_its_unit(expected, given)
     answer, truth = _end_of_chain(given.text), _end_of_chain(expected.text)
     value, wanted = parse_monomial(answer), parse_monomial(truth)
     if value and wanted:

@@ -78,16 +78,11 @@ def test_a_benchmark_writes_what_it_promises(name: str, tmp_path: Path) -> None:
 def test_ways_to_train_are_compared_at_equal_episodes(tmp_path: Path) -> None:
     resolve_model("tiny-gridwalk")
     out, figure = tmp_path / "gridwalk.json", tmp_path / "gridwalk.png"
-    short = [
-        "algorithm.iterations=4",
-        "evaluation.every=2",
-        "evaluation.num_items=16",
-        "rollout.prompts_per_iteration=4",
-    ]
+    few = ["algorithm.iterations=4", "evaluation.every=2", "evaluation.num_items=16", "rollout.prompts_per_iteration=4"]
     command = [
         sys.executable, str(ROOT / "benchmarks/compare.py"), str(ROOT / "configs/gridwalk_tiny.yaml"), "--seeds", "1",
         "--run", "GRPO=", "--run", "RLOO=algorithm.estimator=rloo", "--folder", str(tmp_path / "runs"),
-        *(part for one in short for part in ("--set", one)), "--out", str(out), "--figure", str(figure),
+        *(part for one in few for part in ("--set", one)), "--out", str(out), "--figure", str(figure),
     ]  # fmt: skip
     subprocess.run(command, env=environment(), timeout=580, check=True)
     rows = json.loads(out.read_text())["rows"]

@@ -18,7 +18,7 @@ from file_corpus import memo_bomb, parquet_bomb, parquet_nulls
 from image_corpus import chunk, encoded, jpeg_in_tiff, png, scan_bomb, sequential_bomb, with_segments
 from PIL import Image, ImageOps
 from safetensors.torch import save
-from torch import zeros
+from torch import float8_e4m3fn, zeros
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_vlm.config import HTTPSection
@@ -52,6 +52,7 @@ def adapter(folder, tensors=None, text=None, **changes):
         *[({"lora_alpha": alpha}, "lora_alpha: ") for alpha in (float("inf"), float("nan"), "8", 10**400)],
         *[({"peft_type": kind}, "LORA") for kind in ("PROMPT_TUNING", ["LORA"])],
         *[({"tensors": tensors}, "only LoRA|holds no tensors") for tensors in ({}, {"embeddings": zeros(2, 8)})],
+        ({"tensors": {"a.lora_A.weight": zeros(2, 8).to(float8_e4m3fn)}}, "F8_E4M3"),
         *[({"text": text}, "adapter_config") for text in ("[]", "[" * 100_000, "{", " " * (5 * 2**20))],
     ],
 )

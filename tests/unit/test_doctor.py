@@ -277,6 +277,7 @@ def test_arguments_that_no_process_can_be_told_are_refused_before_it_starts(
     [
         (["--run-dir={folder}"], "--overwrite"),
         (["--run-dir={folder}", "--resume"], "holds no run"),
+        (["--run-dir=/proc/1/run"], "Cannot write"),
         (["--run-dir=nowhere://bucket/run"], "nowhere"),
         (["model.path={folder}/bare"], "safetensors"),
         (["serving.gpus_per_replica=1"], "GPU"),
