@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 
 from rl_vlm.files import cache_folder, open_own
 from rl_vlm.ownership import RUN_MARKER, clear_run, mark_run, run_files
+from rl_vlm.runs.surroundings import can_write
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
 from rl_vlm.waiting import retried
@@ -260,11 +261,11 @@ def check_run_dir(run_dir: RunDir, resume: bool, overwrite: bool) -> None:
         RemoteFolder(str(run_dir), Path())
         return
     folder = Path(run_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UserInputError(f"{folder} is a file: choose another --run-dir.")
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        tempfile.TemporaryDirectory(dir=there).cleanup()
-    except OSError as error:
-        raise UserInputError(f"Cannot write to {there} for the run folder {folder}: {error.strerror}.") from error
+    if not can_write(there):
+        raise UserInputError(f"Cannot write to {there}, or it is full: choose another --run-dir than {folder}.")
     if not folder.is_dir() or not any(folder.iterdir()) or (overwrite and not resume):
         return
     if not resume:
@@ -277,5 +278,8 @@ def prepare_run_dir(folder: Path, resume: bool, overwrite: bool) -> None:
     check_run_dir(folder, resume, overwrite)
     if overwrite and not resume and folder.is_dir() and any(folder.iterdir()):
         clear_run(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    mark_run(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark_run(folder)
+    except OSError as error:
+        raise UserInputError(f"Cannot make the run folder {folder}: {error.strerror}.") from error

@@ -98,6 +98,7 @@ def test_recomputed_samples_are_as_likely_as_under_the_versions_that_they_name(
     recomputed: list[Completion], tiny_folder: Path, models: dict[int, Any]
 ) -> None:
     exact, with_kept_cache = distances(tiny_folder, models, asked(tiny_folder), recomputed)
+    print(f"recompute: from a recomputation {exact}")
     assert exact.largest < 1e-4
     assert with_kept_cache.largest > 0.1  # the versions are far from each other
 
@@ -106,6 +107,7 @@ def test_kept_samples_are_those_of_a_cache_that_is_passed_on(
     kept: list[Completion], tiny_folder: Path, models: dict[int, Any]
 ) -> None:
     exact, with_kept_cache = distances(tiny_folder, models, asked(tiny_folder), kept)
+    print(f"keep: from a recomputation {exact}; from transformers with a kept cache {with_kept_cache}")
     assert with_kept_cache.largest < 1e-4
     assert exact.largest > 0.1
 

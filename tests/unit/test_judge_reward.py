@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from core_support import EngineClient
+from core_support import EngineClient, Scripted
 from PIL import Image
 from tables import table
 from task_support import episode
 
-from rl_vlm.asking import Answer, Ask, EndpointError, Question
+from rl_vlm.asking import Answer, EndpointError, Question
 from rl_vlm.config import RewardSection, parse_config
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -47,25 +46,15 @@ GOOD, BAD, REFERENCE = "a red circle", "a blue square", "a red circle at the top
 Reply = Callable[[str, str], str | Answer | Awaitable[str]]
 
 
-class Scripted:
+def scripted(reply: Reply) -> Scripted:
     """An endpoint whose replies a test decides from the two texts that are shown."""
 
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
-        self.questions: list[Question] = []
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[Ask]:
-        yield self._ask
-
-    async def _ask(self, question: Question) -> Answer:
-        self.questions.append(question)
+    def answer(question: Question) -> object:
         shown = SHOWN.search(question.messages[0].text)
         assert shown, question.messages[0].text
-        said = self.reply(shown[1], shown[2])
-        if isinstance(said, Awaitable):
-            said = await said
-        return said if isinstance(said, Answer) else Answer(said, prompt_tokens=10, sampled_tokens=2)
+        return reply(shown[1], shown[2])
+
+    return Scripted(answer)
 
 
 def prefers(*texts: str) -> Reply:
@@ -87,10 +76,10 @@ class Panel:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
-        self.endpoint = Scripted(lambda first, second: "1")
+        self.endpoint = scripted(lambda first, second: "1")
 
     def pay(self, reply: Reply, *members: tuple[str, Trajectory], **judge: Any) -> TrajectoryGroup:
-        self.endpoint = Scripted(reply)
+        self.endpoint = scripted(reply)
         self._patch.setattr(judge_module, "ServedEndpoint", lambda *_: self.endpoint)
         texts = iter([text for text, _ in members])
         side: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: next(texts)))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from core_support import EngineClient, plain_model, processor, text_side
+from core_support import EngineClient, Scripted, plain_model, processor, text_side
 from hypothesis import given
 from hypothesis import strategies as st
 from label_support import pair, random_pairs, segment
 from PIL import Image
 from tables import table
 
-from rl_vlm.asking import Answer, Ask, EndpointError, Question, ServedEndpoint
+from rl_vlm.asking import Answer, EndpointError, Question, ServedEndpoint
 from rl_vlm.chat import expand_image_tokens, mrope_positions
 from rl_vlm.config import LabelsSection
 from rl_vlm.engines.transformers_engine import TransformersEngine
@@ -49,25 +48,6 @@ def one_step(**more: object) -> LabelsSection:
 
 def asked(labeller: VLMLabeller, *pairs: SegmentPair) -> list[Label]:
     return asyncio.run(labeller.label(pairs))
-
-
-class Scripted:
-    """An endpoint that answers by a function: for what no model can be made to say on demand."""
-
-    def __init__(self, answer: object) -> None:
-        self.answer = answer
-        self.questions: list[Question] = []
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[Ask]:
-        async def ask(question: Question) -> Answer:
-            self.questions.append(question)
-            found = self.answer(question)  # type: ignore[operator]
-            if asyncio.iscoroutine(found):
-                found = await found
-            return found if isinstance(found, Answer) else Answer(found)
-
-        yield ask
 
 
 def test_probabilities_are_the_models_own(endpoint: ServedEndpoint, tiny_folder: Path) -> None:

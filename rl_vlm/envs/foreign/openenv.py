@@ -65,7 +65,7 @@ class OpenEnv(EpisodeEnv):
         self.name = f"openenv:{address}"
         super().__init__(num_train=num_train, num_test=num_test, max_turns=max_turns)
         check_plain(self.name, {"reset": reset})
-        self._client = needed("websockets.sync.client", "openenv")
+        self._client, self._errors = (needed(f"websockets.{part}", "openenv") for part in ("sync.client", "exceptions"))
         self._url, self._timeout_s, self._retry_s = base_url(address), timeout_s, retry_s
         self._headers = token_header(token_variable)
         self._socket: Any = None
@@ -74,12 +74,10 @@ class OpenEnv(EpisodeEnv):
         self._reset_data = dict(reset or {})
 
     def open(self, item: Item) -> tuple[Observation, Info]:
-        from websockets.exceptions import WebSocketException
-
         number, self._invalid = self.number(item), 0
         if self._socket is None or self._socket.state.name != "OPEN":
             self.close()
-            self._retried(self._connect, (OSError, WebSocketException, EnvError))
+            self._retried(self._connect, (OSError, self._errors.WebSocketException, EnvError))
         result = self._call("reset", {"seed": number, **self._reset_data})
         images, text = parts_of(result.get("observation"))
         opening = "\n\n".join(filter(None, (self._prompt, text)))
@@ -128,12 +126,10 @@ class OpenEnv(EpisodeEnv):
 
     def _call(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """The `data` of the answer. ActionError where the server's schema refuses the action."""
-        from websockets.exceptions import ConnectionClosed
-
         if self._socket is None:
             raise EnvCrashError(f"{self._url}: the session is gone; call reset() for a new one.")
         try:
-            with suppress(ConnectionClosed):  # the server may have said why before, which can still be read
+            with suppress(self._errors.ConnectionClosed):  # why it did can still be read
                 self._socket.send(json.dumps({"type": kind, **({"data": data} if data else {})}))
             reply = json.loads(self._socket.recv(timeout=self._timeout_s))
             content = dict(reply["data"])
