@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import NoReturn, TypeVar
@@ -12,18 +13,15 @@ from rl_vlm.types import UserInputError
 T = TypeVar("T")
 
 
+@functools.cache  # it reads the metadata of all packages, and each environment that is made asks
 def provided(group: str) -> dict[str, EntryPoint]:
     """What installed packages, this one included, provide in an entry-point group, by name."""
     return {point.name: point for point in entry_points(group=group)}
 
 
 class Registry(dict[str, T]):
-    """Maps the names that one configuration key accepts to objects. An unknown name raises UserInputError, which lists
-    the known ones.
-
-    Args:
-        key: the dotted configuration key, for error messages.
-    """
+    """Maps the names that the configuration key `key` (dotted) accepts to objects. An unknown name raises
+    UserInputError, which lists the known ones."""
 
     def __init__(self, key: str) -> None:
         super().__init__()

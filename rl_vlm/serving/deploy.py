@@ -59,6 +59,7 @@ def build_app(model: ModelReference, config: CommonConfig, run_id: str, namespac
         max_ongoing_requests=1024,
         health_check_period_s=_HEALTH_CHECK_S,
         health_check_timeout_s=serving.probe_timeout_s + 10.0,
+        graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=2.0,
         ray_actor_options={
             "num_cpus": serving.cpus_per_replica,

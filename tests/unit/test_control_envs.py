@@ -19,6 +19,7 @@ from rl_vlm.control_envs.cartpole import draw_cartpole
 from rl_vlm.control_envs.metaworld import MetaWorldEnv
 from rl_vlm.control_envs.registry import known_control_envs, make_control_env
 from rl_vlm.control_envs.softgym import SoftGymControlEnv
+from rl_vlm.registry import provided
 from rl_vlm.types import UserInputError
 
 CARTPOLE = "ContinuousCartPole-v0"
@@ -130,6 +131,7 @@ def test_installed_packages_provide_environments_through_an_entry_point(
         f"[{registry.ENTRY_POINT_GROUP}]\nropes/Flatten = rope_simulator:make_rope\nropes/Broken = no_such_module:make\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    provided.cache_clear()
     assert make_control_env("ropes/Flatten", horizon=7).horizon == 7
     assert "ropes/Flatten" in known_control_envs()
     with pytest.raises(UserInputError, match="no_such_module"):

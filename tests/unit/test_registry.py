@@ -10,6 +10,7 @@ import rl_vlm
 from rl_vlm.envs import registry
 from rl_vlm.envs.errors import EnvError, check_reset, check_step, reward_parts
 from rl_vlm.envs.foreign.slime import SlimeEnv
+from rl_vlm.registry import provided
 from rl_vlm.types import Message, Observation, UserInputError
 
 TESTS = Path(__file__).parents[1]
@@ -89,6 +90,7 @@ def test_an_installed_package_registers_ids_by_entry_points(tmp_path, monkeypatc
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: packaged\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[rl_vlm.envs]\nPackaged-v0 = packaged_env:BrokenEnv\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    provided.cache_clear()
     assert "hi" in rl_vlm.make("Packaged-v0", hello="hi").reset()[0].messages[0].text
     assert "Packaged-v0" in registry.registered()
     assert registry.portable_id("Packaged-v0") == "Packaged-v0"
