@@ -48,9 +48,9 @@ VARIANTS = {
     # The shapes of Shapes-v0.
     "small": Variant("shapes.lesson", 450, 64, rise=1),
     "wide": Variant("shapes.lesson", 450, 64, rise=1, wide=True),
-    "smol": Variant("shapes.lesson", 450, 64, smol=True),
-    # Pictures of poles, which it compares. A few seeds need further rounds to learn that.
-    "labeller": Variant("poles.lesson", 600, 64, version=2, test="can_compare", wide=True),
+    "smol": Variant("shapes.lesson", 600, 24, version=1, smol=True),
+    # Pictures of poles, which it compares.
+    "labeller": Variant("poles.lesson", 600, 24, version=3, rise=50, test="can_compare", wide=True),
     # What is where on 3×3 and 4×4 grids of GridWalk-v0.
     "gridwalk": Variant("gridwalk.lesson", 700, 40, version=3),
     # Where the pin is on the maps of GeoSpot-v0.
