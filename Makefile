@@ -57,7 +57,7 @@ security: install ## What hostile clients, files, endpoints and environments do
 test: lint ## Lint, types, and the tests that CI runs (both engines, one real learning run)
 	$(UNIT) -m "not acceptance"
 	$(SECURITY)
-	$(TEST) -n 2 --dist loadfile -m "not acceptance" --durations=25 tests/integration tests/e2e
+	$(TEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not acceptance" --durations=25 tests/e2e tests/integration
 
 acceptance: install ## Everything else: learning on several seeds, fault drills, benchmarks (hours)
 	$(TEST) -m acceptance tests
