@@ -35,7 +35,7 @@ def test_a_run_survives_the_kill_of_every_kind_of_actor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.acceptance)])
 def test_a_signal_saves_a_checkpoint_and_resume_finishes(number: signal.Signals, tmp_path: Path) -> None:
-    arguments = ("algorithm.iterations=24", "evaluation.num_items=64")
+    arguments = ("algorithm.iterations=24", "evaluation.num_items=64", "serving.num_replicas=1")
     with TrainingProcess(tmp_path / "run", *arguments) as run:
         run.wait_for_iteration(7)
         run.process.send_signal(number)

@@ -48,6 +48,7 @@ from rl_vlm.types import (
     TrajectoryStatus,
     Turn,
 )
+from rl_vlm.zoo.tiny.model import make_tiny
 
 
 class TwoPictures(VisionEnv):
@@ -132,15 +133,20 @@ class StaleEngine(TransformersEngine):
         await super().load_adapter(replace(self.first, version=payload.version))
 
 
-def test_an_engine_and_a_learner_that_see_the_same_have_no_fault(tiny_folder: Path) -> None:
-    parts = InProcess(tiny_folder)
+@pytest.fixture(scope="module", params=["small", "smol"])  # Qwen's form and the generic path
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("family") / "model", variant=request.param, steps=5)
+
+
+def test_an_engine_and_a_learner_that_see_the_same_have_no_fault(folder: Path) -> None:
+    parts = InProcess(folder)
     parts.learn()
     assert parts.faults() == []
 
 
 @pytest.mark.parametrize(("engine", "fault"), [(BlindEngine, "engine_blind"), (SwappingEngine, "images_swapped")])
-def test_an_engine_that_loses_pixels_or_swaps_images_is_found(tiny_folder: Path, engine: Any, fault: str) -> None:
-    assert InProcess(tiny_folder, engine(tiny_folder, max_context=MAX_CONTEXT)).faults() == [fault]
+def test_an_engine_that_loses_pixels_or_swaps_images_is_found(folder: Path, engine: Any, fault: str) -> None:
+    assert InProcess(folder, engine(folder, max_context=MAX_CONTEXT)).faults() == [fault]
 
 
 def test_an_engine_with_zeros_in_the_rows_of_positions_is_found(
@@ -173,8 +179,8 @@ def test_a_learner_with_another_image_size_is_found(tiny_folder: Path) -> None:
     assert parts.faults() == ["image_size"]
 
 
-def test_a_learner_without_pixels_is_found(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = InProcess(tiny_folder)
+def test_a_learner_without_pixels_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = InProcess(folder)
     backbone = parts.loop.policy.backbone
     own = backbone.image_features
     monkeypatch.setattr(
