@@ -58,7 +58,7 @@ def play_episode(
         while not ended:
             try:
                 answer = input("> ")
-            except EOFError:
+            except (EOFError, RuntimeError):  # standard input has ended, or is closed
                 answer = ""
             if not answer:
                 break
