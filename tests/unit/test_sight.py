@@ -133,9 +133,11 @@ class StaleEngine(TransformersEngine):
         await super().load_adapter(replace(self.first, version=payload.version))
 
 
-@pytest.fixture(scope="module", params=["small", "smol"])  # Qwen's form and the generic path
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("family") / "model", variant=request.param, steps=5)
+@pytest.fixture(scope="module", params=["Qwen's form", "the generic path"])
+def folder(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "Qwen's form":
+        return tiny_folder
+    return make_tiny(tmp_path_factory.mktemp("smol") / "model", variant="smol", steps=5)
 
 
 def test_an_engine_and_a_learner_that_see_the_same_have_no_fault(folder: Path) -> None:
