@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import filecmp
 import itertools
+import logging
 import math
 import re
 import threading
@@ -30,9 +31,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
-from rl_vlm.rewards.math import bare_truth, is_bare
+from rl_vlm.rewards.math import bare_truth, is_bare, is_value
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
+
+logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
@@ -318,11 +321,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Schema(Generic[Item]):
-    """What the rows of a data set hold: `read` makes the item of a row, or raises BadRowError."""
+    """What the rows of a data set hold: `read` makes the item of a row, or raises BadRowError; `doubt` says what is odd
+    in an item that can be used."""
 
     read: Callable[[Row], Item]
     columns: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    doubt: Callable[[Item], str] = lambda item: ""
 
 
 class RowTable(Generic[Item]):
@@ -354,19 +359,22 @@ class RowTable(Generic[Item]):
         """Check `limit` rows spread over the table, or all, without decoding pixels; return how many.
 
         Finds damaged files, fields that are missing or wrong, and images that are missing, too large or no images.
-        Raises BadRowError with the first few findings. Damaged pixels show when the row is used.
+        Raises BadRowError with the first few findings. Damaged pixels show when the row is used. Doubts are logged.
         """
         count = len(self) if limit is None else max(0, min(limit, len(self)))
         findings: list[str] = []
+        doubts: list[str] = []
         for number in range(count):
             try:
-                self.outline(number * len(self) // count)
+                doubts += filter(None, [self._schema.doubt(self.outline(number * len(self) // count))])
             except BadRowError as error:
                 findings.append(str(error))
                 if len(findings) == SHOWN_FINDINGS:
                     break
         if findings:
             raise BadRowError(f"{self.name} has rows that cannot be used. {' '.join(findings)}")
+        if doubts:
+            logger.warning("%s: %d of %d rows look odd, such as %s.", self.name, len(doubts), count, doubts[0])
         return count
 
     def _read(self, row: int, use: Callable[[bytes], EncodedImage]) -> Item:
@@ -480,4 +488,9 @@ def _question(row: Row) -> Question:
     return Question(problem, answer, tuple(map(row.image, images)), row.where)
 
 
-QUESTIONS = Schema(_question, ("problem", "answer", "images"))
+def _unanswerable(question: Question) -> str:
+    told = f"{question.where}, where only an answer that repeats {question.answer[:80]!r} is right"
+    return "" if is_value(question.answer) else told
+
+
+QUESTIONS = Schema(_question, ("problem", "answer", "images"), doubt=_unanswerable)

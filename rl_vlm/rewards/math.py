@@ -57,8 +57,9 @@ def extract_boxed(text: str) -> str | None:
 # How data sets wrap a truth: marked as the answer at the end of a solution, or in marks of text or of a list.
 _TRUTH_TAG = re.compile(r"(?i)(?:<\|?(?:answer|begin_of_box)\|?>|\[answer\])([^<>]*?)(?=<|\[/answer\]|\Z)")
 _TRUTH_MARK = re.compile(
-    r"####|\\text\{\s*answer\s*:\s*\}|\b(?:answer|ans|solution|result|option|choice)(?:\*\*)?(?: is)?\s*[:：=]|"
-    r"\banswer is\b|\bans\.|答案?(?:\s*[:：]|[为是])|\b(?:option|choice)\b(?=\s*\(?[A-J]\)?$)",
+    r"####|\\text\{\s*answer\s*:\s*\}|\b(?:answer|ans|solution|result|option|choice)(?:\*\*)?(?: is)?\s*"
+    r"(?:[-=]>|[:：=→])|\banswer is\b|\bans\.|\bans(?:wer)?\b(?=\s*[-+.$\\\d])|答案?(?:\s*[:：]|[为是])|"
+    r"\b(?:option|choice|choose)\b(?: is)?(?=\s*\(?[A-J]\)?$)",
     re.IGNORECASE,
 )
 _QUOTED_TRUTH = re.compile(  # the last group that took part is the value
@@ -71,7 +72,7 @@ _NOT_BARE = re.compile(
     r"""(?<![\d'])["“”„«»`] | </\w+> | <(?:\||[A-Za-z]{2,})[^<>]*> | \[/\w+\] | \\(?:boxed|fbox) | &\w+; | ^&
     | (?<!\{)[^\W\d_]["')}*]*\s*(?:： | :\s+\S | :\s*[-\d"'{\[\\$]) | ^\(?[A-J][).]\s+(?![A-Z]\.)\S
     | ^\(?\d{1,2}[).]\s+\S | ^(?:[•∴⇒→] | =>) | →\s*-?\d+$
-    | \d\s+\((?:[A-J]\) | [A-Za-z]{3,}) | \d\s+\[ | \s\# | %%
+    | \d\s+\((?:[A-J]\) | [A-Za-z]{2,}) | \d\s+\[ | \s\# | %%
     | (?:\b(?:[Ii]s|are|was|equals|about|approximately) | 's)\s+[-+$\\(]*\d
     | ^(?:[Tt]herefore|[Tt]hus|[Hh]ence|[Ss]o)[\s,] | ^[所故因]
     | \\(?:(?:text)?color | tag | label | checkmark | therefore | begin\{(?:align|equation|gather)) | \\n(?![A-Za-z])
@@ -79,6 +80,7 @@ _NOT_BARE = re.compile(
     | [\u2600-\u27bf\U0001f000-\U0001faff] | ^(?:nan | NaN | None | null | N/A)$""",
     re.VERBOSE,
 )
+_TEXT_COMMAND = re.compile(r"\\(?:text\w*|math\w*|[mh]box) ?\{([^{}]*)\}(?:\\[ ,;])?")
 _RATIO = re.compile(r"[^:=]+:[^:=]+=[^:=]+:[^:=]+")  # AB : CD = 3 : 4
 _INTERVAL = re.compile(r"[\[\]()][^()\[\]]+,[^()\[\]]+[\[\]()]")  # also ]2, 5]
 _BOXES = re.compile(r"\\(?:boxed|fbox)\{[^{}]*\}\$?\s*(?:,|;|and|or)\s*\$?\\(?:boxed|fbox)")  # one of them is no answer
@@ -108,9 +110,21 @@ def bare_truth(text: str) -> str:
 def is_bare(truth: str) -> bool:
     """Whether a truth can be what a policy answers: one short line with its brackets closed, and no wrapping left."""
     opened, closed = (sum(map(truth.count, brackets)) for brackets in ("([{", ")]}"))
+    truth = _TEXT_COMMAND.sub(r"\1 ", truth)
     short = bool(truth) and "\n" not in truth and not is_oversized(truth)
     whole = opened == closed or bool(_INTERVAL.fullmatch(truth))
     return short and whole and bool(_RATIO.fullmatch(truth) or not _NOT_BARE.search(truth))
+
+
+def is_value(truth: str) -> bool:
+    """Whether a bare truth with a digit in it holds numbers and expressions alone, as opposed to `It comes to 5`."""
+    leaves = [read_answer(truth)]
+    for leaf in leaves:
+        leaves += leaf.items
+    return not any(map(str.isdigit, truth)) or all(
+        leaf.items or parse_monomial(leaf.text) or not (refusal(leaf.text) or _WORD.fullmatch(leaf.text[1:]))
+        for leaf in leaves
+    )
 
 
 # Which normalised answers may be evaluated symbolically: short ones, of known commands, without huge powers. This
@@ -224,8 +238,10 @@ def _compare(answer: str, truth: str) -> Reason:
 
 
 def _same(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
-    if bool(given.items) != bool(expected.items):
-        return Reason.WRONG
+    if bool(given.items) != bool(expected.items):  # the truth "1/2 or 0.5" is one value in two spellings
+        spellings = expected.items if expected.order == "any" and not expected.opening else ()
+        same = [_same(given, spelling, budget) is Reason.CORRECT for spelling in spellings]
+        return Reason.CORRECT if same and all(same) else Reason.WRONG
     if len(given.name) == len(expected.name) == 1 and given.name != expected.name:
         return Reason.WRONG  # x = 5 is not y = 5; longer names are only different ways to name one thing
     return _same_items(given, expected, budget) if given.items else _same_leaf(given, expected, budget)

@@ -57,19 +57,19 @@ _RAISED_RUN, _LOWERED_RUN = re.compile(f"[{_RAISED}]+"), re.compile(f"[{_LOWERED
 _EMPHASIS = re.compile(r"(?s)(\*{1,3}|_{1,2}|`+)(?!\1)(.+)(?<![*_`])\1")
 _END = r"(?![A-Za-z])"
 _FUNCTIONS = "sin|cos|tan|sec|csc|cot|arcsin|arccos|arctan|ln|log|exp"
-_TEXT = r"\\(?:text(?:bf|it|rm|normal|sf)?|mathrm|[mh]box)"
+_TEXT = r"\\(?:text(?:bf|it|rm|normal|sf|tt|sl|sc|up|md)?|emph|mathrm|[mh]box)"
 # Spellings of textbooks and models, replaced in this order, in text whose whitespace is single spaces.
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?<=[0-9])(?<![0-9]{4})(?:\\[,;:! ] ?|\{,\}|~| )(?=[0-9]{3}(?![0-9]))", ""),  # 1\,000, 1{,}000, 1 000
         (r"(?<!\\)\\[()\[\]$!]|\$|(?<!\\)\\$", ""),
-        (r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z]) ?", ""),
+        (rf"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|tt|sf|sl|sc|em|bfseries|boldmath){_END} ?", ""),
         (r"\{,\}", ","),
         (r"(?<![0-9.^{/])([0-9]+) ([0-9]+) ?/ ?([0-9]+)(?![0-9])", r"\1\\frac{\2}{\3}"),  # 2 3/4
         (rf"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|displaystyle|textstyle|limits){_END}", " "),
         (rf"\\(?:m?left|m?right|[bB]igg?[lrm]?){_END} ?", ""),
-        (r"\\(?:math(?:bf|it|sf|normal)|boldsymbol|bm|underline) ?\{([^{}]*)\}", r"\1"),
+        (r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|underline|framebox) ?\{([^{}]*)\}", r"\1"),
         (rf"\\[dtc]frac{_END}", r"\\frac"),
         (r"\\(?:mathrm|operatorname\*?|text) ?\{ ?(\\[A-Za-z]+|[ei]) ?\}", r"\1 "),
         (rf"\\(?:mathrm|operatorname\*?) ?\{{ ?({_FUNCTIONS}) ?\}}", r"\\\1 "),

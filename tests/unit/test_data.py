@@ -155,6 +155,12 @@ def test_a_truth_that_nobody_can_give_is_named(tmp_path, answer):
         table.validate()
 
 
+def test_truths_that_only_their_own_text_answers_are_counted(tmp_path, caplog):
+    answers = ["5", "It comes to 5", "Yes, 5"]
+    open_table(QUESTIONS, str(write(tmp_path / "train.parquet", [[png()]] * 3, answer=answers)), "train").validate()
+    assert "2 of 3 rows" in caplog.text and "row 1, where only an answer that repeats 'It comes to 5'" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("images", "message"),
     [

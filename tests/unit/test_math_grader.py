@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from rl_vlm.rewards.math import Grade, Reason, bare_truth, compare, extract_boxed, grade_turns, is_bare, is_equal
+from rl_vlm.rewards.math import (
+    Grade,
+    Reason,
+    bare_truth,
+    compare,
+    extract_boxed,
+    grade_turns,
+    is_bare,
+    is_equal,
+    is_value,
+)
 from rl_vlm.rewards.normalize import normalize_answer
 
 contents = st.recursive(
@@ -126,6 +136,7 @@ def test_a_truth_is_read_without_its_wrapping(stored: str, value: str) -> None:
     assert bare_truth(stored) == value
     assert bare_truth(value) == value
     assert is_bare(value)
+    assert is_value(value) is (value not in TABLES["truths_that_only_their_own_text_answers"])
 
 
 @pytest.mark.parametrize("truth", TABLES["truths_that_no_answer_equals"])
