@@ -107,6 +107,13 @@ class RunAlgorithm(Algorithm):
         """RLlib's reads the configuration; where that was rejected Ray, which prints this, would lose the error."""
         return type(self).__name__
 
+    def _setup_logdir(self) -> None:
+        """RLlib leaves an empty folder in ~/ray_results for each run, and fails where the home is read-only."""
+        if self._storage or self.config.scratch_folder is None:
+            super()._setup_logdir()
+        else:
+            self._logdir = str(self.config.scratch_folder)
+
     def setup(self, config: AlgorithmConfig) -> None:
         if not isinstance(config, AlgorithmConfig):  # Tune's dictionary
             config = self.get_default_config().update_from_dict(config)

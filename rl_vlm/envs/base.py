@@ -62,12 +62,9 @@ class VisionEnv(gymnasium.Env[Observation, str]):
 
     metrics: ClassVar[Mapping[str, tuple[float, ...]]] = {}
 
-    observation_space: gymnasium.Space[Observation]
-    action_space: gymnasium.Space[str]
-
-    def __init__(self) -> None:
-        self.observation_space = ObservationSpace()
-        self.action_space = TextSpace()
+    # Of the class, as those of EpisodeEnv are, so that an `__init__` that does not call its base's does no harm.
+    observation_space: gymnasium.Space[Observation] = ObservationSpace()
+    action_space: gymnasium.Space[str] = TextSpace()
 
     def num_items(self, split: Split) -> int | None:
         """How many task instances the split holds; None when they are drawn without end from the seed."""
@@ -126,6 +123,11 @@ class EpisodeEnv(VisionEnv):
     """
 
     name = ""  # in error messages; by default that of the class
+    max_turns: int | None = None
+    turn = 0  # of this episode, the one being answered included
+    _sizes: Mapping[str, int | None] = {"train": None, "test": None}
+    _rows: TableSet[Any] | None = None
+    _open = False
 
     def __init__(
         self,
@@ -136,12 +138,12 @@ class EpisodeEnv(VisionEnv):
         rows: TableSet[Any] | None = None,
     ) -> None:
         super().__init__()
-        self.name = self.name or type(self).__name__
-        self.max_turns = max_turns
-        self.turn = 0  # of this episode, the one being answered included
-        self._sizes: dict[str, int | None] = {"train": num_train, "test": num_test}
-        self._rows = rows
-        self._open = False
+        self.max_turns, self._rows = max_turns, rows
+        self._sizes = {"train": num_train, "test": num_test}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = vars(cls).get("name", cls.__name__)
 
     @abstractmethod
     def open(self, item: Item) -> Observation | tuple[Observation, Info]:

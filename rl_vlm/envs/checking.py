@@ -73,7 +73,7 @@ def check_environment(
             return env
 
         checks = _Checks(report, build, episodes, seed, budget_s, answers)
-        for check in (checks.make, checks.splits, checks.play, checks.determinism, checks.answers):
+        for check in (checks.make, checks.splits, checks.play, checks.determinism, checks.answers, checks.close):
             try:
                 check()
             except RLVLMError as error:
@@ -93,6 +93,7 @@ class _Checks:
     budget_s: float
     given: Sequence[str]
     resets: list[float] = field(default_factory=list)  # seconds, each of an item that was not open before
+    unread: bool = False  # `correct` of an info is text
 
     def make(self) -> None:
         """It can be made, and opens with a prompt that shows something."""
@@ -149,6 +150,8 @@ class _Checks:
         fine = f"from {min(rewards):g} to {max(rewards):g} for {said}"
         wrong = f"always {min(rewards):g} for {said}{alike}" if min(rewards) == max(rewards) else ""
         self.report.add("reward", wrong, fine, "warn")
+        if self.unread:
+            self.report.add("correct", "info['correct'] is text: a reward of at least 1 counts as correct", "", "warn")
 
     def determinism(self) -> None:
         """The same index, seed and answers give the same episode, in this instance and in another one."""
@@ -170,6 +173,10 @@ class _Checks:
             self._reset("train", 0)
             self.env.step(text)
         self.report.add("answers", "", f"{len(HOSTILE)} hostile answers are answered")
+
+    def close(self) -> None:
+        """It closes without an error."""
+        self.env.ask_to_close()
 
     def _within_budget(self, count: int) -> Iterator[int]:
         """The numbers below `count`, until the time is used up."""
@@ -199,7 +206,8 @@ class _Checks:
             said = " ".join(message.text for message in observation.messages).split()
             words = [word.strip(".,:;!?()") for word in said] or words
             answer, started = generator.choice(self.given or words), time.perf_counter()
-            observation, reward, terminated, truncated, _ = (env or self.env).step(answer)
+            observation, reward, terminated, truncated, info = (env or self.env).step(answer)
+            self.unread |= isinstance(info.get("correct"), str)
             seconds.append(time.perf_counter() - started)
             shown.append((digest(observation), reward, terminated, truncated))
             if terminated or truncated:

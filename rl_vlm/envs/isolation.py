@@ -32,7 +32,7 @@ from rl_vlm.envs.errors import (
 from rl_vlm.envs.foreign import split_scheme
 from rl_vlm.envs.registry import make, portable_id
 from rl_vlm.frames import Frame, FrameError, PeerGoneError
-from rl_vlm.types import EncodedImage, Message, Observation, Part, Split, UserInputError, as_encoded
+from rl_vlm.types import EncodedImage, Message, Observation, Part, RLVLMError, Split, UserInputError, as_encoded
 
 PASS_VARIABLE = "RL_VLM_ENV_PASS"  # names of variables, although they hold secrets, that environments may see
 _CLOSE_S = 2.0
@@ -213,10 +213,13 @@ class ProcessEnv(EnvClient):
         return self._ask({"op": "num_items", "split": split}, STARTUP_S)[0]["value"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        if self._child is not None:
-            with suppress(TimeoutError, PeerGoneError, FrameError):  # it is killed in any case
-                self._child.ask({"op": "close"}, timeout_s=_CLOSE_S)
+        with suppress(RLVLMError):  # it is killed in any case
+            self.ask_to_close()
         self._kill()
+
+    def ask_to_close(self) -> None:
+        """Close the environment in its process, which stays. Raises what `close` raises there as EnvError."""
+        self._ask({"op": "close"}, _CLOSE_S)
 
     def _open(self) -> None:
         self._child = Child("rl_vlm.envs.isolation:prepare", whole=True, keep=self._wanted_secrets(), quiet=False)

@@ -151,7 +151,8 @@ class WeightPayload:
         try:
             tensors, config_json = load(folder / cls.TENSORS), (folder / cls.CONFIG).read_text()
         except (OSError, ValueError) as error:
-            raise UserInputError(f"{folder} holds no {cls.TENSORS} with its {cls.CONFIG} ({error}).") from error
+            hint = " Load its .bin file with peft and save it again." if any(folder.glob("adapter_model.bin")) else ""
+            raise UserInputError(f"{folder} holds no {cls.TENSORS} with its {cls.CONFIG} ({error}).{hint}") from error
         if cls is AdapterPayload:
             LoraSettings.read(folder, config_json)
         try:
@@ -358,8 +359,11 @@ def is_full(folder: Path) -> bool:
 
 
 def trained_folder(folder: Path) -> Path | None:
-    """The folder that holds what was trained: inside a run or a checkpoint, or this one; None where there is none."""
+    """The folder that holds what was trained: inside a run or a checkpoint, or this one, or the one inside it that peft
+    named after its adapter; None where there is none."""
     places = [(folder / kind.FOLDER, kind) for kind in _KINDS] + [(folder, kind) for kind in _KINDS]
+    named = [path.parent for path in folder.glob(f"*/{AdapterPayload.CONFIG}")]
+    places += [(place, AdapterPayload) for place in named if len(named) == 1]
     return next((place for place, kind in places if (place / kind.CONFIG).is_file()), None)
 
 
@@ -391,12 +395,16 @@ def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
     payload = AdapterPayload.read(folder, 1)
     found = LoraSettings.read(folder, payload.config_json)
     if found.use_rslora:
-        raise UserInputError(f"model.adapter: {folder} was made with use_rslora, which training cannot continue.")
+        raise UserInputError(
+            f"model.adapter: {folder} was made with use_rslora, which training cannot continue: merge it into the "
+            "model with peft, and give the merged model's folder as model.path."
+        )
     _, header = _read_header(payload.tensors)
     modules = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in header if name.endswith(DOWN)]
     target_modules = target_choice(modules, wanted.target_modules)
     if (found.r, found.lora_alpha, target_modules) != (wanted.rank, wanted.alpha, wanted.target_modules):
-        values = f"{{rank: {found.r}, alpha: {found.lora_alpha:g}, target_modules: {target_modules or 'of its own'}}}"
+        layers = target_modules or sorted({name.rsplit(".", 1)[-1] for name in modules})
+        values = f"{{rank: {found.r}, alpha: {found.lora_alpha:g}, target_modules: {layers}}}"
         advice = f"set model.lora='{values}'" if target_modules else "train an adapter with one of our choices"
         raise UserInputError(
             f"model.adapter: {folder} has {values}, and model.lora says {wanted.rank}, {wanted.alpha} and "

@@ -91,7 +91,8 @@ def plan(
     model = check_weights(config.model.path)
     if (path / "config.yaml").is_file() and not any(one.startswith("serving.max_context=") for one in settings):
         config = _with_usual_context(config, model)
-    name = config.http.model_name or (config.model.path if not Path(config.model.path).is_dir() else model.name)
+    given = model == Path(config.model.path).expanduser()  # and no built-in model with a folder of its name beside it
+    name = config.http.model_name or (model.name if given else config.model.path)
     if re.fullmatch(r"policy(-v\d+)?", name):
         raise UserInputError(f"The name {name!r} is that of the trained versions: set http.model_name to another one.")
     adapter = adapter or find_trained(config.model.adapter)

@@ -15,6 +15,8 @@ import pytest
 from nbclient import NotebookClient
 from runs import QUICKSTART, ROOT, environment, rl_vlm
 
+from rl_vlm.files import cache_place
+
 NOTEBOOK = ROOT / "notebooks" / "train_lora.ipynb"
 
 
@@ -94,9 +96,8 @@ SHORT = ("algorithm.iterations=40", "evaluation.every=0", "evaluation.num_items=
 
 def test_what_a_plugin_registers_learns_in_every_process(tmp_path: Path) -> None:
     plugin = shutil.copy(MINE, tmp_path / "mine.py")
-    done = rl_vlm(
-        "train", QUICKSTART, f"plugins=[{plugin}]", *CHOICES, *SHORT, "--run-dir", tmp_path / "run", timeout=420
-    )
+    arguments = ("train", QUICKSTART, f"plugins=[{plugin}]", *CHOICES, *SHORT, "--run-dir", tmp_path / "run")
+    done = rl_vlm(*arguments, timeout=420, RL_VLM_CACHE=str(cache_place()), HOME="/proc/1")  # where nobody can write
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     # Left or right: one half by chance once the form of an answer is right.

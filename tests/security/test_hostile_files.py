@@ -30,7 +30,7 @@ from rl_vlm.labelling.import_labels import import_labels
 from rl_vlm.labelling.store import Label, LabelStore, Segment, SegmentPair
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.loading import from_folder
-from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.models.weights import AdapterPayload, trained_folder
 from rl_vlm.types import EncodedImage, UserInputError
 
 GOOD = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -67,6 +67,10 @@ def test_what_is_no_lora_adapter_is_refused_when_it_is_read(changes, what, tmp_p
 )
 def test_lora_adapters_are_read_as_before(changes, tmp_path):
     assert AdapterPayload.read(adapter(tmp_path / "a", **changes), 3).version == 3
+    assert trained_folder(tmp_path) == tmp_path / "a"  # as peft names the folder of an adapter with a name
+    (tmp_path / "a/adapter_model.safetensors").rename(tmp_path / "a/adapter_model.bin")
+    with pytest.raises(UserInputError, match=r"its \.bin file with peft"):
+        AdapterPayload.read(tmp_path / "a", 3)
 
 
 def test_a_header_beyond_the_file_is_refused(tmp_path):

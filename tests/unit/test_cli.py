@@ -376,10 +376,17 @@ def test_bad_arguments_are_named(tiny_folder: Path, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("name", ["policy", "policy-v17"])
-def test_a_model_does_not_take_the_name_of_the_trained_versions(name: str, tiny_folder: Path) -> None:
+def test_a_model_does_not_take_the_name_of_the_trained_versions(
+    name: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserInputError, match="http.model_name"):
         plan(str(tiny_folder), [f"http.model_name={name}"])
     assert plan(str(tiny_folder), ["http.model_name=policy-vision"]).name == "policy-vision"
+    built_in = types.SimpleNamespace(folder=lambda seed: tiny_folder)
+    monkeypatch.setattr("rl_vlm.models.loading.builtin_models", lambda: {"tiny": built_in})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert plan("tiny").name == "tiny"  # the built-in model, whatever else is in the folder
 
 
 def test_an_engine_that_is_not_installed_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

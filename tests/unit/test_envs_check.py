@@ -25,9 +25,10 @@ def failures(env, episodes=4, call_s=60.0, **kwargs):
 
 
 def test_a_sound_environment_passes():
+    assert set(failures(f"{FAULTY}:Forgetful")) == {"splits"}  # its items have no end
     report = check_environment(FINE, episodes=6)
     assert report.ok and [finding.name for finding in report.findings] == [
-        "make", "prompt", "splits", "ends", "cost", "reward", "determinism", "answers",
+        "make", "prompt", "splits", "ends", "cost", "reward", "determinism", "answers", "close",
     ]  # fmt: skip
     assert report.prompt == "[user] [image 12x10] Item 0: say its number."
     assert report.image is not None and (report.image.width, report.image.height) == (12, 10)
@@ -46,6 +47,8 @@ def test_a_sound_environment_passes():
         ("reset", "make", "KeyError: 'row'"),
         ("words", "make", "num_items() must return a whole number, or None"),
         ("fragile", "play", "ValueError"),
+        ("text", "correct", "info['correct'] is text"),
+        ("close", "close", "OSError: still open"),
         ("endless", "ends", "episodes did not end in 200 turns"),
     ],
 )
