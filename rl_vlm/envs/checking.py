@@ -175,8 +175,9 @@ class _Checks:
         self.report.add("answers", "", f"{len(HOSTILE)} hostile answers are answered")
 
     def close(self) -> None:
-        """It closes without an error."""
+        """It closes."""
         self.env.ask_to_close()
+        self.report.add("close", "", "without an error")
 
     def _within_budget(self, count: int) -> Iterator[int]:
         """The numbers below `count`, until the time is used up."""

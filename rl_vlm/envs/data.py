@@ -488,9 +488,11 @@ def _question(row: Row) -> Question:
     return Question(problem, answer, tuple(map(row.image, images)), row.where)
 
 
-def _unanswerable(question: Question) -> str:
+def _doubt(question: Question) -> str:
+    if not question.images:
+        return f"{question.where}, which has no image"
     told = f"{question.where}, where only an answer that repeats {question.answer[:80]!r} is right"
     return "" if is_value(question.answer) else told
 
 
-QUESTIONS = Schema(_question, ("problem", "answer", "images"), doubt=_unanswerable)
+QUESTIONS = Schema(_question, ("problem", "answer", "images"), doubt=_doubt)
