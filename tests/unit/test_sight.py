@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from core_support import picture
 from policy_loop import MAX_CONTEXT, ROLLOUT, Loop
+from real_shapes import build
 
 from rl_vlm.algorithms.sight_probe import SightProbe
 from rl_vlm.engines.decoder import Decoder
@@ -107,6 +110,17 @@ class InProcess:
         return found
 
 
+class Crossed(InProcess):
+    """Hands on each sample with the images of its neighbour."""
+
+    def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
+        groups, result = super().evaluate(tasks, timeout_s)
+        samples = [group.trajectories[0] for group in sorted(groups, key=lambda group: group.group_id)]
+        for one, other in zip(samples[::2], samples[1::2], strict=True):
+            one.images, other.images = other.images, one.images
+        return groups, result
+
+
 class BlindEngine(TransformersEngine):
     """Loses the pixels of every image."""
 
@@ -151,6 +165,25 @@ def test_an_engine_that_loses_pixels_or_swaps_images_is_found(folder: Path, engi
     assert InProcess(folder, engine(folder, max_context=MAX_CONTEXT)).faults() == [fault]
 
 
+def test_images_of_two_samples_that_are_swapped_are_found(folder: Path) -> None:
+    assert Crossed(folder).faults() == ["images_swapped"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+def test_an_engine_that_puts_all_of_an_image_at_one_position_is_found(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_one_place(decoder: Decoder, *arguments: Any) -> Any:
+        prepared = own(decoder, *arguments)
+        image = prepared.prompt_ids == decoder._side.images.image_token_id
+        prepared.positions[:] = (~(image & np.roll(image, 1))).cumsum() - 1
+        return prepared
+
+    own = Decoder._expanded
+    monkeypatch.setattr(Decoder, "_expanded", at_one_place)
+    assert InProcess(build(family, tmp_path / family)).faults() == ["positions"]
+
+
 def test_an_engine_with_zeros_in_the_rows_of_positions_is_found(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,10 +206,15 @@ def test_an_engine_that_serves_a_stale_adapter_under_a_new_name_is_found_one_ite
     parts.loop.close()
 
 
-def test_a_learner_with_another_image_size_is_found(tiny_folder: Path) -> None:
-    parts = InProcess(tiny_folder)
+def test_a_learner_with_another_image_size_is_found(folder: Path, tmp_path: Path) -> None:
+    parts = InProcess(folder)
+    other = shutil.copytree(folder, tmp_path / "other")
+    settings = json.loads((other / "processor_config.json").read_text())
+    size = settings["image_processor"]["size"]
+    size["longest_edge"] = size.get("shortest_edge", 32)  # of which Qwen counts pixels, SmolVLM those of a side
+    (other / "processor_config.json").write_text(json.dumps(settings))
     learner = copy(parts.loop.policy)
-    learner.text = load_text_side(tiny_folder, PixelLimits(1024, 1024))
+    learner.text = load_text_side(other, PixelLimits())
     parts.loop.updater = PolicyUpdater(learner, parts.run_config)
     assert parts.faults() == ["image_size"]
 
