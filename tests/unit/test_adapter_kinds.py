@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from tables import table
 
 from rl_vlm.config import TrainedModelSection
 from rl_vlm.models.weights import PREFIX, AdapterPayload, check_initial_adapter, find_trained, read_payload
 from rl_vlm.types import UserInputError
 
+TABLES = table("adapters")
 LAYER = f"{PREFIX}model.language_model.layers.0.self_attn.q_proj"
 
 
@@ -33,27 +35,7 @@ def change(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "pissa_niter_16"},
-        {"init_lora_weights": "olora"},
-        {"init_lora_weights": "corda"},
-        {"init_lora_weights": "loftq"},
-        {"init_lora_weights": "lora_ga"},
-        {"alora_invocation_tokens": [33]},
-        {"use_dora": True},
-        {"use_qalora": True},
-        {"lora_bias": True},
-        {"bias": "all"},
-        {"fan_in_fan_out": True},
-        {"trainable_token_indices": [1, 2]},
-        {"target_parameters": ["mlp.experts.gate_up_proj"]},
-        {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 8}},
-        {"alpha_pattern": {"q_proj": 8}},
-        {"layer_replication": [[0, 2], [1, 2]]},
-        {"use_of_a_later_version": True},
-    ],
+    TABLES["an_adapter_that_is_no_plain_lora_is_refused_by_its_key"],
     ids=lambda changes: "-".join(changes) + str(next(iter(changes.values())))[:12],
 )
 def test_an_adapter_that_is_no_plain_lora_is_refused_by_its_key(folder: Path, changes: dict[str, Any]) -> None:
@@ -84,17 +66,7 @@ def test_tensors_that_are_no_lora_of_linear_layers_are_refused_by_name(
             read()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"use_rslora": True},
-        {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": False},
-        {"lora_dropout": 0.1, "layers_to_transform": [0], "exclude_modules": ["k_proj"]},
-        {"bias": "none", "rank_pattern": {}, "modules_to_save": None},
-    ],
-)
+@pytest.mark.parametrize("changes", TABLES["keys_that_do_not_change_the_arithmetic_are_accepted"])
 def test_keys_that_do_not_change_the_arithmetic_are_accepted(folder: Path, changes: dict[str, Any]) -> None:
     change(folder, **changes)
     assert find_trained(folder, None) == folder

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import table
 from task_support import solved_group
 
 from rl_vlm.config import parse_config
@@ -15,6 +16,7 @@ from rl_vlm.rollout.curriculum import Curriculum, Stages, blend, make_task_sourc
 from rl_vlm.rollout.tasks import RolloutTask, TaskItem, TaskStream
 from rl_vlm.types import UserInputError
 
+TABLES = table("curriculum")
 SIZES = [{"start": 0, "env": {"size": 3}}, {"start": 8, "env": {"size": 4}}, {"start": 20, "env": {"size": 5}}]
 MIXTURE = [{"name": "count", "id": "Shapes-v0"}, {"name": "walk", "id": "GridWalk-v0", "weight": 2.0}]
 
@@ -168,25 +170,9 @@ def stages(given: list[dict[str, Any]], kwargs: dict[str, Any] | None = None, **
     return Stages(run.curriculum, run.env)
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "share", "value"),
-    [
-        (2000, 500, 0.5, 1250),
-        (3, 4, 0.5, 4),  # whole numbers stay whole, halves go up
-        (3, 4, 0.49, 3),
-        (4, 3, 0.25, 4),
-        (1.0, 0.5, 0.25, 0.875),
-        (1, 0.5, 0.25, 0.875),
-        ([1.0, 0.0], [0.5, 0.4], 0.5, [0.75, 0.2]),
-        ([1.0, 0.0], [0.5], 0.5, [1.0, 0.0]),
-        ({"city": 25, "name": "a"}, {"city": 75, "name": "b"}, 0.5, {"city": 50, "name": "a"}),
-        ({"city": 25}, {}, 0.5, {"city": 25}),
-        ("full", "brief", 0.9, "full"),
-        (False, True, 0.9, False),
-        (None, 3, 0.9, None),
-    ],
-)
+@pytest.mark.parametrize(("here", "there", "share", "value"), TABLES["blended_values_are_those_computed_by_hand"])
 def test_blended_values_are_those_computed_by_hand(here: Any, there: Any, share: float, value: Any) -> None:
+    """Whole numbers stay whole, and halves go up."""
     found = blend(here, there, share)
     assert found == value and type(found) is type(value)
 
@@ -233,25 +219,7 @@ def test_a_stage_of_a_mixture_sets_arguments_and_weights_by_name() -> None:
     assert found.weights(0, 0.5) == {"count": 2.0, "walk": 1.0}
 
 
-TWO = [{"start": 0}, {"start": 10}]
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        (
-            {"stages": [{"start": 5}, {"start": 10}]},
-            "the first starts at 0 and each later than the one before; these are 5, 10",
-        ),
-        ({"stages": [{"start": 0}, {}]}, "curriculum.stages.1.start"),
-        ({"stages": [{"start": 0}, {"start": 10}, {"start": 10}]}, "each later than the one before"),
-        ({"stages": [{"start": 0, "name": "a"}, {"start": 1, "name": "a"}]}, "the names a, a must differ"),
-        ({"blend": True}, "curriculum.blend has no effect without curriculum.stages"),
-        ({"stages": TWO, "blend_levels": 4}, "curriculum.blend_levels has no effect without curriculum.blend"),
-        ({"stages": [{"start": 0, "mixture": {"a": 1.0}}]}, "mixture names a, and env.mixture has none"),
-        ({"stages": [{"start": 0, "strat": 1}]}, "Did you mean curriculum.stages.0.start"),
-    ],
-)
+@pytest.mark.parametrize(("config", "sentence"), TABLES["a_curriculum_that_makes_no_sense_is_refused_in_one_sentence"])
 def test_a_curriculum_that_makes_no_sense_is_refused_in_one_sentence(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserInputError, match=sentence):
         parse_config({"curriculum": config})
@@ -296,7 +264,7 @@ def test_a_saved_mixture_is_read_again_without_the_keys_of_a_single_environment(
     run = parse_config(
         {
             "env": {"mixture": MIXTURE},
-            "curriculum": {"stages": TWO, "blend": True},
+            "curriculum": {"stages": [{"start": 0}, {"start": 10}], "blend": True},
             "evaluation": {"variants": {"default": {}, "hard": {"walk": {"size": 5}}}},
         }
     )

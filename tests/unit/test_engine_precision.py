@@ -133,6 +133,15 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: floa
     return torch.stack(heads, dim=1)
 
 
+def assert_equal_with_gradients(ours: Tensor, expected: Tensor, given: list[Tensor]) -> None:
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for one, other in zip(
+        *(torch.autograd.grad((mixed * weight).sum(), given) for mixed in (ours, expected)), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("own_keys", [True, False])
 @pytest.mark.parametrize("length", [1, 7])
 def test_causal_attention_and_its_gradient(monkeypatch: pytest.MonkeyPatch, own_keys: bool, length: int) -> None:
@@ -140,12 +149,7 @@ def test_causal_attention_and_its_gradient(monkeypatch: pytest.MonkeyPatch, own_
     given = sides(length, length)
     ours = causal_attention(*given, scale=0.3)
     expected = by_hand(*given, torch.ones(length, length, dtype=torch.bool).tril(), 0.3)
-    assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
-    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for one, other in zip(
-        *(torch.autograd.grad((mixed * weight).sum(), given) for mixed in (ours, expected)), strict=True
-    ):
-        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert_equal_with_gradients(ours, expected, given)
 
 
 @pytest.mark.parametrize("queries", [1, 5, 40])
@@ -159,12 +163,7 @@ def test_masked_attention_keeps_no_repeated_keys_where_these_are_more_than_its_m
     repeated = any(shape[1] == 6 and shape[2] == 9 for shape in shapes if len(shape) == 4)
     assert repeated == (queries > 2 * 2 * 8)
     expected = by_hand(query, key, value, mask, 0.3)
-    assert torch.allclose(ours, expected, rtol=0, atol=1e-12)
-    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for one, other in zip(
-        *(torch.autograd.grad((mixed * weight).sum(), given) for mixed in (ours, expected)), strict=True
-    ):
-        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert_equal_with_gradients(ours, expected, given)
 
 
 def test_one_query_per_row_sees_what_its_mask_says_and_asks_for_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:

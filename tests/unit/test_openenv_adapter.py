@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from ports import free_ports
+from tables import table
 
 import rl_vlm
 from rl_vlm.envs.errors import EnvCrashError, EnvError, check_reset, check_step
@@ -113,39 +114,11 @@ def test_a_server_that_is_killed_loses_the_episode_reset_connects_again_and_a_to
         env.close()
 
 
-NUMBER, WORD = {"n": {"type": "integer"}}, {"w": {"type": "string"}}
-
-
 @pytest.mark.parametrize(
     ("properties", "text", "action"),
     [
-        (WORD, " go left ", {"w": "go left"}),
-        (WORD, "<think>x</think>y", {"w": "y"}),
-        (NUMBER, "from 3 to 12.", {"n": 12}),
-        ({"n": {"type": "number"}}, "-1.5", {"n": -1.5}),
-        ({"b": {"type": "boolean"}}, "It is not False, it is true", {"b": True}),
-        ({"e": {"enum": ["up", "down"]}}, "UP or rather down", {"e": "down"}),
-        ({"e": {"enum": ["fold", "unfold"]}}, "unfold", {"e": "unfold"}),
-        ({"e": {"enum": ["up", "pickup"]}}, "I pickup.", {"e": "pickup"}),
-        ({"e": {"enum": ["forward", "move_forward"]}}, "`move_forward`", {"e": "move_forward"}),
-        ({"e": {"enum": ["open door", "open"]}}, "open, no: open door", {"e": "open door"}),
-        ({"e": {"enum": ["+", "-"]}}, "a-b, so +", {"e": "+"}),
-        ({"e": {"enum": [0, 1, 2, 10], "type": "integer"}}, "10", {"e": 10}),
-        ({"e": {"enum": [-1, 0, 1]}}, "not 1 but -1.", {"e": -1}),
-        ({"e": {"enum": ["up", "down"]}}, "__up__", {"e": "up"}),
-        ({"e": {"enum": ["up", "down"]}}, "我选择up。", {"e": "up"}),
-        ({"e": {"enum": ["左", "右"]}}, "我选择左", {"e": "左"}),
-        ({"e": {"enum": [1, 2]}}, "选择2", {"e": 2}),
-        ({"e": {"enum": [1, 2]}}, "action-2", {"e": 2}),
-        ({**NUMBER, **WORD}, 'I do {"n": 1, "w": "{x}"} now', {"n": 1, "w": "{x}"}),
-        (NUMBER, "none", None),
-        ({**NUMBER, **WORD}, "{{{{", None),
-        ({**NUMBER, **WORD}, '{"n": 1} then {"n": 2}', None),
-        ({"e": {"enum": ["up"]}}, "up or what", None),
-        ({"e": {"enum": ["a"]}}, "", None),
-        ({"e": {"enum": ["up"]}}, "pickup", None),
-        ({"e": {"enum": [1]}}, "-1 or 1.5", None),
-        (WORD, "x" * 70_000, None),
+        *table("openenv_actions")["text_becomes_an_action_or_says_why_it_is_none"],
+        ({"w": {"type": "string"}}, "x" * 70_000, None),
     ],
 )
 def test_text_becomes_an_action_or_says_why_it_is_none(properties, text, action):

@@ -89,35 +89,16 @@ def test_properly_escaped_text_arrives_unchanged(answer):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("", "not valid JSON"),
-        ("{", "not valid JSON"),
-        ("calc_score(5)", "not valid JSON"),
-        ("{'name': 'f'}", "not valid JSON"),
-        ('{"name": "f"} {"name": "g"}', "Extra data"),
-        ("[]", "must be a JSON object, not a list"),
-        ("5", "must be a JSON object, not a number"),
-        ("null", "must be a JSON object, not null"),
-        ("{}", '"name" is missing'),
-        ('{"name": 5}', '"name" must be a string, not a number'),
-        ('{"name": null}', '"name" must be a string, not null'),
-        ('{"name": "  "}', "between 1 and 64"),
+        *TABLES["a_malformed_call_says_what_is_wrong"],
         ('{"name": "' + "f" * 65 + '"}', "between 1 and 64"),
-        ('{"function": "f"}', '"function" must be an object'),
-        ('{"function": {"arguments": {}}}', '"name" is missing'),
-        ('{"name": "f", "arguments": ["5"]}', '"arguments" must be an object, not a list'),
-        ('{"name": "f", "arguments": 5}', '"arguments" must be an object, not a number'),
-        ('{"name": "f", "arguments": true}', '"arguments" must be an object, not a boolean'),
-        ('{"name": "f", "arguments": "5"}', '"arguments" must be an object, not a number'),
-        ('{"name": "f", "arguments": "{"}', 'the text in "arguments" is not valid JSON'),
-        ('{"name": "f", "arguments": {"answer": NaN}}', "NaN is not a JSON value"),
         ('{"name": "f", "arguments": {"answer": ' + "1" * 5000 + "}}", "number that is too long"),
         ("[" * 8000 + "]" * 8000, "nested too deep"),
         ('{"a":' * 2000, "nested too deep"),
         ("x" * (MAX_CHARS + 1), "at most 16384 characters"),
-        ('{"name": "f"}</tool_call><tool_call>{', "not valid JSON"),  # the last one, not an earlier one
     ],
 )
 def test_a_malformed_call_says_what_is_wrong(body, message):
+    """Of two calls it is the last one that counts, not an earlier one that is right."""
     with pytest.raises(ToolCallError, match=message):
         parse_tool_call(call(body))
 
