@@ -80,7 +80,10 @@ def check_weights(name: str) -> Path:
 
 
 def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
-    """`auto.from_pretrained(folder)`. Raises UserInputError for a model with code of its own, which never runs."""
+    """`auto.from_pretrained(folder)`. Raises UserInputError for a model with code of its own, which never runs, and
+    for a config.json that contradicts itself."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return auto.from_pretrained(folder, trust_remote_code=False, **options)
     except ValueError as error:
@@ -90,6 +93,8 @@ def from_folder(auto: Any, folder: Path, **options: Any) -> Any:
             f"The model {folder} brings code of its own, which rl-vlm does not run: choose a model whose family "
             "transformers knows."
         ) from error
+    except StrictDataclassError as error:
+        raise UserInputError(f"The config.json of {folder} is wrong: {' '.join(str(error).split())}.") from error
 
 
 def load_text_side(folder: Path, pixels: PixelLimits = DEFAULT_PIXELS) -> TextSide:

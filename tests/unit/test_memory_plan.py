@@ -40,6 +40,7 @@ from rl_vlm.runs.memory import make_plan, object_store_mib, shape_of
 from rl_vlm.serving.deploy import initial_replicas
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+OTHERS = json.loads((Path(__file__).parents[1] / "fixtures/other_shapes.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -275,6 +276,16 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     for name in ("weights", "LoRA and optimiser", "activations", "images", "keys and values", "CUDA context", "left"):
         assert name in printed
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_another_family_fits_the_card_that_the_docs_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OTHERS[name]["config"]))
+    config = str(CONFIGS / f"{OTHERS[name]['recipe']}.yaml")
+    assert cli.run(["plan", config, f"model.path={tmp_path}", "--gpu-gib", OTHERS[name]["gpu_gib"], "--json"]) == 0
+    assert round(json.loads(capsys.readouterr().out)["parameters"] / 1e9, 2) == OTHERS[name]["billions"]
 
 
 def test_what_does_not_fit_ends_with_code_1_and_advice(capsys: pytest.CaptureFixture[str]) -> None:

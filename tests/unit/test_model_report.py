@@ -32,6 +32,18 @@ def test_a_family_is_told(family: str, packs: bool, end: str, tmp_path: Path) ->
     assert ("roles must alternate" in tool) if family == "gemma3" else tool is True
 
 
+def test_a_configuration_that_contradicts_itself_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((build("internvl", tmp_path) / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] += 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for command in (
+        ("doctor", tmp_path),
+        ("plan", Path(__file__).parents[2] / "configs/quickstart.yaml", f"model.path={tmp_path}"),
+    ):
+        assert run(*command) == 2
+        assert "num_hidden_layers" in capsys.readouterr().err
+
+
 def test_the_tiny_model_as_json(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", tiny_folder, "--json") == 0
     facts = json.loads(output(capsys))

@@ -252,6 +252,7 @@ def count_shape(config: Mapping[str, Any]) -> ModelShape:
     """From the content of config.json of any family, by the model that transformers makes of it, without memory. Raises
     UserInputError for a model type that it does not know."""
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from rl_vlm.models.families import text_model, towers
@@ -262,9 +263,9 @@ def count_shape(config: Mapping[str, Any]) -> ModelShape:
         settings = AutoConfig.for_model(**config)
         with torch.device("meta"):
             model: Any = AutoModelForImageTextToText.from_config(settings)
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
         raise UserInputError(
-            f"transformers knows no vision-language model of type {config.get('model_type')!r}: {error}"
+            f"transformers makes no vision-language model of this {config.get('model_type')!r} config.json: {error}"
         ) from error
     text, vision = settings.get_text_config(), settings.vision_config
     parts: dict[bool, Counter[tuple[str, int, int, bool]]] = {True: Counter(), False: Counter()}
