@@ -1,13 +1,13 @@
-"""Plan, train, export and serve at the published widths of Qwen3-VL-2B, four layers of them, in bfloat16."""
+"""Plan, train, export and serve at the published widths of Qwen3-VL-2B, four layers of them, in bfloat16, with its tokenizer."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import httpx
 import pytest
+from real_shapes import build
 from runs import ROOT, ServeProcess, finished, rl_vlm
 
 TRAINING = (
@@ -19,10 +19,13 @@ TRAINING = (
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(1800)
-def test_a_model_of_true_widths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    models = importlib.import_module("models")
-    folder = models.random_model(tmp_path / "model", dtype="bfloat16", **{**models.shape("2b"), "num_hidden_layers": 4})
+def test_a_model_of_true_widths(tmp_path: Path) -> None:
+    published = json.loads((ROOT / "tests/fixtures/qwen3_vl.json").read_text())["2b"]
+    text, settings = {**published["text_config"], "num_hidden_layers": 4}, {"tie_word_embeddings": True}
+    folder = build(
+        "qwen3_vl_published", tmp_path / "model", dtype="bfloat16", text=text, vision=published["vision_config"],
+        settings=settings,
+    )  # fmt: skip
     recipe, model = ROOT / "configs/geo3k_qwen3vl_2b.yaml", f"model.path={folder}"
     planned = rl_vlm("plan", recipe, model, "--gpu-gib", "24", "--json")
     assert planned.returncode == 0, planned.stderr

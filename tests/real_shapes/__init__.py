@@ -1,14 +1,17 @@
 """Model folders with a family's true form, reduced widths and random weights: `build(family, folder)`.
 
 True are: the configuration's structure, the processor with its settings, how images stand in a prompt, the names of
-special tokens, and the chat template (of those that trl ships, that copy; else written here in the same form).
+special tokens, and the chat template (of those that trl ships, that copy; else written here in the same form). The
+vocabulary is of bytes, but for `qwen3_vl_published`, whose tokenizer is Qwen's own.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 # Heads of 32, which vLLM's attention on a CPU asks for.
 _TEXT = {
@@ -95,6 +99,36 @@ def sentence_pieces(special: tuple[str, ...], **named: str) -> PreTrainedTokeniz
     return _finished(tokenizer, special, named)
 
 
+_QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_SPECIAL = (  # from id 151643 on
+    "endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start",
+    "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad",
+)  # fmt: skip
+_QWEN_ADDED = (
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+    "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+)  # fmt: skip
+
+
+@cache
+def _qwen_published() -> str:
+    """Qwen's tokenizer as JSON, of the ranks that its package dashscope ships."""
+    (ranks,) = (file for file in metadata.files("dashscope") or () if file.name == "qwen.tiktoken")
+    special = [f"<|{name}|>" for name in _QWEN_SPECIAL]
+    converter = TikTokenConverter(str(ranks.locate()), pattern=_QWEN_PATTERN, extra_special_tokens=special)
+    tokenizer = converter.converted()
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in _QWEN_ADDED])
+    return tokenizer.to_str()
+
+
+def qwen_published(special: tuple[str, ...], **named: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that Qwen published for Qwen2.5 and Qwen3, whose special tokens have their true ids."""
+    return _finished(Tokenizer.from_str(_qwen_published()), special, named)
+
+
 def _finished(tokenizer: Tokenizer, special: tuple[str, ...], named: Mapping[str, str]) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     usual = {name: token for name, token in named.items() if name in ("bos_token", "eos_token", "pad_token")}
@@ -119,7 +153,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     processor_settings: dict[str, Any] = field(default_factory=dict)
     video: str = ""
-    pieces: bool = False
+    tokenizer: Callable[..., PreTrainedTokenizerFast] = byte_level
     id_name: str = "image_token_id"
 
 
@@ -198,7 +232,7 @@ FAMILIES: dict[str, Family] = {
         {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "boi_token": "<start_of_image>",
          "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         "<image_soft_token>", {"size": {"height": 32, "width": 32}}, {"mm_tokens_per_image": 4},
-        {"image_seq_length": 4}, pieces=True, id_name="image_token_index",
+        {"image_seq_length": 4}, tokenizer=sentence_pieces, id_name="image_token_index",
     ),
     "qwen3_vl": _qwen("Qwen3VLConfig", "qwen3_vl", {}, deepstack_visual_indexes=[0]),
     "qwen2_5_vl": _qwen(  # attention in windows
@@ -220,7 +254,7 @@ FAMILIES: dict[str, Family] = {
         {"bos_token": "<bos>", "eos_token": "<turn|>", "pad_token": "<pad>", "boi_token": "<|image>",
          "eoi_token": "<image|>", "image_token": "<|image|>", "audio_token": "<|audio|>", "boa_token": "<|audio>",
          "eoa_token": "<audio|>"},
-        "<|image|>", {"max_soft_tokens": 70, "patch_size": 16}, {}, {}, "Gemma4VideoProcessor", pieces=True,
+        "<|image|>", {"max_soft_tokens": 70, "patch_size": 16}, {}, {}, "Gemma4VideoProcessor", tokenizer=sentence_pieces,
     ),
     "qwen3_5_moe": _qwen(
         "Qwen3_5MoeConfig", "qwen3_5_nothink", {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 24}
@@ -289,11 +323,13 @@ def _as_on_the_hub(name: str, file: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def build(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write the folder of a family; returns it."""
-    family = FAMILIES[name]
-    make = sentence_pieces if family.pieces else byte_level
-    tokenizer = make(family.special, **family.named)
+FAMILIES["qwen3_vl_published"] = replace(FAMILIES["qwen3_vl"], tokenizer=qwen_published)
+
+
+def build(name: str, folder: Path, seed: int = 0, dtype: str = "float32", **changes: Any) -> Path:
+    """Write the folder of a family, of which `changes` replaces parts; returns it."""
+    family = replace(FAMILIES[name], **changes)
+    tokenizer = family.tokenizer(family.special, **family.named)
     number = tokenizer.convert_tokens_to_ids
     ids = {f"{kind}_token_id": number(family.named[f"{kind}_token"]) for kind in ("pad", "eos")}
     config_class: Any = getattr(transformers, family.config)
@@ -305,7 +341,9 @@ def build(name: str, folder: Path, seed: int = 0) -> Path:
         **{name: number(token) for name, token in _CONFIG_IDS.get(family.config, {}).items()},
     )
     torch.manual_seed(seed)
-    model: Any = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    model: Any = AutoModelForImageTextToText.from_config(
+        config, attn_implementation="sdpa", dtype=getattr(torch, dtype)
+    )
     with torch.no_grad():
         for weights, parameter in model.named_parameters():
             if weights.endswith("mm_input_projection_weight"):  # zeros in a new model, which would see nothing

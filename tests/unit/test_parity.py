@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from real_shapes import FAMILIES, build
 
-from rl_vlm.engines.decoder import Decoder
-from rl_vlm.evaluation.sight_faults import EXACT, distance, explain
 from rl_vlm.models.families.generic import Backbone
 from rl_vlm.models.families.processor import ProcessorImages
 from rl_vlm.types import RLVLMError
@@ -52,47 +50,6 @@ def test_a_fault_is_found(
     monkeypatch.setattr(target, name, fault(getattr(target, name)))
     cells = parity.Parity(build("idefics3", tmp_path / "model")).run()
     assert {"learner", "engine"} <= set(parity.wrong(cells)), cells
-
-
-def one_place(own: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine that counts an image as one position."""
-
-    def expanded(self: Decoder, request: Any) -> Any:
-        prepared = own(self, request)
-        is_image = prepared.prompt_ids == self._backbone.images.image_token_id
-        later = is_image & np.append(False, is_image[:-1])
-        prepared.positions = (np.cumsum(~later) - 1)[None]
-        return prepared
-
-    return expanded
-
-
-def other_images(own: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine that shows each of two requests the image of the other."""
-
-    def encode(self: Decoder, prepared: Any) -> None:
-        own(self, prepared)
-        if len(prepared) == 2:
-            prepared[0].features, prepared[1].features = prepared[1].features, prepared[0].features
-
-    return encode
-
-
-@pytest.mark.parametrize(
-    ("name", "fault", "found"),
-    [("_expanded", one_place, "positions"), ("_encode_images", other_images, "images_swapped")],
-)
-def test_the_proof_of_sight_names_what_an_engine_does_wrong(
-    parity: Any, name: str, fault: Callable[..., Any], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Decoder, name, fault(getattr(Decoder, name)))
-    bench = parity.Parity(build("internvl", tmp_path / "model"))
-    asked = [parity.conversations(seed)["one image"] for seed in (0, 1)]
-    group = bench.answers_together(asked, max_new_tokens=12, seeds=(1,), ignore_eos=True)
-    sampled = [one.logprobs[one.loss_mask] for one in group]
-    guesses = bench.updater.sight_logprobs(group)
-    fault_found = explain({name: distance(sampled, values) for name, values in guesses.items()}, EXACT)
-    assert fault_found is not None and fault_found.name == found
 
 
 def test_features_of_another_size_are_refused(parity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
