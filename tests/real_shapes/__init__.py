@@ -235,8 +235,8 @@ FAMILIES: dict[str, Family] = {
         {"image_seq_length": 4}, tokenizer=sentence_pieces, id_name="image_token_index",
     ),
     "qwen3_vl": _qwen("Qwen3VLConfig", "qwen3_vl", {}, deepstack_visual_indexes=[0]),
-    "qwen2_5_vl": _qwen(  # attention in windows
-        "Qwen2_5_VLConfig", "qwen2_5_vl", {}, "Qwen2_5_VL", patch_size=14, window_size=56, fullatt_block_indexes=[1]
+    "qwen2_5_vl": _qwen(  # attention in windows; no interleaving, which vLLM would do and transformers not
+        "Qwen2_5_VLConfig", "qwen2_5_vl", {"rope_parameters": {**_QWEN_ROPE, "mrope_interleaved": False}}, "Qwen2_5_VL", patch_size=14, window_size=56, fullatt_block_indexes=[1]
     ),
     "qwen3_5": _qwen("Qwen3_5Config", "qwen3_5_nothink", _DELTA_NET),
     "smolvlm": _tiled("SmolVLM", "<|im_start|>", "SmolVLMVideoProcessor"),
