@@ -215,9 +215,6 @@ class PreferenceRun(RunLifecycle):
         with self._writing("train.csv"):
             self.train_csv.add([row.get(name, "") for name in TRAIN_COLUMNS])
 
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.algorithm.save_checkpoint(str(folder))
-
     def _outcome(self) -> dict[str, Any]:
         feedback = getattr(self.algorithm, "feedback", None)
         counts = ("asked", "usable", "sessions")
