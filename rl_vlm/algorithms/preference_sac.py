@@ -117,12 +117,6 @@ class PreferenceSACConfig(RunAlgorithmConfig):
         self.learners(learner_class=SACLearner)
         self.training(lr=sac.lr)
 
-    def prepare(self) -> None:
-        env = make_run_env(self.run_config)
-        self.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
-        self.horizon = env.horizon
-        env.close()
-
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         assert self.observation_space is not None and self.action_space is not None
         settings = {
@@ -144,7 +138,10 @@ class PreferenceSAC(RunAlgorithm):
         return PreferenceSACConfig(cls, PreferenceConfig())
 
     def start_services(self, config: PreferenceSACConfig) -> None:
-        config.prepare()
+        env = make_run_env(self.run_config)
+        config.environment(env=None, observation_space=env.observation_space, action_space=env.action_space)
+        config.horizon = env.horizon
+        env.close()
         self._service = config.service
         if self._service is None and self.run_config.preference.asks_served_model:
             from rl_vlm.serving.service import start_service

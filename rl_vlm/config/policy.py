@@ -201,11 +201,6 @@ class PolicyConfig(CommonConfig):
         return self.rollout.prompts_per_iteration * self.rollout.group_size * max(self.rollout.max_policy_lag, 1)
 
     @property
-    def held_out_at_once(self) -> int | None:
-        """Held-out items that an evaluation in training plays at a time; None: all."""
-        return self.evaluation.at_once if self.env.isolation == "process" else None
-
-    @property
     def published_dtype(self) -> str:
         """The precision of published weights; checkpoints keep float32."""
         return self.model.dtype if self.serving.expected_engine == "vllm" or self.model.train == "full" else "float32"

@@ -83,19 +83,15 @@ def _find(env_id: str) -> ControlEnvFactory:
     if env_id not in known and env_id in gymnasium.registry:
         return functools.partial(GymnasiumControlEnv, env_id)
     if env_id not in known and not is_spec(env_id):
-        raise UserInputError(_unknown(env_id))
+        names = known_control_envs()
+        nearest = difflib.get_close_matches(env_id, [*names, *gymnasium.registry], n=1, cutoff=0.5)
+        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        raise UserInputError(
+            f"Unknown control environment {env_id!r}.{hint} Known: {', '.join(names[:8])}"
+            f"{', ...' if len(names) > 8 else ''}, every gymnasium id with real-valued actions, what installed "
+            f"packages provide in the entry-point group {ENTRY_POINT_GROUP} (as for SoftGym), or package.module:Class."
+        )
     factory = load_object(known.get(env_id, env_id))
     if not callable(factory):
         raise UserInputError(f"{env_id} names a {type(factory).__name__}, which cannot make an environment.")
     return factory  # type: ignore[no-any-return]
-
-
-def _unknown(env_id: str) -> str:
-    known = known_control_envs()
-    nearest = difflib.get_close_matches(env_id, [*known, *gymnasium.registry], n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]}?" if nearest else ""
-    return (
-        f"Unknown control environment {env_id!r}.{hint} Known: {', '.join(known[:8])}"
-        f"{', ...' if len(known) > 8 else ''}, every gymnasium id with real-valued actions, what installed packages "
-        f"provide in the entry-point group {ENTRY_POINT_GROUP} (as for SoftGym), or package.module:Class."
-    )

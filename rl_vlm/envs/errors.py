@@ -123,16 +123,10 @@ def plain_values(info: Info) -> Info:
             kept[key] = value
             continue
         with suppress(TypeError, ValueError, RecursionError):
-            text = json.dumps(value, default=_scalar)
+            text = json.dumps(value, default=np.generic.item)
             if value is not None and len(text) <= _MOST_CHARS:
                 kept[key] = json.loads(text, parse_int=_small)
     return kept
-
-
-def _scalar(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError
 
 
 def _small(digits: str) -> int:

@@ -68,7 +68,11 @@ def make(env_id: str, **kwargs: Any) -> VisionEnv:
         ) from error
     cls = getattr(factory, "func", factory)  # an adapter's class, whose first argument is what the id names
     if isinstance(cls, type) and cls.__module__.startswith("rl_vlm."):  # others' annotations may be loose
-        _check_arguments(env_id, factory, kwargs)
+        names = tuple(one.name for one in signature.parameters.values() if one.kind not in _VARIADIC)
+        try:
+            _model_of(cls, names).model_validate(kwargs)
+        except ValidationError as error:
+            raise UserInputError("\n".join(_sentences(env_id, error))) from error
     env = factory(**kwargs)
     if not isinstance(env, VisionEnv):
         raise UserInputError(f"{env_id} made a {type(env).__name__}, which is not a VisionEnv.")
@@ -162,17 +166,8 @@ _WORDS = {
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _check_arguments(env_id: str, factory: EnvFactory, arguments: Mapping[str, Any]) -> None:
-    """Raise UserInputError, a sentence for each argument without the type and bounds that `factory` names."""
-    names = tuple(one.name for one in inspect.signature(factory).parameters.values() if one.kind not in _VARIADIC)
-    try:
-        _model_of(getattr(factory, "func", factory), names).model_validate(dict(arguments))
-    except ValidationError as error:
-        raise UserInputError("\n".join(_sentences(env_id, error))) from error
-
-
 def _sentences(env_id: str, error: ValidationError) -> Iterator[str]:
-    """A sentence for each argument; what members of a union want is joined by "or"."""
+    """A sentence for each argument of another type or out of bounds; what members of a union want is joined by "or"."""
     for name, found in itertools.groupby(error.errors(), key=lambda one: one["loc"][0]):
         first, *others = found
         wanted = [_WORDS.get(one["type"], one["msg"].removeprefix("Input should be ")) for one in (first, *others)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rl_vlm.models.reference import hash_model
 from rl_vlm.models.weights import read_payload
 from rl_vlm.numerics import derive_seed
 from rl_vlm.rollout.tasks import RolloutTask, View
-from rl_vlm.types import Message, Split, UserInputError
+from rl_vlm.types import Message, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,6 @@ class EvaluationOptions:
     benchmark_runs: int = 0
     compare_hf: bool = False
     endpoint: EndpointSection | None = None
-
-    def refuse_any(self, why: str) -> None:
-        """Raise UserInputError for the first option that is set."""
-        for option in fields(self):
-            if option.name != "overwrite" and getattr(self, option.name) != option.default:
-                raise UserInputError(f"--{option.name.replace('_', '-')}: {why}")
 
 
 def evaluation_tasks(config: PolicyConfig, sizes: Mapping[str, int | None], min_version: int) -> list[RolloutTask]:

@@ -121,11 +121,6 @@ def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:
 _OUTCOME = TypeAdapter(Outcome)
 
 
-def items_path(out: Path) -> Path:
-    """`results.items.jsonl` beside `results.json`."""
-    return out.with_name(f"{out.stem}.items.jsonl")
-
-
 class OutcomeLog:
     """Outcomes in memory, and in a file where one is given, which no other process may be writing.
 

@@ -138,7 +138,15 @@ class ProgressDisplay:
         self._seconds.add((now - self._updated) / max(iteration - self._done, 1))
         self._updated, self._done, self._metrics = now, iteration, dict(metrics)
         self._reward.add(metrics.get("reward/mean", math.nan))
-        self._check_mismatch(metrics.get("mismatch/kl", math.nan))
+        kl = metrics.get("mismatch/kl", math.nan)
+        growth = self._mismatch.growth(kl)
+        if growth is not None and growth >= _ALARM_GROWTH and not self._warned_of_mismatch:
+            self._warned_of_mismatch = True
+            self.message(
+                f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was "
+                f"{self._mismatch.start or 0.0:.1e} at first. Watch the reward; a lower learner.lr, "
+                "algorithm.mismatch=mask or an engine in the learner's precision helps."
+            )
         if self._live is not None:
             self._live.refresh()
         elif iteration % PLAIN_EVERY == 0 or iteration >= self.total or now - self._printed >= PLAIN_SECONDS:
@@ -146,17 +154,6 @@ class ProgressDisplay:
             facts = [value if name in _NAMELESS else f"{name} {value}" for name, value in self._facts()]
             parts = [f"{self._unit} {iteration}/{self.total}", *facts, self._remaining()]
             self.message(" | ".join(filter(None, parts)))
-
-    def _check_mismatch(self, kl: float) -> None:
-        growth = self._mismatch.growth(kl)
-        if self._warned_of_mismatch or growth is None or growth < _ALARM_GROWTH:
-            return
-        self._warned_of_mismatch = True
-        self.message(
-            f"Engine and learner disagree more and more: mismatch/kl is {kl:.1e}, and was "
-            f"{self._mismatch.start or 0.0:.1e} at first. Watch the reward; a lower learner.lr, "
-            "algorithm.mismatch=mask or an engine in the learner's precision helps."
-        )
 
     def recall(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
         """Take over the evaluations (entries of eval.jsonl) of a run that is resumed."""

@@ -243,8 +243,11 @@ class Feedback:
         now = time.time()
         self.store.append(examples, answers, step=step, time=now)
         self.sessions += 1
+        right: list[bool] = []  # whether each decided label agrees with the true rewards, where these are known
         if not self._scores:
             self._log.add(*(log_row(*both, self.sessions, now) for both in zip(examples, answers, strict=True)))
+            returns = [(true_return(pair.first), true_return(pair.second)) for pair in examples]
+            right = [agrees for agrees in agreement(returns, answers) if agrees is not None]
         usable = self._learn_from(examples, answers)
         lost = sum(bool(answer.error) and answer.error != SKIPPED for answer in answers)
         self.asked += len(answers) - lost
@@ -258,7 +261,7 @@ class Feedback:
             "labels/errors": float(lost),
             "labels/seconds": labelled - started,
             "time/fit": time.monotonic() - labelled,
-            "labels/accuracy": float("nan") if self._scores else _accuracy(examples, answers),
+            "labels/accuracy": float(np.mean(right)) if right else float("nan"),
             "reward_model/accuracy": fit.accuracy,
         }
         if fit.losses:
@@ -381,13 +384,6 @@ class Feedback:
 
     def close(self) -> None:
         self._loop.close()
-
-
-def _accuracy(pairs: Sequence[SegmentPair], labels: Sequence[Label]) -> float:
-    """Share of the decided labels that agree with the true rewards; nan where that is not known."""
-    right = agreement([(true_return(pair.first), true_return(pair.second)) for pair in pairs], labels)
-    decided = [agrees for agrees in right if agrees is not None]
-    return float(np.mean(decided)) if decided else float("nan")
 
 
 def build_feedback(

@@ -262,9 +262,10 @@ class RewardEnsemble:
                 losses.sum().backward()
                 self._optimizer.step()
                 report.losses.append(float(losses.detach().mean()))
-                if compares:
-                    hits, count = _hits(returns.detach(), wanted)
-                    right, total = right + hits, total + count
+                if compares:  # pairs whose preferred segment has the higher return, and pairs that have one
+                    preferred, predicted = ((both[..., 1] - both[..., 0]).sign() for both in (wanted, returns.detach()))
+                    right += int(((preferred == predicted) & (preferred != 0)).sum())
+                    total += int((preferred != 0).sum())
             report.epochs += 1
             report.accuracy = right / total if total else float("nan")
             enough = len(report.losses) >= settings.min_gradient_steps
@@ -335,10 +336,3 @@ def preference_loss(returns: Tensor, targets: Tensor) -> Tensor:
 def score_loss(returns: Tensor, targets: Tensor) -> Tensor:
     """[E]: squared error, mean over the examples; both float32 [E, B, 1]."""
     return (returns - targets).square().mean((-1, -2))
-
-
-def _hits(returns: Tensor, targets: Tensor) -> tuple[int, int]:
-    """Over all members: pairs whose preferred segment has the higher return, and pairs that have one."""
-    wanted = (targets[..., 1] - targets[..., 0]).sign()
-    predicted = (returns[..., 1] - returns[..., 0]).sign()
-    return int(((wanted == predicted) & (wanted != 0)).sum()), int((wanted != 0).sum())

@@ -240,7 +240,11 @@ class EnvPools:
         key = task.env, json.dumps(changes, sort_keys=True)
         pool = self._pools.pop(key, None) or self._new(task.env, changes)
         self._pools[key] = pool
-        self._close_old(pool)
+        # A pool whose environment hangs is kept, so that `stuck` shows it.
+        idle = [key for key, old in self._pools.items() if not old.lent and not old.stuck and old is not pool]
+        kept = len(self._run.env.parts) if self._run.env.isolation == "process" else _MAX_IDLE
+        for key in idle[: max(len(idle) - kept, 0)]:
+            self._pools.pop(key).close()
         return pool
 
     def _new(self, name: str, changes: dict[str, Any]) -> EnvPool:
@@ -256,13 +260,6 @@ class EnvPools:
 
         threads = min(max(rollout.groups_at_once * rollout.group_size, _MIN_THREADS), _MAX_THREADS)
         return EnvPool(build, env.step_timeout_s, threads, inline=self._run.deterministic)
-
-    def _close_old(self, newest: EnvPool) -> None:
-        # A pool whose environment hangs is kept, so that `stuck` shows it.
-        idle = [key for key, pool in self._pools.items() if not pool.lent and not pool.stuck and pool is not newest]
-        kept = len(self._run.env.parts) if self._run.env.isolation == "process" else _MAX_IDLE
-        for key in idle[: max(len(idle) - kept, 0)]:
-            self._pools.pop(key).close()
 
     @property
     def stuck(self) -> bool:

@@ -251,7 +251,15 @@ async def open_group(task: RolloutTask, pool: EnvPool, text: TextSide) -> OpenGr
         first = openings[0][0]
         prompt = text.codec.encode_prompt(first.messages)
         for observation, _ in openings[1:]:
-            _check_same_opening(observation, first, prompt, text)
+            if observation == first:
+                continue
+            other = text.codec.encode_prompt(observation.messages)
+            same_images = [image.sha256 for image in other.images] == [image.sha256 for image in prompt.images]
+            if not same_images or not np.array_equal(other.token_ids, prompt.token_ids):
+                raise GroupFailedError(
+                    "env_not_seeded",
+                    "Copies of an environment opened differently with the same index and seed: seed its reset.",
+                )
         prompt = replace(prompt, images=await viewed_opening(prompt.images, task, pool))
         return OpenGroup(task, envs, openings, prompt, text.expand(prompt.token_ids, prompt.images, task.group_id))
 
@@ -427,15 +435,3 @@ def _finish(episode: _Episode, task: RolloutTask) -> Trajectory:
         messages=tuple(episode.messages),
         replica_ids=tuple(episode.replicas),
     ).check()
-
-
-def _check_same_opening(observation: Observation, first: Observation, prompt: EncodedSpan, text: TextSide) -> None:
-    if observation == first:
-        return
-    other = text.codec.encode_prompt(observation.messages)
-    same_images = [image.sha256 for image in other.images] == [image.sha256 for image in prompt.images]
-    if not same_images or not np.array_equal(other.token_ids, prompt.token_ids):
-        raise GroupFailedError(
-            "env_not_seeded",
-            "Copies of an environment opened differently with the same index and seed: seed its reset.",
-        )

@@ -203,7 +203,9 @@ class Rollouts:
 
     def evaluate(self, tasks: Sequence[RolloutTask], timeout_s: float) -> tuple[list[TrajectoryGroup], RolloutResult]:
         """Run held-out tasks, which are not learned from; lost ones end no run. Groups under way go on beside them."""
-        at_once = self._run.held_out_at_once or max(len(tasks), 1)
+        # Not all items at once where each of them takes a process.
+        bounded = self._run.env.isolation == "process"
+        at_once = self._run.evaluation.at_once if bounded else max(len(tasks), 1)
         parts: list[RolloutResult] = []
         for start in range(0, len(tasks), at_once):
             self._sampler.give(tasks[start : start + at_once], timeout_s)

@@ -27,7 +27,6 @@ from rl_vlm.evaluation.outcomes import (
     by_category,
     compared,
     info_numbers,
-    items_path,
     outcomes_of,
     summarize,
 )
@@ -205,7 +204,7 @@ def evaluate_policy_run(
     envs = survey(config.env, *(options.split or (config.evaluation.split,)))
     tasks = _tasks(config, envs, options.blind)
     started = time.monotonic()
-    path = items_path(out) if out is not None else None
+    path = out.with_name(f"{out.stem}.items.jsonl") if out is not None else None
     identity = identity_of(config, options, adapters, envs.sizes)
     with OutcomeLog(path, identity, resume=options.resume, overwrite=options.overwrite) as log:
         if out is not None:

@@ -362,6 +362,9 @@ class RunLifecycle(BaseRun):
     def _position(self) -> int:
         return self.algorithm.progress()[0] if self.algorithm is not None else self.start
 
+    def _write_checkpoint(self, folder: Path) -> None:
+        self.algorithm.save_checkpoint(str(folder))
+
     @contextmanager
     def _ray_metrics(self) -> Iterator[None]:
         from rl_vlm.runs.surroundings import joins_cluster

@@ -91,17 +91,6 @@ def _card(card: Card, gpus: int) -> Iterator[str]:
         yield f"  {'left':<26}{text(card.left):>12}{turns}"
 
 
-def short_form(plan: MemoryPlan) -> dict[str, Any]:
-    """The plan in a line per kind of GPU, for `--dry-run`."""
-    summary: dict[str, Any] = {}
-    for number, card in enumerate(plan.cards):
-        held = ", ".join(f"{process.kind} {text(process.bytes)}" for process in card.processes)
-        left = "" if card.left is None else f", {text(card.left)} left of {text(card.size or 0)}"
-        name = "memory" if len(plan.cards) == 1 else f"memory_{number}"
-        summary[name] = f"{held}{left}" + (f" (on each of {card.count} GPUs)" if card.count > 1 else "")
-    return summary
-
-
 # What checks before a run share: the model's size, and the memory that it needs.
 
 
@@ -114,7 +103,12 @@ def memory_needs(config: TrainConfig, folder: Path) -> dict[str, Any]:
             summary["gpu_memory_gib"] = f"{config.model.gpu_memory_gib:g} needed per GPU"
     if slow := slow_type(config):
         summary["dtype"] = slow
-    return summary | short_form(plan)
+    for number, card in enumerate(plan.cards):  # a line per kind of GPU
+        held = ", ".join(f"{process.kind} {text(process.bytes)}" for process in card.processes)
+        left = "" if card.left is None else f", {text(card.left)} left of {text(card.size or 0)}"
+        name = "memory" if len(plan.cards) == 1 else f"memory_{number}"
+        summary[name] = f"{held}{left}" + (f" (on each of {card.count} GPUs)" if card.count > 1 else "")
+    return summary
 
 
 def weights_size(parameters: int, dtype: DType) -> dict[str, Any]:

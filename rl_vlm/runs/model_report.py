@@ -20,12 +20,17 @@ _PICTURE = EncodedImage("", b"", 64, 64)  # of which only the place is needed
 
 def report(name: str) -> dict[str, Any]:
     """The facts by name. Raises UserInputError for a folder that cannot be used."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
     quiet_libraries()
     folder = resolve_model(name)
     text = load_text_side(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family, shape = str(config["model_type"]), ModelShape.read(folder)
-    backbone = make_backbone(_on_meta(config), text.images, np.empty(0, dtype=np.int64))
+    with torch.device("meta"):  # without weights
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
+    backbone = make_backbone(model, text.images, np.empty(0, dtype=np.int64))
     codec = text.codec
     return {
         "model": str(folder),
@@ -43,15 +48,6 @@ def report(name: str) -> dict[str, Any]:
         "images in tool messages": _renders(text, ("user", "assistant", "tool"), images=1),
         "opens a thought": codec.opens_thought,
     }
-
-
-def _on_meta(config: dict[str, Any]) -> Any:
-    """The model without weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
 
 
 def _vllm_knows(config: dict[str, Any]) -> bool | str:

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl_vlm.algorithms.checkpoint import write_checkpoint
 from rl_vlm.algorithms.evaluation import averaged_adapter, evaluate
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
@@ -316,9 +315,6 @@ class PolicyRun(RunLifecycle):
         self.display.evaluation(self.algorithm.updates, results)
         if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)
-
-    def _write_checkpoint(self, folder: Path) -> None:
-        write_checkpoint(folder, self.algorithm.checkpoint())
 
     def _save(self, position: int) -> Path:
         self.algorithm.last_checkpoint = saved = super()._save(position)

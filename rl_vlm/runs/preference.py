@@ -7,7 +7,7 @@ import json
 import os
 import time
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,9 +215,6 @@ class PreferenceRun(RunLifecycle):
         with self._writing("train.csv"):
             self.train_csv.add([row.get(name, "") for name in TRAIN_COLUMNS])
 
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.algorithm.save_checkpoint(str(folder))
-
     def _outcome(self) -> dict[str, Any]:
         feedback = getattr(self.algorithm, "feedback", None)
         counts = ("asked", "usable", "sessions")
@@ -255,9 +252,12 @@ def evaluate_preference_run(
 ) -> dict[str, Any]:
     """Play the evaluation episodes with the agent of `run_dir`, a run folder or a checkpoint. Raises UserInputError,
     CollectionError."""
-    (options or EvaluationOptions()).refuse_any(
-        "this is for policies that see images, and the agent of a preference run sees the state."
-    )
+    for option in fields(options) if options is not None else ():
+        if option.name != "overwrite" and getattr(options, option.name) != option.default:
+            raise UserInputError(
+                f"--{option.name.replace('_', '-')}: this is for policies that see images, and the agent of a "
+                "preference run sees the state."
+            )
     if adapter is not None or run_dir is None:
         raise UserInputError(
             "A preference run has an agent and no adapter: name its run folder, or one of its checkpoints, with "

@@ -24,7 +24,7 @@ from rl_vlm.files import write_atomic
 from rl_vlm.runs.lifecycle import InterruptedRun, StopRequest
 from rl_vlm.runs.ray_session import prepare_ray, ray_cluster
 from rl_vlm.runs.run_folder import check_is_kept, held, is_remote
-from rl_vlm.runs.surroundings import gpu_sizes, joins_cluster
+from rl_vlm.runs.surroundings import available_cpus, gpu_sizes, joins_cluster
 from rl_vlm.runs.train import inspect_run, kind_of
 from rl_vlm.serving.service import started_service
 from rl_vlm.sweeps.results import SweepProgress, TrialResult, read_results, write_results
@@ -142,7 +142,7 @@ def _run_trials(
     config: TrainConfig, sweep: SweepConfig, folder: Path, resume: bool, begin: Callable[[], None]
 ) -> tune.ResultGrid:
     prepare_ray()
-    from rl_vlm.sweeps.trial import SLOT, TrialResources, own_cpus, trial_class, trials_at_once
+    from rl_vlm.sweeps.trial import SLOT, TrialResources, trial_class, trials_at_once
 
     # In a private cluster trials wait for a slot, so that they leave room for each other's replicas: Tune alone decides
     # when those of a population, and of a sweep that is resumed, go on.
@@ -150,7 +150,9 @@ def _run_trials(
     algorithm = kind_of(config).algorithm_class(config)
     needs, cluster = TrialResources.of(config, sweep, trial_class(algorithm)), config
     if private:
-        cpus = own_cpus(config, sweep, needs)
+        # They bound how much starts, not what it may use.
+        wanted = needs.common["CPU"] + min(sweep.max_concurrent or 1, sweep.num_trials) * needs.each["CPU"]
+        cpus = config.resources.num_cpus or max(available_cpus(), math.ceil(wanted))
         cluster = changed(config, {"resources.num_cpus": cpus})
         if needs.has_replicas:
             fitting = needs.holds({"CPU": cpus, "GPU": len(gpu_sizes()) if needs.each["GPU"] else 0})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from rl_vlm.algorithms.base import RunAlgorithm
 from rl_vlm.algorithms.learners import LearnerDiedError
 from rl_vlm.config import TrainConfig
 from rl_vlm.config.sweep import SweepConfig, changed
-from rl_vlm.runs.surroundings import available_cpus
 from rl_vlm.types import UserInputError
 
 # What the trials of a sweep need of a Ray cluster, and how many of them it holds at the same time.
@@ -57,12 +55,6 @@ class TrialResources:
         """How many trials fit into a cluster of such resources at the same time."""
         shares = [(have.get(kind, 0.0) - self.common[kind]) / each for kind, each in self.each.items() if each > 0]
         return max(int(min(shares, default=_MOST) + 1e-6), 0)
-
-
-def own_cpus(config: TrainConfig, sweep: SweepConfig, needs: TrialResources) -> int:
-    """Logical CPUs of a private cluster. They bound how much starts, not what it may use."""
-    wanted = needs.common["CPU"] + min(sweep.max_concurrent or 1, sweep.num_trials) * needs.each["CPU"]
-    return config.resources.num_cpus or max(available_cpus(), math.ceil(wanted))
 
 
 def trials_at_once(sweep: SweepConfig, needs: TrialResources, have: Mapping[str, float], *, slots: bool = False) -> int:

@@ -382,15 +382,9 @@ def drawn_problem(
 ) -> tuple[Problem, EncodedImage]:
     """Problem `index` of a split and its picture; the levels take turns. Cached, for the copies of a group."""
     rng = stable_random("geo3k", levels, angle_step, image_size, split, index, seed)
-    return random_problem(rng, levels[index % len(levels)], angle_step, image_size, split)
-
-
-def random_problem(
-    rng: Random, level: int, angle_step: int, image_size: int, split: Split
-) -> tuple[Problem, EncodedImage]:
+    kinds, by_picture = LEVELS[levels[index % len(levels)]], angle_step == 20
     while True:
-        problem = rng.choice(LEVELS[level])(rng, angle_step)
-        by_picture = angle_step == 20
+        problem = rng.choice(kinds)(rng, angle_step)
         if not by_picture and split_of_content([problem.kind, problem.numbers, problem.answer]) != split:
             continue
         picture = draw_figure(problem.figure, rng, image_size)

@@ -53,7 +53,15 @@ def draw_spot(rng: np.random.Generator) -> Exchange:
             break
     column, row = cell(position)
     if rng.random() < TARGET_SHARE:
-        return Exchange("user", (pixels, BRIEF), f"{column} {row}\n{random_answer(rng)}")
+        cities, regions, countries = vocabulary()
+        answer = _FORM.format(
+            city=cities[rng.integers(len(cities))],
+            region=regions[rng.integers(len(regions))],
+            country=countries[rng.integers(len(countries))],
+            latitude=int(rng.choice(LATITUDES)),
+            longitude=int(rng.choice(LONGITUDES)),
+        )
+        return Exchange("user", (pixels, BRIEF), f"{column} {row}\n{answer}")
     questions = (("Column of pin?", str(column)), ("Row of pin?", str(row)), ("Cell of pin?", f"{column} {row}"))
     question, reply = questions[int(rng.integers(3))]
     return Exchange("user", (pixels, question), reply)
@@ -63,17 +71,6 @@ def cell(position: world.Position) -> tuple[int, int]:
     """Column and row, from 1, of the cell of a whole map that holds the position."""
     x, y = world.pixel_of(position)
     return x * GRID // world.IMAGE_SIZE + 1, y * GRID // world.IMAGE_SIZE + 1
-
-
-def random_answer(rng: np.random.Generator) -> str:
-    cities, regions, countries = vocabulary()
-    return _FORM.format(
-        city=cities[rng.integers(len(cities))],
-        region=regions[rng.integers(len(regions))],
-        country=countries[rng.integers(len(countries))],
-        latitude=int(rng.choice(LATITUDES)),
-        longitude=int(rng.choice(LONGITUDES)),
-    )
 
 
 def drawer(seed: int) -> Draw:

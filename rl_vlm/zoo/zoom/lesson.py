@@ -41,7 +41,8 @@ def draw_glances(rng: Random) -> list[Exchange]:
         return [Exchange("user", (view(picture, corner, scene), SEEN_QUESTION), f"See {seen(scene, corner)}")]
     turns: list[Exchange] = [Exchange("user", (view(picture, None, scene), BRIEF), "")]
     while True:
-        action, called = random_action(rng)
+        called = rng.choice(CORNERS) if rng.random() < CALL_ODDS else None
+        action = f"Answer: {rng.choice(PATTERNS)}" if called is None else f"zoom {called}"
         turns[-1] = turns[-1]._replace(reply=f"See {seen(scene, corner)}\n{action}")
         if called is None or len(turns) == MAX_TURNS:
             return turns
@@ -62,14 +63,6 @@ def seen(scene: FlagScene, corner: str | None) -> str:
     if corner is not None and corner != home:
         return NOTHING
     return home if corner is None and scene.flag.hard else scene.flag.pattern
-
-
-def random_action(rng: Random) -> tuple[str, str | None]:
-    """A random call, with its corner, or a random answer."""
-    if rng.random() < CALL_ODDS:
-        corner = rng.choice(CORNERS)
-        return f"zoom {corner}", corner
-    return f"Answer: {rng.choice(PATTERNS)}", None
 
 
 def drawer(seed: int) -> Draw:
