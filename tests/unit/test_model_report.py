@@ -1,5 +1,6 @@
 """`rl-vlm doctor MODEL`: the facts of a folder, for people and for programs."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def test_a_family_is_told(family: str, packs: bool, end: str, tmp_path: Path) ->
     facts = report(str(build(family, tmp_path / family)))
     assert facts["family"] == family and facts["decoding (transformers engine)"] == "generic"
     assert facts["samples of a prompt share a row"] is packs and facts["end of a turn"] == end
-    assert facts["several images"] is True and facts["vLLM knows it"] is True
+    known = facts["vLLM knows it"] is True or importlib.util.find_spec("vllm") is None
+    assert facts["several images"] is True and known
     assert facts["vision tower"] == ("fast" if family == "qwen3_5" else "generic")
     tool = facts["tool messages"]
     assert ("roles must alternate" in tool) if family == "gemma3" else tool is True
