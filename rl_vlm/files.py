@@ -201,8 +201,13 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the system frees it when its holder dies."""
-    with path.open("w") as file:
+    """Hold a lock in the cache, which ends with its holder. Raises UserInputError where the cache takes no more."""
+    try:
+        path.write_bytes(b"\0" * 65536)  # a disk that is full may still take an empty file
+        file = path.open("w")
+    except OSError as error:
+        raise UserInputError(f"The cache folder {path.parent} cannot be used ({error}): set RL_VLM_CACHE.") from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

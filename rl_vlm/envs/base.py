@@ -188,6 +188,8 @@ class EpisodeEnv(VisionEnv):
             raise UserInputError(f"{self.name}: index {index} is outside the {size} items of the {split} split.")
         opened = self.open(Item(split, index))
         observation, info = opened if isinstance(opened, tuple) else (opened, {})
+        if not isinstance(info, Mapping):
+            raise UserInputError(f"{self.name}: open() must return an Observation, or an Observation and a dict.")
         self._open = True
         return observation, {"index": index, "split": split, **info}
 

@@ -321,8 +321,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Schema(Generic[Item]):
-    """What the rows of a data set hold: `read` makes the item of a row, or raises BadRowError; `doubt` says what is odd
-    in an item that can be used."""
+    """What rows hold: `read` makes the item of a row, or raises BadRowError; `doubt` says what is odd about an item."""
 
     read: Callable[[Row], Item]
     columns: tuple[str, ...]

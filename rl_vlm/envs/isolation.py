@@ -184,8 +184,10 @@ def raise_error(reply: dict[str, Any], what: str) -> None:
 
 
 def short_line(error: BaseException) -> str:
-    """An exception's message as one bounded line."""
-    return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
+    """An exception's message as one bounded line, which may itself fail to be made."""
+    with suppress(Exception):  # it is a user's code
+        return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
+    return "(its message cannot be made)"
 
 
 class ProcessEnv(EnvClient):

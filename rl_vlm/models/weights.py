@@ -393,11 +393,11 @@ def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
     folder, wanted = find_trained(model.adapter), model.lora
     assert folder is not None
     payload = AdapterPayload.read(folder, 1)
+    check_fits(state := payload.state(), state, f"The adapter {folder}")  # its values are finite
     found = LoraSettings.read(folder, payload.config_json)
     if found.use_rslora:
         raise UserInputError(
-            f"model.adapter: {folder} was made with use_rslora, which training cannot continue: merge it into the "
-            "model with peft, and give the merged model's folder as model.path."
+            f"model.adapter: {folder} has use_rslora, which training cannot continue: merge it into the model by peft."
         )
     _, header = _read_header(payload.tensors)
     modules = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in header if name.endswith(DOWN)]

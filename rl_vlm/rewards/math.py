@@ -83,6 +83,7 @@ _NOT_BARE = re.compile(
 _TEXT_COMMAND = re.compile(r"\\(?:text\w*|math\w*|[mh]box) ?\{([^{}]*)\}(?:\\[ ,;])?")
 _RATIO = re.compile(r"[^:=]+:[^:=]+=[^:=]+:[^:=]+")  # AB : CD = 3 : 4
 _INTERVAL = re.compile(r"[\[\]()][^()\[\]]+,[^()\[\]]+[\[\]()]")  # also ]2, 5]
+_RANGE = re.compile(r"(?P<dash>[0-9.]+(?: ?[-–] ?[0-9.]+)+)|.*(?:±|\\pm) ?[0-9]*\.[0-9]+")  # or a date, a tolerance
 _BOXES = re.compile(r"\\(?:boxed|fbox)\{[^{}]*\}\$?\s*(?:,|;|and|or)\s*\$?\\(?:boxed|fbox)")  # one of them is no answer
 
 
@@ -121,6 +122,8 @@ def is_value(truth: str) -> bool:
     leaves = [read_answer(truth)]
     for leaf in leaves:
         leaves += leaf.items
+    if _RANGE.fullmatch(truth):
+        return False
     return not any(map(str.isdigit, truth)) or all(
         leaf.items or parse_monomial(leaf.text) or not (refusal(leaf.text) or _WORD.fullmatch(leaf.text[1:]))
         for leaf in leaves
@@ -232,6 +235,8 @@ def _compare(answer: str, truth: str) -> Reason:
         return Reason.UNPARSABLE
     if _AFTER_COMMA.sub(",", answer) == _AFTER_COMMA.sub(",", truth):
         return Reason.CORRECT
+    if (between := _RANGE.fullmatch(truth)) and between["dash"]:  # 10-12 is no -2
+        return Reason.WRONG
     if is_oversized(answer) or is_oversized(truth):
         return Reason.UNPARSABLE
     return _same(read_answer(answer), read_answer(truth), _SymbolicBudget())
@@ -291,7 +296,7 @@ def _with_its_unit(leaf: Answer, other: Answer) -> Answer:
 
 def _same_leaf(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reason:
     given, expected = _with_its_unit(given, expected), _with_its_unit(expected, given)
-    answer, truth = _end_of_chain(given.text), _end_of_chain(expected.text)
+    answer, truth = _end_of_chain(given.text, budget), _end_of_chain(expected.text, budget)
     value, wanted = parse_monomial(answer), parse_monomial(truth)
     if value and wanted:
         return Reason.CORRECT if _same_number(value, given, wanted, expected) else Reason.WRONG
@@ -315,11 +320,15 @@ def _same_leaf(given: Answer, expected: Answer, budget: _SymbolicBudget) -> Reas
     return budget.compare(answer, truth)
 
 
-def _end_of_chain(text: str) -> str:
-    r"""The last of several equal numbers, as in `\frac{6}{4}=1.5`."""
+def _end_of_chain(text: str, budget: _SymbolicBudget) -> str:
+    r"""The last of several equal numbers, as in `\frac{6}{4}=1.5` and `180-65=115`."""
     *others, last = text.split("=")
     value = parse_monomial(last) if others else None
-    return last if value is not None and all(parse_monomial(other) == value for other in others) else text
+    for other in others:
+        equal = value is not None and parse_monomial(other) == value
+        if not equal and (_VARIABLE.search(other) or budget.compare(other, last) is not Reason.CORRECT):
+            return text
+    return last if value is not None else text
 
 
 def _same_number(value: Monomial, given: Answer, wanted: Monomial, expected: Answer) -> bool:

@@ -74,7 +74,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:mathrm|operatorname\*?|text) ?\{ ?(\\[A-Za-z]+|[ei]) ?\}", r"\1 "),
         (rf"\\(?:mathrm|operatorname\*?) ?\{{ ?({_FUNCTIONS}) ?\}}", r"\\\1 "),
         (r"\*\*", "^"),
-        (rf"\\times{_END}|\*", r"\\cdot "),
+        (rf"\\times{_END}|\*|(?<=[0-9]) [xX] (?=[0-9])", r"\\cdot "),
         (rf"\\div{_END} ?", "/"),
         (rf"\\leq{_END}|<=", r"\\le "),
         (rf"\\geq{_END}|>=", r"\\ge "),

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import float8_e4m3fn, zeros
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from rl_vlm.config import HTTPSection
+from rl_vlm.config import HTTPSection, TrainedModelSection
 from rl_vlm.envs import data, images
 from rl_vlm.envs.data import QUESTIONS, BadRowError, file_rows
 from rl_vlm.envs.images import ImageError, check_parts
@@ -30,7 +30,7 @@ from rl_vlm.labelling.import_labels import import_labels
 from rl_vlm.labelling.store import Label, LabelStore, Segment, SegmentPair
 from rl_vlm.models.images import ImageProcessorSpec
 from rl_vlm.models.loading import from_folder
-from rl_vlm.models.weights import AdapterPayload, trained_folder
+from rl_vlm.models.weights import AdapterPayload, initial_adapter, trained_folder
 from rl_vlm.types import EncodedImage, UserInputError
 
 GOOD = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -71,6 +71,13 @@ def test_lora_adapters_are_read_as_before(changes, tmp_path):
     (tmp_path / "a/adapter_model.safetensors").rename(tmp_path / "a/adapter_model.bin")
     with pytest.raises(UserInputError, match=r"its \.bin file with peft"):
         AdapterPayload.read(tmp_path / "a", 3)
+
+
+def test_an_adapter_with_nan_is_refused_before_ray_starts(tmp_path):
+    folder = adapter(tmp_path / "a", {"base_model.model.lm_head.lora_A.weight": zeros(4, 8) / 0})
+    model = TrainedModelSection(path="tiny", adapter=str(folder))
+    with pytest.raises(UserInputError, match="not finite"):
+        initial_adapter(model)
 
 
 def test_a_header_beyond_the_file_is_refused(tmp_path):

@@ -45,6 +45,8 @@ def test_a_sound_environment_passes():
         ("blind", "prompt", "0 images: there is nothing to see"),
         ("nan", "play", "reward nan; it must be finite"),
         ("reset", "make", "KeyError: 'row'"),
+        ("mute", "make", "Mute: (its message cannot be made) (faulty_env.py, line"),
+        ("pair", "make", "open() must return an Observation, or an Observation and a dict"),
         ("words", "make", "num_items() must return a whole number, or None"),
         ("fragile", "play", "ValueError"),
         ("text", "correct", "info['correct'] is text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from real_shapes import trl_template
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from rl_vlm.chat import ChatCodec
+from rl_vlm.files import locked
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.models.supervised import DialogueEncoder
 from rl_vlm.types import Message, UserInputError
@@ -245,3 +247,10 @@ def test_the_template_lists_tools_and_writes_calls_as_qwen3_vl_does(processor: A
 def test_an_existing_folder_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="exists already"):
         tiny.make_tiny(tmp_path)
+
+
+def test_a_cache_that_takes_nothing_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="set RL_VLM_CACHE"), locked(Path("/proc/tiny.lock")):
+        pass
+    with locked(tmp_path / "tiny.lock"), (tmp_path / "tiny.lock").open("w") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
