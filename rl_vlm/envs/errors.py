@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROLES = get_args(Role)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_CHARS = 65_536  # of one value of an info that is sent on
+MAX_MESSAGE = 500  # characters of an exception's text
 _MOST_METRICS = 64  # each is a column of progress.csv
 
 
@@ -38,10 +39,17 @@ class EnvCrashError(EnvError):
     """The process of an environment died."""
 
 
-def place_of(error: BaseException) -> str:
-    """Where an exception was raised, such as " (dots.py, line 12)"; "" if that is not known."""
+def told(error: BaseException) -> str:
+    """An exception in one bounded line. One of our own speaks for itself; of user code it is such as "KeyError: 'row'
+    (dots.py, line 12)"."""
+    said = "(its message cannot be made)"
+    with suppress(Exception):  # it is user code, too
+        said = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
+    if isinstance(error, RLVLMError):
+        return said
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {said}{place}"
 
 
 def check_reset(result: Any) -> tuple[Observation, Info]:

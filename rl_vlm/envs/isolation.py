@@ -27,7 +27,7 @@ from rl_vlm.envs.errors import (
     check_reset,
     check_size,
     check_step,
-    place_of,
+    told,
 )
 from rl_vlm.envs.foreign import split_scheme
 from rl_vlm.envs.registry import make, portable_id
@@ -36,7 +36,6 @@ from rl_vlm.types import EncodedImage, Message, Observation, Part, RLVLMError, S
 
 PASS_VARIABLE = "RL_VLM_ENV_PASS"  # names of variables, although they hold secrets, that environments may see
 _CLOSE_S = 2.0
-MAX_MESSAGE = 500  # characters of an exception's text that are sent
 MAX_SIDE = 2**16  # pixels
 
 
@@ -108,9 +107,7 @@ class EnvWorker:
             return self._carry_out(request)
         except BaseException as error:  # user code may even exit
             kind = "input" if isinstance(error, UserInputError) else "env"
-            name = "" if isinstance(error, UserInputError | EnvError) else f"{type(error).__name__}: "
-            place = place_of(error) if name else ""
-            return {"kind": kind, "error": name + short_line(error) + place}, []
+            return {"kind": kind, "error": told(error)}, []
 
     def _carry_out(self, request: dict[str, Any]) -> Frame:
         op = request["op"]
@@ -181,13 +178,6 @@ def raise_error(reply: dict[str, Any], what: str) -> None:
         if reply.get("kind") == "input":
             raise UserInputError(str(reply["error"]))
         raise EnvError(f"{what}: {reply['error']}")
-
-
-def short_line(error: BaseException) -> str:
-    """An exception's message as one bounded line, which may itself fail to be made."""
-    with suppress(Exception):  # it is a user's code
-        return " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
-    return "(its message cannot be made)"
 
 
 class ProcessEnv(EnvClient):

@@ -25,7 +25,7 @@ import numpy as np
 from rl_vlm.asking import Answer, Ask, Client, HTTPEndpoint, Question, ServedEndpoint, ask_again
 from rl_vlm.config import JudgeSection, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.envs.errors import place_of
+from rl_vlm.envs.errors import told
 from rl_vlm.models.images import TextSide
 from rl_vlm.registry import Registry
 from rl_vlm.rewards.text import judged_refusal, quoted
@@ -288,7 +288,7 @@ def try_parts(settings: RewardSection, text: TextSide) -> None:
             try:
                 part(answered)
             except (AttributeError, TypeError) as error:
-                raise UserInputError(f"The reward part {name} does not run: {error}{place_of(error)}.") from error
+                raise UserInputError(f"The reward part {name} does not run: {told(error)}.") from error
             except Exception:  # it misses what a real episode has, such as a key of its info
                 pass
 
