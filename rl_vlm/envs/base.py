@@ -137,7 +137,6 @@ class EpisodeEnv(VisionEnv):
         max_turns: int | None = None,
         rows: TableSet[Any] | None = None,
     ) -> None:
-        super().__init__()
         self.max_turns, self._rows = max_turns, rows
         self._sizes = {"train": num_train, "test": num_test}
 

@@ -365,7 +365,8 @@ class RowTable(Generic[Item]):
         doubts: list[str] = []
         for number in range(count):
             try:
-                doubts += filter(None, [self._schema.doubt(self.outline(number * len(self) // count))])
+                if doubt := self._schema.doubt(self.outline(number * len(self) // count)):
+                    doubts.append(doubt)
             except BadRowError as error:
                 findings.append(str(error))
                 if len(findings) == SHOWN_FINDINGS:
@@ -488,10 +489,9 @@ def _question(row: Row) -> Question:
 
 
 def _doubt(question: Question) -> str:
-    if not question.images:
-        return f"{question.where}, which has no image"
-    told = f"{question.where}, where only an answer that repeats {question.answer[:80]!r} is right"
-    return "" if is_value(question.answer) else told
+    odd = "" if is_value(question.answer) else f"where only an answer that repeats {question.answer[:80]!r} is right"
+    odd = odd if question.images else "which has no image"
+    return odd and f"{question.where}, {odd}"
 
 
 QUESTIONS = Schema(_question, ("problem", "answer", "images"), doubt=_doubt)

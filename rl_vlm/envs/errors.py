@@ -40,8 +40,7 @@ class EnvCrashError(EnvError):
 
 
 def told(error: BaseException) -> str:
-    """An exception in one bounded line. One of our own speaks for itself; of user code it is such as "KeyError: 'row'
-    (dots.py, line 12)"."""
+    """An exception in one bounded line; of user code with its kind and place: "KeyError: 'row' (dots.py, line 12)"."""
     said = "(its message cannot be made)"
     with suppress(Exception):  # it is user code, too
         said = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__

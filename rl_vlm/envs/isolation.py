@@ -189,7 +189,6 @@ class ProcessEnv(EnvClient):
     """
 
     def __init__(self, env_id: str, kwargs: dict[str, Any] | None = None, step_timeout_s: float = 60.0) -> None:
-        super().__init__()
         self._env_id, self._kwargs = env_id, kwargs or {}
         self._make = {"op": "make", "env_id": portable_id(env_id), "kwargs": self._kwargs}
         check_plain(env_id, self._kwargs)

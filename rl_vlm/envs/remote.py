@@ -47,7 +47,6 @@ class RemoteEnv(EnvClient):
         retry_s: Seconds = 30.0,
         token_variable: str = TOKEN_VARIABLE,
     ) -> None:
-        super().__init__()
         self._url = base_url(address)
         self._timeout_s, self._retry_s = timeout_s, retry_s
         headers = {"Content-Type": FRAME, **token_header(token_variable)}

@@ -322,8 +322,6 @@ def require_full(payload: WeightPayload) -> FullPayload:
 
 def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
     """Raise UserInputError, about `what`, unless `state` holds finite tensors of the names and shapes of `own`."""
-    import torch
-
     if state.keys() != own.keys():
         example = sorted(state.keys() ^ own.keys())[0]
         raise UserInputError(f"{what} does not fit the model: tensors differ, for example {example}.")
@@ -331,6 +329,14 @@ def check_fits(state: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str
         if tensor.shape != own[name].shape:
             shapes = f"{name} is {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
             raise UserInputError(f"{what} does not fit the model: {shapes}.")
+    check_finite(state, what)
+
+
+def check_finite(state: Mapping[str, Tensor], what: str) -> None:
+    """Raise UserInputError, about `what`, unless all values are finite."""
+    import torch
+
+    for name, tensor in state.items():
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):  # finite where all values are, and one pass
             raise UserInputError(f"{what} has values that are not finite, in {name}.")
 
@@ -393,12 +399,10 @@ def initial_adapter(model: TrainedModelSection) -> AdapterPayload:
     folder, wanted = find_trained(model.adapter), model.lora
     assert folder is not None
     payload = AdapterPayload.read(folder, 1)
-    check_fits(state := payload.state(), state, f"The adapter {folder}")  # its values are finite
+    check_finite(payload.state(), f"The adapter {folder}")
     found = LoraSettings.read(folder, payload.config_json)
     if found.use_rslora:
-        raise UserInputError(
-            f"model.adapter: {folder} has use_rslora, which training cannot continue: merge it into the model by peft."
-        )
+        raise UserInputError(f"{folder} has use_rslora and cannot be continued: merge it into the model by peft.")
     _, header = _read_header(payload.tensors)
     modules = [name.removeprefix(PREFIX).removesuffix(DOWN) for name in header if name.endswith(DOWN)]
     target_modules = target_choice(modules, wanted.target_modules)

@@ -119,11 +119,11 @@ def is_bare(truth: str) -> bool:
 
 def is_value(truth: str) -> bool:
     """Whether a bare truth with a digit in it holds numbers and expressions alone, as opposed to `It comes to 5`."""
+    if _RANGE.fullmatch(truth):
+        return False
     leaves = [read_answer(truth)]
     for leaf in leaves:
         leaves += leaf.items
-    if _RANGE.fullmatch(truth):
-        return False
     return not any(map(str.isdigit, truth)) or all(
         leaf.items or parse_monomial(leaf.text) or not (refusal(leaf.text) or _WORD.fullmatch(leaf.text[1:]))
         for leaf in leaves
@@ -235,10 +235,10 @@ def _compare(answer: str, truth: str) -> Reason:
         return Reason.UNPARSABLE
     if _AFTER_COMMA.sub(",", answer) == _AFTER_COMMA.sub(",", truth):
         return Reason.CORRECT
-    if (between := _RANGE.fullmatch(truth)) and between["dash"]:  # 10-12 is no -2
-        return Reason.WRONG
     if is_oversized(answer) or is_oversized(truth):
         return Reason.UNPARSABLE
+    if (between := _RANGE.fullmatch(truth)) and between["dash"]:  # 10-12 is no -2
+        return Reason.WRONG
     return _same(read_answer(answer), read_answer(truth), _SymbolicBudget())
 
 
@@ -324,11 +324,13 @@ def _end_of_chain(text: str, budget: _SymbolicBudget) -> str:
     r"""The last of several equal numbers, as in `\frac{6}{4}=1.5` and `180-65=115`."""
     *others, last = text.split("=")
     value = parse_monomial(last) if others else None
+    if value is None:
+        return text
     for other in others:
-        equal = value is not None and parse_monomial(other) == value
-        if not equal and (_VARIABLE.search(other) or budget.compare(other, last) is not Reason.CORRECT):
+        number = parse_monomial(other)
+        if number != value and (number or _VARIABLE.search(other) or budget.compare(other, last) is not Reason.CORRECT):
             return text
-    return last if value is not None else text
+    return last
 
 
 def _same_number(value: Monomial, given: Answer, wanted: Monomial, expected: Answer) -> bool:

@@ -26,7 +26,7 @@ from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import (
     AdapterPayload,
     WeightPayload,
-    check_fits,
+    check_finite,
     find_trained,
     in_language_model,
     read_payload,
@@ -102,7 +102,7 @@ def plan(
         config = run_for(config, adapter)
     if isinstance(payload, AdapterPayload):
         names = payload.state()  # raises when the file is damaged
-        check_fits(names, names, f"The adapter {adapter}")  # its values are finite
+        check_finite(names, f"The adapter {adapter}")
         if _for_serving(config).serving.engine == "vllm" and not all(map(in_language_model, names)):
             raise UserInputError(
                 "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
