@@ -81,6 +81,10 @@ class ChatCodec:
         """Token ids from here on are padding of the embedding matrix and mean nothing."""
         return len(self._tokenizer)
 
+    def tokenizer_json(self) -> str:
+        """The tokenizer with its special tokens, as the library tokenizers writes it."""
+        return self._tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined,no-any-return]
+
     @property
     def opens_thought(self) -> bool:
         """Whether the template's prompt leaves a thought open, as those of Thinking models do."""

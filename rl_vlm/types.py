@@ -163,6 +163,22 @@ class TrajectoryStatus(StrEnum):
     TRUNCATED = "truncated"  # a limit: turns, context, new tokens, or the environment said truncated
 
 
+MAX_GRAMMAR_CHARS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a sample has to be: JSON that fits the schema `text`, a match of the regular expression, or a sentence of
+    the Lark or GBNF grammar."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise UserInputError(f"A grammar has at most {MAX_GRAMMAR_CHARS} characters, not {len(self.text)}.")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample. Penalties: see `penalise` in `engines/rows.py`."""
@@ -175,6 +191,7 @@ class SamplingParams:
     seeds: tuple[int, ...] | None = None  # one per sample; None for fresh randomness
     stop: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()  # a sample is one of these texts, followed by end-of-turn (guided choice)
+    grammar: Grammar | None = None
     top_logprobs: int = 0  # how many of the most likely tokens are told at every position
     min_p: float = 0.0  # leaves out tokens that are less likely than this share of the most likely one
     min_tokens: int = 0  # before these no end of turn is sampled and no stop string counts
@@ -191,8 +208,10 @@ class SamplingParams:
         # Configurations and requests bound each field; what several values must fulfil together is found here.
         if "" in self.choices or len(set(self.choices)) < len(self.choices):
             raise UserInputError("Choices must be different texts, none of them empty.")
-        if self.choices and (self.min_tokens or self.ignore_eos):
-            raise UserInputError("Choices end where their text does: leave min_tokens and ignore_eos out.")
+        if self.choices and self.grammar is not None:
+            raise UserInputError("Choices are a grammar of their own: leave the other one out.")
+        if (self.choices or self.grammar is not None) and (self.min_tokens or self.ignore_eos):
+            raise UserInputError("Choices and grammars say where an answer ends: leave min_tokens and ignore_eos out.")
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise UserInputError(
                 f"min_tokens ({self.min_tokens}) must be from 0 to {self.max_new_tokens}, the most new tokens of this "

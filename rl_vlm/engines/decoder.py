@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rl_vlm.engines.base import EngineError, NewTokens, choice_tokens, expand_prompt, naming
+from rl_vlm.engines.base import EngineError, NewTokens, expand_prompt, naming
+from rl_vlm.engines.grammars import Grammars, restrict_to_grammars
 from rl_vlm.engines.model_text import ModelText
 from rl_vlm.engines.rows import (
-    Choices,
     Chosen,
     PreparedRequest,
     RowCache,
@@ -27,7 +27,6 @@ from rl_vlm.engines.rows import (
     choose_tokens,
     most_likely,
     penalise,
-    restrict_to_choices,
 )
 from rl_vlm.models.families import WRITTEN_OUT
 from rl_vlm.models.families.generic import Backbone, ImageFeatures
@@ -172,6 +171,7 @@ class Decoder:
         written_out = backbone.model.config.model_type in WRITTEN_OUT
         self._text: Any = TextModel(backbone, max_context) if written_out else ModelText(backbone)
         self._random = np.random.default_rng()
+        self.grammars = Grammars(text)
         self.counts = Counter[str]()  # prompt_tokens, generated_tokens, decode steps, and step_rows, summed over steps
         self.clear()
 
@@ -231,12 +231,10 @@ class Decoder:
         ids = expand_prompt(request, self._side, self._max_context)
         if not len(ids) or ids.min() < 0 or ids.max() >= len(self._backbone.token_bias):
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
-        choices: Choices | None = None
-        if request.sampling.choices:
-            with naming(request):
-                choices = choice_tokens(request.sampling, self._codec.encode_text, self._codec.decode)
+        with naming(request):
+            matcher = self.grammars.matcher(request.sampling)
         positions = self._side.images.positions(ids, request.images)
-        return PreparedRequest(request, ids, positions, time.monotonic(), choices)
+        return PreparedRequest(request, ids, positions, time.monotonic(), matcher)
 
     def _encode_images(self, prepared: Sequence[PreparedRequest]) -> None:
         images = [image for item in prepared for image in item.request.images]
@@ -342,8 +340,8 @@ class Decoder:
         rows = self._rows
         new = slice(first, len(rows))
         special = [row for row in range(first, len(rows)) if not rows.states[row].plain]
-        choices = {row - first: left for row in special if (left := rows.states[row].choices) is not None}
-        restrict_to_choices(logits, choices, self._codec.end_of_turn_id)
+        matchers = {row - first: own for row in special if (own := rows.states[row].matcher) is not None}
+        restrict_to_grammars(logits, matchers)
         self._restrict_by_past(logits, special, first)
 
         def moved(values: np.ndarray) -> Tensor:
@@ -395,7 +393,7 @@ class Decoder:
                 states[row].top_logprobs.append(alternatives)
 
     def _advance(self, special: list[int], stops: dict[int, StopReason]) -> None:
-        """Search for stop strings (added to `stops`), follow the choices, and feed the streams."""
+        """Search for stop strings (added to `stops`), follow grammars, and feed the streams."""
         rows = self._rows
         for row in special:
             state, last = rows.states[row], rows.produced[row] - 1
@@ -412,8 +410,8 @@ class Decoder:
                 if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
             token = int(rows.tokens[row, last])
-            if state.choices is not None:
-                state.choices = tuple(choice[1:] for choice in state.choices if choice[:1] == (token,)) or None
+            if state.matcher is not None:
+                state.matcher.consume_token(token)
             if (stream := state.prepared.stream) is not None:
                 new = NewTokens([token], [float(rows.logprobs[row, last])], state.top_logprobs[-1:], stops.get(row))
                 stream.put(state.number, new)

@@ -4,33 +4,23 @@ token is chosen for each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_vlm.engines.base import BASE_MODEL, TokenSequence, TokenStream
+from rl_vlm.engines.base import BASE_MODEL, TokenStream
 from rl_vlm.models.families.generic import ImageFeatures
 from rl_vlm.models.kernels import last_token_attention
 from rl_vlm.models.memory.shape import KV_BLOCK, KV_ROWS_PER_USED
 from rl_vlm.types import Completion, GenerationRequest, Sample, SamplingParams, StopReason, TopLogprobs
 
-Choices = tuple[TokenSequence, ...]  # of a guided choice: how each that is still possible goes on
-
-
-def restrict_to_choices(logits: Tensor, left: Mapping[int, Choices], end_of_turn_id: int) -> None:
-    """Set all but the allowed tokens to -inf, in the rows of logits [R, V] that `left` (row -> choices) names."""
-    for row, choices in left.items():
-        tokens = {choice[0] if choice else end_of_turn_id for choice in choices}
-        allowed = torch.tensor(sorted(tokens), device=logits.device)
-        kept = logits[row, allowed]
-        logits[row] = float("-inf")
-        logits[row, allowed] = kept
-
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # Penalties on tokens that occurred before: changes of single rows of logits, before temperature.
 
@@ -293,7 +283,7 @@ class PreparedRequest:
     prompt_ids: np.ndarray
     positions: np.ndarray  # int64 [axes, P]
     submitted: float
-    choices: Choices | None = None
+    matcher: LLMatcher | None = None  # of its grammar, at the beginning
     version: int = 0  # of the weights that it begins with
     features: list[ImageFeatures] = field(default_factory=list)
     started: float = 0.0
@@ -313,9 +303,7 @@ class PreparedRequest:
     def plain(self) -> bool:
         """Whether a step only chooses the next token of its rows."""
         sampling = self.request.sampling
-        looks_back = (
-            sampling.stop or sampling.choices or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
-        )
+        looks_back = sampling.stop or self.matcher or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
         return not (looks_back or sampling.top_logprobs or self.stream)
 
 
@@ -325,7 +313,7 @@ class RowState:
 
     prepared: PreparedRequest
     number: int  # of the sample
-    choices: Choices | None
+    matcher: LLMatcher | None  # of its grammar, where the sample is
     plain: bool  # see PreparedRequest
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     changes: list[tuple[int, int]] = field(default_factory=list)  # of the weights: tokens before, and version
@@ -360,7 +348,7 @@ class RowTable:
         sampling = [item.request.sampling for item in prepared]
         copies = [params.n for params in sampling]
         self.states += [
-            RowState(item, number, item.choices, item.plain)
+            RowState(item, number, item.matcher and item.matcher.deep_copy(), item.plain)
             for item, n in zip(prepared, copies, strict=True)
             for number in range(n)
         ]

@@ -27,6 +27,7 @@ from rl_vlm.engines.base import (
     RequestTooLargeError,
     TokenStream,
     check_version,
+    naming,
     notify,
 )
 from rl_vlm.engines.decoder import Decoder
@@ -148,6 +149,7 @@ class TransformersEngine:
                 "Requests for the base model and for the policy, or for two policies, cannot share a call: send two "
                 "calls."
             )
+        await self._read_grammars(requests)
         call = self._enqueue(requests)
         try:
             return await asyncio.wrap_future(call.future)
@@ -156,6 +158,7 @@ class TransformersEngine:
             raise
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[SampleChunk]:
+        await self._read_grammars([request])
         stream = TokenStream(request.sampling.n)
         call = self._enqueue([request], stream)
         try:
@@ -172,6 +175,13 @@ class TransformersEngine:
             with self._wake:
                 self._upcoming.extend(images)
                 self._wake.notify()
+
+    async def _read_grammars(self, requests: Sequence[GenerationRequest]) -> None:
+        """Beside decoding: a large grammar takes seconds, and is remembered."""
+        for request in requests:
+            if request.sampling.grammar is not None:
+                with naming(request):
+                    await asyncio.to_thread(self._decoder.grammars.matcher, request.sampling)
 
     def _enqueue(self, requests: Sequence[GenerationRequest], stream: TokenStream | None = None) -> EngineCall:
         for request in requests:

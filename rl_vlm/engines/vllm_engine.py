@@ -24,13 +24,12 @@ from rl_vlm.engines.base import (
     EngineError,
     EngineStats,
     NewTokens,
-    TokenSequence,
     TokenStream,
-    choice_tokens,
     expand_prompt,
     naming,
     notify,
 )
+from rl_vlm.engines.grammars import Grammars
 from rl_vlm.engines.vllm_setup import DEAD, engine_args, prepare_environment, start_llm
 from rl_vlm.engines.vllm_weights import AdapterVersions, FullVersions, Lease
 from rl_vlm.models.loading import load_text_side, quiet_libraries
@@ -59,7 +58,7 @@ class Plan(NamedTuple):
 
     request: GenerationRequest
     expanded: np.ndarray  # the prompt int32 [P] with all placeholders
-    choices: tuple[TokenSequence, ...]
+    grammar: Mapping[str, str]  # as vLLM's StructuredOutputsParams names it; none for a sample that is free
     prompt: Mapping[str, Any]  # what vLLM is given
     lease: Lease
     stream: TokenStream | None
@@ -77,6 +76,7 @@ class VLLMEngine:
         prepare_environment(serving)
         quiet_libraries()
         self._text = load_text_side(model, config.model.pixels)
+        self._grammars = Grammars(self._text)
         self._max_num_seqs, self._max_context = serving.vllm.max_num_seqs, serving.max_context
         self._closed = False
         self._asleep = False
@@ -264,14 +264,14 @@ class VLLMEngine:
                 f"{sampling.temperature}."
             )
         with naming(request):  # text that cannot be written, or a damaged image
-            choices = choice_tokens(sampling, codec.encode_text, codec.decode)
+            grammar = await asyncio.to_thread(self._grammars.for_vllm, sampling)
             prompt = await vllm_prompt(request, codec)
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(ids)
         async with self._versions.lease(request) as lease:
             if stream is not None:
                 stream.policy_version = lease.version
-            plan = Plan(request, ids, choices, prompt, lease, stream)
+            plan = Plan(request, ids, grammar, prompt, lease, stream)
             # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
             samples = await all_or_none([self._sample(plan, number) for number in range(sampling.n)])
         return Completion(
@@ -297,7 +297,7 @@ class VLLMEngine:
         from vllm.exceptions import VLLMError
 
         sampling, end = plan.request.sampling, self._text.codec.end_of_turn_id
-        params = vllm_params(sampling, number, end, plan.choices, pieces=plan.stream is not None)
+        params = vllm_params(sampling, number, end, plan.grammar, pieces=plan.stream is not None)
         try:
             output = await self._run_request(plan, number, params)
             if output.finish_reason == "error":
@@ -362,7 +362,7 @@ class VLLMEngine:
 
 
 def vllm_params(
-    sampling: SamplingParams, number: int, end_of_turn_id: int, choices: tuple[TokenSequence, ...], pieces: bool
+    sampling: SamplingParams, number: int, end_of_turn_id: int, grammar: Mapping[str, str], pieces: bool
 ) -> Any:
     """vLLM's SamplingParams for sample `number` of a request; `pieces`: outputs come token by token, not whole."""
     from vllm import SamplingParams as VLLMSamplingParams
@@ -387,15 +387,10 @@ def vllm_params(
         ignore_eos=True,  # the end of a turn is the chat template's, not the generation config's
         logprobs=sampling.top_logprobs,  # beside the sampled token's own
         flat_logprobs=True,
-        structured_outputs=StructuredOutputsParams(grammar=choice_grammar(choices)) if choices else None,
+        structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
         output_kind=RequestOutputKind.DELTA if pieces else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def choice_grammar(choices: tuple[TokenSequence, ...]) -> str:
-    """An xgrammar grammar of token sequences. (vLLM's own `choice` lets a text be written in any tokens.)"""
-    return "root ::= " + " | ".join(" ".join(f"Token({token})" for token in tokens) for tokens in choices)
 
 
 def read_tokens(output: Any, top: int) -> NewTokens:

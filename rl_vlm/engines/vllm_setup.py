@@ -86,7 +86,7 @@ def engine_args(model: Path, config: CommonConfig, text: TextSide) -> Any:
         # The same limits as our own token counts.
         mm_processor_kwargs={"images_kwargs": {"size": text.images.size}} if text.images.size else {},
         mm_processor_cache_gb=4 if on_gpu else 0.5,  # GiB of the machine's own memory, for the pixels of past images
-        structured_outputs_config={"backend": "xgrammar"},  # type: ignore[arg-type]  # whose grammars know tokens
+        structured_outputs_config={"backend": "guidance"},  # type: ignore[arg-type]  # as the other engine
         generation_config="vllm",  # nothing from the model's generation_config.json
         logprobs_mode="processed_logprobs",  # after mask, temperature, top-k and top-p
         logits_processors=["rl_vlm.engines.vllm_worker:TokenMask"],

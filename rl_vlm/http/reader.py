@@ -12,7 +12,7 @@ from PIL import Image
 
 from rl_vlm.chat import EncodedSpan
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.base import choice_tokens
+from rl_vlm.engines.grammars import Grammars
 from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, TextPart
@@ -48,6 +48,7 @@ class RequestReader:
 
     def __init__(self, text: TextSide, limits: HTTPSection, max_context: int) -> None:
         self._text, self._limits, self._max_context = text, limits, max_context
+        self._grammars = Grammars(text)
 
     def chat(self, body: ChatRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
         """The engine's request and the number of prompt tokens. Raises RequestError and UserInputError."""
@@ -79,10 +80,11 @@ class RequestReader:
             seeds=None if body.seed is None else tuple(derive_seed(body.seed, k) for k in range(count)),
             stop=tuple(body.stop),
             choices=body.choices,
+            grammar=body.grammar,
             **{name: getattr(body, name) for name in _AS_SENT},
         )
         # Here it is the client's error; the engine would fail later.
-        choice_tokens(sampling, self._text.codec.encode_text, self._text.codec.decode)
+        self._grammars.matcher(sampling)
         return GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version), prompt_tokens
 
     def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:

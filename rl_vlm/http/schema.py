@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rl_vlm.http.gate import RequestError
-from rl_vlm.types import MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY
+from rl_vlm.types import MAX_GRAMMAR_CHARS, MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY, Grammar
 
 _MAX_ITEMS = 100_000  # a bound for the parser; the server's own limits are lower
 _MAX_INT = 2**31
@@ -120,15 +120,45 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Field(max_length=16, fail_fast=True), BeforeValidator(_as_list)]
 
 
-class Choices(_In):
-    """vLLM's form of `guided_choice`. Other forms are errors, beside a choice too: one of the two would be ignored."""
+def _as_json(schema: Any) -> Any:
+    if not isinstance(schema, str | dict):
+        raise ValueError("this must be a JSON schema, or its text")
+    return schema if isinstance(schema, str) else json.dumps(schema)
 
-    json_schema: None = Field(None, alias="json")
-    regex: None = None
-    grammar: None = None
-    json_object: Literal[False] | None = None
+
+Schema = Annotated[str, BeforeValidator(_as_json)]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+
+
+class NamedSchema(_In):
+    json_schema: Schema = Field(alias="schema")
+
+
+class ResponseFormat(_In):
+    """OpenAI's form of a grammar. A schema always holds, whether `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema")
+        return self
+
+
+class StructuredOutputs(_In):
+    """vLLM's form of a grammar: one of these."""
+
+    json_schema: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    grammar: Pattern | None = None
+    choice: Texts | None = None
     structural_tag: None = None
-    choice: Texts
+
+
+_ANY_OBJECT = '{"type": "object"}'
 
 
 class TemplateOptions(BaseModel):
@@ -140,7 +170,7 @@ class TemplateOptions(BaseModel):
 # Fields of OpenAI and of vLLM that are not supported, each with the value that changes nothing.
 _USUAL: dict[str, Any] = {
     "tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "logit_bias": {},
-    "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1, "skip_special_tokens": True,
+    "modalities": ["text"], "best_of": 1, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "add_generation_prompt": True,
     "continue_final_message": False, "add_special_tokens": False, "echo": False, "length_penalty": 1.0,
     "use_beam_search": False, "include_reasoning": True, "stop_token_ids": [], "bad_words": [], "priority": 0,
@@ -181,8 +211,12 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_choice: Texts | None = None  # the answer is one of these
-    structured_outputs: Choices | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_grammar: Pattern | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
 
     @model_validator(mode="before")
@@ -206,13 +240,36 @@ class ChatRequest(BaseModel):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
-        if self.guided_choice is not None and self.structured_outputs is not None:
-            raise ValueError("guided_choice and structured_outputs mean the same: give one of them")
+        if len(self._forms) > 1:
+            raise ValueError(f"{' and '.join(name for name, _ in self._forms)} constrain the answer: give one of them")
         return self
 
     @property
+    def _forms(self) -> list[tuple[str, Grammar | tuple[str, ...]]]:
+        """What the answer is to be, and where the body says so."""
+        asked, vllm = self.response_format, self.structured_outputs or StructuredOutputs()
+        json_object = _ANY_OBJECT if vllm.json_object else None
+        schemas = {"guided_json": self.guided_json, "structured_outputs.json": vllm.json_schema}
+        schemas["structured_outputs.json_object"] = json_object
+        if asked is not None and asked.type != "text":
+            schemas["response_format"] = asked.json_schema.json_schema if asked.json_schema else _ANY_OBJECT
+        patterns = {"guided_regex": self.guided_regex, "structured_outputs.regex": vllm.regex}
+        grammars = {"guided_grammar": self.guided_grammar, "structured_outputs.grammar": vllm.grammar}
+        choices = {"guided_choice": self.guided_choice, "structured_outputs.choice": vllm.choice}
+        return [
+            *((name, Grammar("json_schema", schema)) for name, schema in schemas.items() if schema is not None),
+            *((name, Grammar("regex", text)) for name, text in patterns.items() if text is not None),
+            *((name, Grammar("grammar", text)) for name, text in grammars.items() if text is not None),
+            *((name, tuple(texts)) for name, texts in choices.items() if texts is not None),
+        ]
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return next((form for _, form in self._forms if isinstance(form, Grammar)), None)
+
+    @property
     def choices(self) -> tuple[str, ...]:
-        return tuple(self.guided_choice or (self.structured_outputs.choice if self.structured_outputs else ()))
+        return next((form for _, form in self._forms if isinstance(form, tuple)), ())
 
 
 def parse_body(body: bytes, kind: type[M]) -> M:

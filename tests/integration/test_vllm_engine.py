@@ -37,13 +37,24 @@ from rl_vlm.models.images import ImageProcessorSpec, PixelLimits, TextSide
 from rl_vlm.models.loading import load_model, load_text_side
 from rl_vlm.models.lora import inject_lora, lora_config, lora_state
 from rl_vlm.models.weights import AdapterPayload
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk, SamplingParams, StopReason, UserInputError
+from rl_vlm.types import (
+    Completion,
+    GenerationRequest,
+    Grammar,
+    SampleChunk,
+    SamplingParams,
+    StopReason,
+    UserInputError,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
 PIXELS = PixelLimits(64 * 64, 72 * 96)  # not the processor's own: pictures become larger and smaller by them
 TOLERANCE = 1e-4
 CHOICES = ("red", "red square", "redder", "0", "1", "-1")
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"enum": [true, "no"]}}, "required": ["a"], "additionalProperties": false}'
+)
 
 # An owner that is killed; the test file's own process must survive.
 OWNER = """
@@ -299,7 +310,9 @@ def test_alternatives_equal_those_of_the_transformers_engine(
     engine: VLLMEngine, other_engine: TransformersEngine, text: TextSide
 ) -> None:
     forbidden = set(text.codec.suppressed_token_ids(text.vocab_size).tolist())
-    for sampling in ({}, {"top_k": 3}, {"choices": ("12", "13", "no")}):
+    grammars = {"regex": "[a-f0-9]{1,9}", "json_schema": SCHEMA, "grammar": 'root ::= "yes" | "no" [0-9]+'}
+    bound: list[dict[str, Any]] = [{"grammar": Grammar(kind, own)} for kind, own in grammars.items()]  # type: ignore[arg-type]
+    for sampling in ({}, {"top_k": 3}, {"choices": ("12", "13", "no")}, *bound):
         request = ask(text, "alternatives", picture(21), temperature=0.0, top_logprobs=6, **sampling)
         (ours,), (theirs,) = generate(engine, request), generate(other_engine, request)
         np.testing.assert_array_equal(ours.samples[0].token_ids, theirs.samples[0].token_ids)

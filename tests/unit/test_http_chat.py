@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import jsonschema
 import numpy as np
 import openai
+import pydantic
 import pytest
 from core_support import adapted_policy, picture, text_side
 from engine_support import endless
@@ -133,6 +136,40 @@ def test_log_probabilities_join_to_the_text_and_end_with_it(client: openai.OpenA
     assert b"".join(bytes(token.bytes) for token in content).decode("utf-8", "replace") == choice.message.content
     assert all(token.logprob <= 0 for token in content)
     assert chat(client).choices[0].logprobs is None
+
+
+SCHEMA = {
+    "type": "object", "properties": {"sure": {"type": "boolean"}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["sure", "count"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+        {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
+        {"extra_body": {"guided_json": json.dumps(SCHEMA)}},
+    ],
+    ids=["response_format", "structured_outputs", "guided_json"],
+)
+def test_an_answer_is_json_of_the_schema(client: openai.OpenAI, guide: dict[str, Any]) -> None:
+    answer = chat(client, n=8, temperature=2, max_tokens=60, **guide)
+    for choice in answer.choices:
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+    assert sum(choice.finish_reason == "stop" for choice in answer.choices) >= 4
+
+
+def test_the_openai_client_parses_an_answer_into_a_model(client: openai.OpenAI) -> None:
+    class Shape(pydantic.BaseModel):
+        colour: Literal["red", "blue"]
+        count: Literal[1, 2]
+
+    parsed = client.chat.completions.parse(
+        model="tiny", messages=HI, response_format=Shape, temperature=0, max_tokens=60
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Shape)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +355,8 @@ def test_what_means_nothing_to_vllm_means_nothing_here(server: Server) -> None:
     [
         ({"stream_options": True, "stream": True}, "stream_options"),
         ({"structured_outputs": "a|b"}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "[0-9]"}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
-        ({"structured_outputs": {}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
