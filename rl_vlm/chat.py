@@ -9,11 +9,12 @@ text: no text can forge a turn or an image. What the policy sampled is never tok
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -29,6 +30,8 @@ _ASSISTANT_MARK = "\ue002"
 _REMEMBERED_CHARACTERS = 2000  # ids of texts up to this length are cached
 
 Shape = tuple[tuple[str, str], ...]  # per message: role, and its parts as "t" (text) or "i" (image)
+# What follows a conversation: the model's turn begins, or nothing does, or the last message goes on.
+Ending = Literal["prompt", "nothing", "open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class ChatCodec:
         self.pad_token_id = int(tokenizer.pad_token_id or 0)
         by_length = sorted(self._special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("(" + "|".join(re.escape(token) for token in by_length) + ")")
+        in_json = [re.escape(json.dumps(token, ensure_ascii=False)[1:-1]) for token in by_length]
+        self._guarded = re.compile("|".join([*in_json, f"[\ue000\ue001{_ASSISTANT_MARK}]"]))
         self._render = lru_cache(maxsize=512)(self._render_uncached)
         # A broken template fails here, where the model is loaded.
         _, _, rest = self._render((("user", "t"), ("assistant", "a"), ("user", "t"))).partition(_ASSISTANT_MARK)
@@ -91,14 +96,30 @@ class ChatCodec:
         _, opened, rest = self._render((("user", "t"),)).rpartition("<think>")
         return bool(opened) and "</think>" not in rest
 
+    @property
+    def end_of_thought_id(self) -> int | None:
+        """`</think>`, where it is one token."""
+        added = self._tokenizer.added_tokens_decoder
+        return next((token_id for token_id, token in added.items() if token.content == "</think>"), None)
+
     def suppressed_token_ids(self, vocab_size: int) -> np.ndarray:
         """The ids that the policy can never sample: special tokens other than end-of-turn, and unused ids."""
         special = {i for i in self._special_ids.values() if i != self.end_of_turn_id}
         return np.array(sorted(special | set(range(self.num_known_tokens, vocab_size))), dtype=np.int64)
 
-    def encode_prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> EncodedSpan:
+    def uses(self, name: str) -> bool:
+        """Whether the template reads such a variable or field, or writes such a text."""
+        return name in self._template
+
+    def encode_prompt(
+        self,
+        messages: Sequence[Message],
+        thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        ending: Ending = "prompt",
+    ) -> EncodedSpan:
         """Encode a conversation that the policy is to answer, generation prompt included. `thinking` sets the
-        template's `enable_thinking`. Raises UserInputError for what the template cannot do."""
+        template's `enable_thinking`; `tools` are OpenAI's. Raises UserInputError for what the template cannot do."""
         if not messages:
             raise UserInputError("A conversation needs at least one message: the environment's reset returned none.")
         if thinking is not None and "enable_thinking" not in self._template:
@@ -108,7 +129,21 @@ class ChatCodec:
                     "enable_thinking out."
                 )
             thinking = None
-        return self._encode(self._render(_shape(messages), thinking), messages)
+        # A template branches on what tools and calls hold, so it gets them as they are, but for special strings.
+        special: list[str] = []
+        num_texts = sum(isinstance(part, str) for message in messages for part in message.parts)
+
+        def guard(found: re.Match[str]) -> str:
+            special.append(json.loads(f'"{found.group()}"'))
+            return f"\ue000{num_texts + len(special) - 1}\ue001"
+
+        fields = [dict(message.fields) for message in messages]
+        beside = ""
+        if tools or any(fields):
+            beside = json.dumps({"tools": list(tools), "fields": fields}, ensure_ascii=False)
+            beside = self._guarded.sub(guard, beside)
+        render = self._render if len(beside) <= _REMEMBERED_CHARACTERS else self._render_uncached
+        return self._encode(render(_shape(messages), thinking, beside, ending), messages, more=special)
 
     def encode_continuation(self, messages: Sequence[Message], ended: bool) -> EncodedSpan:
         """Encode what follows a sampled turn: its end (unless it `ended` with it), new messages, the next prompt."""
@@ -142,6 +177,16 @@ class ChatCodec:
         """A turn's text as the policy writes it, int32 [T]; special strings stay text. Raises UserInputError."""
         return np.array(self._ids_of(self._lead + text), dtype=np.int32)
 
+    def encode_raw(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """A prompt as its sender wrote it, special strings being special tokens, int32 [T]. `add_special_tokens`: those
+        that the tokenizer puts around a text. Raises UserInputError."""
+        _check_unicode(text)
+        return np.array(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], dtype=np.int32)
+
+    def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """All ids as text, special ones too."""
+        return b"".join(map(self.token_bytes, map(int, token_ids))).decode("utf-8", "replace")
+
     def decode(self, token_ids: np.ndarray) -> str:
         """Sampled ids as text, without a closing end-of-turn token."""
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] == self.end_of_turn_id else token_ids
@@ -154,7 +199,9 @@ class ChatCodec:
             return bytes(added.content.encode())
         return bytes(map(_byte_of_character().__getitem__, str(self._tokenizer.convert_ids_to_tokens(token_id))))
 
-    def _render_uncached(self, shape: Shape, thinking: bool | None = None) -> str:
+    def _render_uncached(
+        self, shape: Shape, thinking: bool | None = None, beside: str = "", ending: Ending = "prompt"
+    ) -> str:
         numbers = itertools.count()
 
         def content(part: str) -> dict[str, str]:
@@ -162,23 +209,41 @@ class ChatCodec:
                 return {"type": "image"}
             return {"type": "text", "text": _ASSISTANT_MARK if part == "a" else f"\ue000{next(numbers)}\ue001"}
 
+        conversation: list[dict[str, Any]]
         conversation = [{"role": role, "content": [content(part) for part in parts]} for role, parts in shape]
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        rendered = self._tokenizer.apply_chat_template(
-            conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True, **options
+        for message, (_, parts) in zip(conversation, shape, strict=True):
+            if message["role"] == "tool" and parts == "t" and self.uses("string"):
+                message["content"] = message["content"][0]["text"]  # templates of text models write a list as it is
+        options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        if beside:
+            given = json.loads(beside)
+            options["tools"] = given["tools"] or None
+            for message, fields in zip(conversation, given["fields"], strict=True):
+                message |= fields
+        rendered = str(
+            self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=ending == "prompt",
+                **options,
+            )
         )
-        return str(rendered)
+        if ending == "open":  # up to the end of the last message's last text
+            last = f"\ue000{next(numbers) - 1}\ue001"
+            rendered = rendered[: rendered.rindex(last) + len(last)]
+        return rendered
 
     def _ids_of(self, text: str) -> Sequence[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserInputError(f"The text {text[:200]!r} is no valid Unicode: leave lone surrogates out.") from error
+        _check_unicode(text)
         return self._plain.encode(text, add_special_tokens=False).ids
 
-    def _encode(self, rendered: str, messages: Sequence[Message], first_text: int = 0) -> EncodedSpan:
+    def _encode(
+        self, rendered: str, messages: Sequence[Message], first_text: int = 0, more: Sequence[str] = ()
+    ) -> EncodedSpan:
+        """more: texts that may be written any number of times, numbered behind those of the messages."""
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
-        images = images_of(messages)
+        known, images = [*texts, *more], images_of(messages)
         ids: list[int] = []
         plain: list[str] = []
         written: list[int] = []
@@ -193,7 +258,7 @@ class ChatCodec:
         for position, piece in enumerate(_MARK.split(rendered)):
             if position % 2:
                 written.append(int(piece) - first_text)
-                plain.append(texts[written[-1]])
+                plain.append(known[written[-1]])
                 continue
             for fragment in self._special_pattern.split(piece):
                 if (token := self._special_ids.get(fragment)) is not None:
@@ -205,7 +270,7 @@ class ChatCodec:
                 else:
                     plain.append(fragment)
         flush()
-        if sorted(written) != list(range(len(texts))):
+        if sorted(number for number in written if number < len(texts)) != list(range(len(texts))):
             lost = next(text for number, text in enumerate(texts) if written.count(number) != 1)
             raise UserInputError(
                 f"The chat template drops or repeats the text {lost[:60]!r}: send it in a message whose role and place "
@@ -219,6 +284,13 @@ class ChatCodec:
                 "show images to the user only, by the model's own template."
             )
         return EncodedSpan(token_ids, images)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserInputError(f"The text {text[:200]!r} is no valid Unicode: leave lone surrogates out.") from error
 
 
 @lru_cache(maxsize=1)

@@ -120,6 +120,8 @@ class Message:
 
     role: Role
     parts: tuple[Part, ...]
+    # What else the chat template gets: tool_calls, tool_call_id, name, reasoning_content; values are JSON.
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, role: Role, *parts: Part) -> Message:
@@ -134,6 +136,14 @@ class Message:
     def images(self) -> tuple[EncodedImage, ...]:
         """The images, encoded; the parts are as an environment gave them."""
         return tuple(as_encoded(part) for part in self.parts if not isinstance(part, str))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, well-formed; who runs it says whether the tool exists."""
+
+    name: str
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()  # a sample is one of these texts, followed by end-of-turn (guided choice)
     grammar: Grammar | None = None
+    opened_thought: bool = False  # the prompt ends within a thought, which choices and grammar leave free
+    max_thought_tokens: int | None = None  # the thought is closed after so many
     top_logprobs: int = 0  # how many of the most likely tokens are told at every position
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens; None: nothing is told about them
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    bad_words: tuple[str, ...] = ()  # texts whose last token is not sampled behind the others
     min_p: float = 0.0  # leaves out tokens that are less likely than this share of the most likely one
     min_tokens: int = 0  # before these no end of turn is sampled and no stop string counts
     ignore_eos: bool = False  # a sample does not end at an end of turn
@@ -210,7 +225,8 @@ class SamplingParams:
             raise UserInputError("Choices must be different texts, none of them empty.")
         if self.choices and self.grammar is not None:
             raise UserInputError("Choices are a grammar of their own: leave the other one out.")
-        if (self.choices or self.grammar is not None) and (self.min_tokens or self.ignore_eos):
+        bound = self.choices or self.grammar is not None or self.max_thought_tokens is not None
+        if bound and (self.min_tokens or self.ignore_eos):
             raise UserInputError("Choices and grammars say where an answer ends: leave min_tokens and ignore_eos out.")
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise UserInputError(
@@ -275,6 +291,8 @@ class Completion:
     generate_s: float = 0.0
     policy: str = POLICY
     spans: tuple[Span, ...] = ()  # the replica's, where the request is traced
+    # Of each prompt token from the second on: itself, then the most likely ones. Under the model's own distribution.
+    prompt_logprobs: tuple[TopLogprobs, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduced(self, "samples", Sample, ("token_ids", "logprobs"))

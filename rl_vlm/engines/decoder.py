@@ -35,7 +35,7 @@ from rl_vlm.models.images import TextSide
 from rl_vlm.models.kernels import causal_attention, last_token_attention
 from rl_vlm.models.memory.shape import PREFILL_TOKENS
 from rl_vlm.numerics import in_batches, uniforms
-from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputError
+from rl_vlm.types import Completion, GenerationRequest, StopReason, TopLogprobs, UserInputError
 
 # Qwen's language model is written out here for generation. transformers' modules spend much time outside arithmetic:
 # masks, positions in three axes, keys and values repeated for every query head, cache objects, and a last layer of
@@ -44,6 +44,7 @@ from rl_vlm.types import Completion, GenerationRequest, StopReason, UserInputErr
 
 _STATIC_ROPE = ("default", "linear", "yarn")  # frequencies that do not depend on the length of the sequence
 KeysValues = list[tuple[Tensor, Tensor]]
+_SCORED = 512  # prompt tokens whose logits are in memory at a time
 
 
 class TextModel:
@@ -233,8 +234,10 @@ class Decoder:
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
         with naming(request):
             matcher = self.grammars.matcher(request.sampling)
+            forms = [form for word in request.sampling.bad_words for form in (word, f" {word}")]
+            bad = [self._codec.encode_raw(form, add_special_tokens=False) for form in forms]
         positions = self._side.images.positions(ids, request.images)
-        return PreparedRequest(request, ids, positions, time.monotonic(), matcher)
+        return PreparedRequest(request, ids, positions, time.monotonic(), matcher, [one.tolist() for one in bad])
 
     def _encode_images(self, prepared: Sequence[PreparedRequest]) -> None:
         images = [image for item in prepared for image in item.request.images]
@@ -263,6 +266,8 @@ class Decoder:
         now = time.monotonic()
         for item in prepared:
             item.started = now
+            if item.request.sampling.prompt_logprobs is not None:
+                item.scores = self._scores(item, item.request.sampling.prompt_logprobs)
             item.features = []  # the backbone's own cache may still hold them
         self._rows.append(prepared, [self._seeds_of(item.request) for item in prepared])
         self.counts["prompt_tokens"] += sum(len(item.prompt_ids) for item in prepared)
@@ -285,6 +290,20 @@ class Decoder:
             torch.from_numpy(lengths).to(self._device),
             [feature for _, _, features in sequences for feature in features],
         )
+
+    def _scores(self, item: PreparedRequest, top: int) -> tuple[TopLogprobs, ...]:
+        """What the model's own distribution says of each prompt token, as `Completion.prompt_logprobs`."""
+        backbone, ids = self._backbone, torch.from_numpy(item.prompt_ids.astype(np.int64)).to(self._device)
+        positions = torch.from_numpy(item.positions).to(self._device)[:, None]
+        attention = backbone.attention(np.zeros((1, len(ids)), dtype=np.int64))
+        hidden = backbone.hidden_states(ids[None], positions, attention, item.features)[0]
+        scores: list[TopLogprobs] = []
+        for some, own in zip(hidden[:-1].split(_SCORED), ids[1:].split(_SCORED), strict=True):
+            logprobs = torch.log_softmax(backbone.logits(some, suppress=False), -1)
+            values = logprobs.gather(1, own[:, None])[:, 0].tolist()
+            likeliest = most_likely(logprobs, [top] * len(own))
+            scores += [((t, v), *more) for t, v, more in zip(own.tolist(), values, likeliest, strict=True)]
+        return tuple(scores)
 
     def change_version(self, version: int, *, recompute: bool) -> None:
         """Go on with the weights of `version`, which are in place, and with `recompute` with their keys and values."""
@@ -373,13 +392,19 @@ class Decoder:
         return self._retire(stops) if stops else []
 
     def _restrict_by_past(self, logits: Tensor, special: list[int], first: int) -> None:
-        """Apply penalties, and forbid the end of turn before `min_tokens`, in the rows of logits [R, V] that ask."""
+        """Forbid bad words and an early end of turn, add biases and apply penalties, in the rows of logits [R, V] that
+        ask, in vLLM's order."""
         rows = self._rows
         for row in special:
             item, produced = rows.states[row].prepared, int(rows.produced[row])
             sampling = item.request.sampling
+            for *before, banned in item.bad_words:
+                if rows.tokens[row, max(produced - len(before), 0) : produced].tolist() == before:
+                    logits[row - first, banned] = float("-inf")
             if produced < sampling.min_tokens:
                 logits[row - first, self._codec.end_of_turn_id] = float("-inf")
+            for token, bias in sampling.logit_bias:
+                logits[row - first, token] += bias
             if sampling.penalises:
                 penalise(logits, row - first, sampling, item.prompt_ids, rows.tokens[row, :produced])
 
@@ -448,4 +473,5 @@ class Decoder:
             queue_s=item.started - item.submitted,
             generate_s=now - item.started,
             policy=item.request.policy,
+            prompt_logprobs=item.scores,
         )

@@ -6,6 +6,8 @@ the masks of all states ahead, took 26 s for an object with a string of up to 20
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _REMEMBERED = 256  # grammars
+_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # one that is not escaped
 
 
 class Grammars:
@@ -31,27 +34,29 @@ class Grammars:
         self._text, self._lock = text, threading.Lock()
         self._built = lru_cache(_REMEMBERED)(self._build)
 
-    def choices(self, sampling: SamplingParams) -> str:
-        """A Lark grammar of the choices, each in the tokenizer's own tokens. Raises UserInputError."""
+    def lark(self, sampling: SamplingParams) -> str | None:
+        """What a sample has to be, in llguidance's Lark; None where it is free. Raises UserInputError."""
         codec = self._text.codec
-        tokens = choice_tokens(sampling, codec.encode_text, codec.decode)
-        return "start: " + " | ".join(" ".join(f"<[{token}]>" for token in choice) for choice in tokens)
-
-    def for_vllm(self, sampling: SamplingParams) -> dict[str, str]:
-        """Arguments of vLLM's StructuredOutputsParams, which llguidance reads there too. Raises UserInputError."""
-        self.matcher(sampling)
-        if sampling.choices:
-            return {"grammar": self.choices(sampling)}
-        given = sampling.grammar
-        return {} if given is None else {given.kind.removesuffix("_schema"): given.text}
+        if sampling.choices:  # each in the tokenizer's own tokens
+            tokens = choice_tokens(sampling, codec.encode_text, codec.decode)
+            answer = " | ".join(" ".join(f"<[{token}]>" for token in choice) for choice in tokens)
+        elif sampling.grammar is not None:
+            answer = _as_lark(sampling.grammar)
+        elif sampling.max_thought_tokens is not None:
+            answer = "<[*]>*"
+        else:
+            return None
+        if not sampling.opened_thought:
+            return f"start: answer\nanswer: {answer}"
+        most = "" if sampling.max_thought_tokens is None else f"[max_tokens={sampling.max_thought_tokens}]"
+        end = codec.end_of_thought_id
+        closed = '"</think>"' if end is None else f"<[{end}]>"
+        return f"start: thought {closed} /[ \\n]{{0,2}}/ answer\nthought{most}: /(?s:.*)/\nanswer: {answer}"
 
     def matcher(self, sampling: SamplingParams) -> LLMatcher | None:
         """A matcher at the beginning of a sample; None for samples that are free. Raises UserInputError."""
-        if sampling.choices:
-            grammar = self.choices(sampling)
-        elif sampling.grammar is not None:
-            grammar = _as_llguidance(sampling.grammar)
-        else:
+        grammar = self.lark(sampling)
+        if grammar is None:
             return None
         with self._lock:  # a hostile grammar is built once, not by all threads
             matcher = self._built(grammar)
@@ -69,16 +74,25 @@ class Grammars:
     def _build(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        return LLMatcher(self._tokens, grammar, log_level=0)
+        return LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)
 
 
-def _as_llguidance(grammar: Grammar) -> str:
+def _as_lark(grammar: Grammar) -> str:
+    """The right-hand side of a rule."""
+    if grammar.kind == "json_schema":
+        try:
+            return f"%json {json.dumps(json.loads(grammar.text))}"
+        except (ValueError, RecursionError) as error:
+            raise UserInputError(f"The JSON schema is not JSON: {_first_line(error)}.") from error
+    if grammar.kind == "regex":
+        pattern = _SLASH.sub(r"\1\\/", grammar.text).replace("\n", r"\n")
+        return f"/{pattern}/"
     from llguidance import grammar_from
 
     try:
-        return grammar_from(grammar.kind, grammar.text)
-    except ValueError as error:
-        raise UserInputError(f"The {grammar.kind} cannot be read: {_first_line(error)}.") from error
+        return f"%lark {{\n{grammar_from('grammar', grammar.text)}\n}}"
+    except (ValueError, RecursionError) as error:
+        raise UserInputError(f"The grammar cannot be read: {_first_line(error)}.") from error
 
 
 def _first_line(error: object) -> str:

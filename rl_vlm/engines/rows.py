@@ -284,6 +284,8 @@ class PreparedRequest:
     positions: np.ndarray  # int64 [axes, P]
     submitted: float
     matcher: LLMatcher | None = None  # of its grammar, at the beginning
+    bad_words: list[list[int]] = field(default_factory=list)  # as tokens
+    scores: tuple[TopLogprobs, ...] = ()  # of the prompt, where they are asked for
     version: int = 0  # of the weights that it begins with
     features: list[ImageFeatures] = field(default_factory=list)
     started: float = 0.0
@@ -304,7 +306,7 @@ class PreparedRequest:
         """Whether a step only chooses the next token of its rows."""
         sampling = self.request.sampling
         looks_back = sampling.stop or self.matcher or sampling.min_tokens or sampling.ignore_eos or sampling.penalises
-        return not (looks_back or sampling.top_logprobs or self.stream)
+        return not (looks_back or sampling.logit_bias or self.bad_words or sampling.top_logprobs or self.stream)
 
 
 @dataclass(slots=True, eq=False)

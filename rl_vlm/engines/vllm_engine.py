@@ -43,6 +43,7 @@ from rl_vlm.types import (
     SampleChunk,
     SamplingParams,
     StopReason,
+    TopLogprobs,
 )
 from rl_vlm.waiting import all_or_none
 
@@ -58,10 +59,11 @@ class Plan(NamedTuple):
 
     request: GenerationRequest
     expanded: np.ndarray  # the prompt int32 [P] with all placeholders
-    grammar: Mapping[str, str]  # as vLLM's StructuredOutputsParams names it; none for a sample that is free
+    grammar: str | None  # llguidance's Lark
     prompt: Mapping[str, Any]  # what vLLM is given
     lease: Lease
     stream: TokenStream | None
+    scores: list[TopLogprobs]  # of the prompt, once they are known
 
 
 class VLLMEngine:
@@ -264,14 +266,15 @@ class VLLMEngine:
                 f"{sampling.temperature}."
             )
         with naming(request):  # text that cannot be written, or a damaged image
-            grammar = await asyncio.to_thread(self._grammars.for_vllm, sampling)
+            await asyncio.to_thread(self._grammars.matcher, sampling)  # a bad grammar would stop vLLM's own core
+            grammar = self._grammars.lark(sampling)
             prompt = await vllm_prompt(request, codec)
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(ids)
         async with self._versions.lease(request) as lease:
             if stream is not None:
                 stream.policy_version = lease.version
-            plan = Plan(request, ids, grammar, prompt, lease, stream)
+            plan = Plan(request, ids, grammar, prompt, lease, stream, [])
             # One vLLM request per sample, so that each has its own seed; the prefix cache shares the prompt.
             samples = await all_or_none([self._sample(plan, number) for number in range(sampling.n)])
         return Completion(
@@ -281,6 +284,7 @@ class VLLMEngine:
             policy_version=min(first for sample in samples for _, first in sample.pieces or ((0, lease.version),)),
             generate_s=time.monotonic() - started,
             policy=request.policy,
+            prompt_logprobs=tuple(plan.scores),
         )
 
     async def _feed(self, request: GenerationRequest, stream: TokenStream) -> None:
@@ -324,6 +328,8 @@ class VLLMEngine:
             async for result in results:
                 if last is None:
                     self._check_prompt(plan, result)
+                if result.prompt_logprobs is not None:
+                    plan.scores[:] = read_places(result.prompt_logprobs)[1:]
                 last = result.outputs[0]
                 if plan.stream is not None and last.finish_reason != "error":
                     new = read_tokens(last, plan.request.sampling.top_logprobs)
@@ -361,9 +367,7 @@ class VLLMEngine:
 # Prompts and sampling parameters as vLLM takes them, and its outputs as ours.
 
 
-def vllm_params(
-    sampling: SamplingParams, number: int, end_of_turn_id: int, grammar: Mapping[str, str], pieces: bool
-) -> Any:
+def vllm_params(sampling: SamplingParams, number: int, end_of_turn_id: int, grammar: str | None, pieces: bool) -> Any:
     """vLLM's SamplingParams for sample `number` of a request; `pieces`: outputs come token by token, not whole."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -386,8 +390,11 @@ def vllm_params(
         presence_penalty=sampling.presence_penalty,
         ignore_eos=True,  # the end of a turn is the chat template's, not the generation config's
         logprobs=sampling.top_logprobs,  # beside the sampled token's own
+        prompt_logprobs=sampling.prompt_logprobs if number == 0 else None,
+        logit_bias=dict(sampling.logit_bias) or None,
+        bad_words=list(sampling.bad_words),
         flat_logprobs=True,
-        structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
+        structured_outputs=StructuredOutputsParams(grammar=grammar) if grammar else None,
         output_kind=RequestOutputKind.DELTA if pieces else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -395,18 +402,18 @@ def vllm_params(
 
 def read_tokens(output: Any, top: int) -> NewTokens:
     """The tokens of a vLLM CompletionOutput; `top`: how many alternatives were asked for."""
-    flat = output.logprobs
-    alternatives = [
-        # The sampled token comes first, then the most likely ones.
-        tuple(
-            (token, value)
-            for token, value in zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)
-            if value > -float("inf")
-        )[:top]
+    logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
+    places = read_places(output.logprobs) if top else []
+    alternatives = [tuple(one for one in place[1:] if one[1] > -float("inf"))[:top] for place in places]
+    return NewTokens(list(output.token_ids), logprobs, alternatives)
+
+
+def read_places(flat: Any) -> list[TopLogprobs]:
+    """vLLM's flat log-probabilities: of each place the token that is there, then the most likely ones."""
+    return [
+        tuple(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
         for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
     ]
-    logprobs = [flat.logprobs[start] for start in flat.start_indices]
-    return NewTokens(list(output.token_ids), logprobs, alternatives if top else [])
 
 
 async def vllm_prompt(request: GenerationRequest, codec: ChatCodec) -> Mapping[str, Any]:

@@ -7,9 +7,11 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
@@ -24,8 +26,16 @@ from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
 from rl_vlm.http.reader import RequestReader, return_freed_memory
-from rl_vlm.http.replies import ChatReply
-from rl_vlm.http.schema import ChatRequest, GenerateRequest, parse_body
+from rl_vlm.http.replies import Asked, ChatReply, Reply, TextReply
+from rl_vlm.http.responses import ResponseReply, ResponsesRequest
+from rl_vlm.http.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+    parse_body,
+)
 from rl_vlm.models.images import TextSide
 from rl_vlm.safe_text import one_line, without_thoughts
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
@@ -36,7 +46,8 @@ from rl_vlm.waiting import JITTER
 
 _THREADS = 4  # that read requests: so many images are decoded at a time
 
-B = TypeVar("B", ChatRequest, GenerateRequest)
+B = TypeVar("B", bound=Any)
+T = TypeVar("T")
 
 
 class ModelApp:
@@ -48,43 +59,83 @@ class ModelApp:
     ) -> None:
         return_freed_memory()
         self._backend, self._codec, self._limits = backend, text.codec, limits
-        self._reader = RequestReader(text, limits, max_context)
+        self._reader, self._max_context = RequestReader(text, limits, max_context), max_context
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
         self._started = int(time.time())
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/generate", self._generate, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
+            Route("/version", self._show_version),
+            Route("/ping", self._show_health, methods=["GET", "POST"]),
             Route("/health", self._show_health),
             Route("/metrics", self._show_metrics),
         ]
         self.gate = Gate(routes, limits, token)
 
     async def _chat(self, request: Request) -> Response:
-        body, deadline = parse_body(request.scope.pop(BODY), ChatRequest), request.scope[DEADLINE]
+        return await self._answer(request, ChatRequest, self._reader.chat, "chatcmpl", ChatReply)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest, self._reader.completions, "cmpl", TextReply)
+
+    async def _responses(self, request: Request) -> Response:
+        return await self._answer(request, ResponsesRequest, self._reader.chat, "resp", ResponseReply)
+
+    async def _answer(
+        self,
+        request: Request,
+        kind: type[B],
+        read: Callable[[B, str, int], list[Asked]],
+        prefix: str,
+        form: type[Reply],
+    ) -> Response:
+        body, deadline = parse_body(request.scope.pop(BODY), kind), request.scope[DEADLINE]
+        headers = {"X-Ignored-Fields": ", ".join(body.ignored_fields)} if body.ignored_fields else {}
         async with self._in_time(deadline):
-            version = await self._find(body.model)
-            asked, prompt_tokens = await self._read(self._reader.chat, body, "chatcmpl", version)
-            reply = ChatReply(self._codec, asked, body.model, prompt_tokens, body.logprobs)
+            name, version = await self._find(body.model)
+            asked = await self._read(read, body, prefix, version)
+            reply = form(self._codec, asked, name, body)
             if not body.stream:
-                completion = await self._complete(asked)
-                return Response(json_bytes(reply.whole(completion)), media_type=JSON)
+                completions = await asyncio.gather(*(self._complete(one.request) for one in asked))
+                return Response(json_bytes(reply.whole(completions)), media_type=JSON, headers=headers)
         # A failure before the first token is an HTTP error, a later one an event.
         chunks = self._chunks(asked, deadline)
         first = await anext(chunks)
-        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        events = self._events(first, chunks, reply, usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        headers["Cache-Control"] = "no-cache"
+        return StreamingResponse(self._events(first, chunks, reply), media_type="text/event-stream", headers=headers)
 
     async def _generate(self, request: Request) -> Response:
         """A conversation in, a text out; thoughts are removed."""
         body = parse_body(request.scope.pop(BODY), GenerateRequest)
         async with self._in_time(request.scope[DEADLINE]):
-            version = await self._find(None)
-            asked, _ = await self._read(self._reader.generate, body, "generate", version)
-            completion = await self._complete(asked)
+            _, version = await self._find(None)
+            (asked,) = await self._read(self._reader.generate, body, "generate", version)
+            completion = await self._complete(asked.request)
         return JSONResponse({"text": without_thoughts(self._codec.decode(completion.samples[0].token_ids))})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = parse_body(request.scope.pop(BODY), TokenizeRequest)
+        async with self._in_time(request.scope[DEADLINE]):
+            await self._find(body.model)
+            ids = await self._read(lambda body, *_: self._reader.tokens(body), body, "", 0)
+        texts = [self._codec.text_of([token]) for token in ids] if body.return_token_strs else None
+        told = {"count": len(ids), "max_model_len": self._max_context, "tokens": ids.tolist(), "token_strs": texts}
+        return JSONResponse(told)
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = parse_body(request.scope.pop(BODY), DetokenizeRequest)
+        if max(body.tokens, default=0) >= self._codec.num_known_tokens:
+            raise RequestError(400, f"{max(body.tokens)} is no token's id.", param="tokens")
+        return JSONResponse({"prompt": self._codec.text_of(body.tokens)})
+
+    async def _show_version(self, _: Request) -> Response:
+        return JSONResponse({"version": version("rl_vlm")})
 
     async def _list_models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in await self._backend.models()]})
@@ -108,7 +159,8 @@ class ModelApp:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def _card(self, name: str) -> dict[str, Any]:
-        return {"id": name, "created": self._started, "object": "model", "owned_by": "rl_vlm"}
+        can = {"max_model_len": self._max_context, "input_modalities": ["text", "image"], "output_modalities": ["text"]}
+        return {"id": name, "created": self._started, "object": "model", "owned_by": "rl_vlm", **can}
 
     @asynccontextmanager
     async def _in_time(self, deadline: float) -> AsyncIterator[None]:
@@ -119,19 +171,17 @@ class ModelApp:
             late = f"No complete answer within {self._limits.deadline_s:g} s: ask for less, or later."
             raise RequestError(504, late) from error
 
-    async def _find(self, name: str | None) -> int:
-        """The version of the model of that name; of the first one without a name. Raises RequestError."""
+    async def _find(self, name: str | None) -> tuple[str, int]:
+        """The name and version of a model; those of the first one without a name. Raises RequestError."""
         models = await self._backend.models()
         if name is None:
-            return next(iter(models.values()))
+            return next(iter(models.items()))
         if name not in models:
             message = f"Model {name!r} is not served here: ask for one of {', '.join(models)}."
             raise RequestError(404, message, code="model_not_found", param="model")
-        return models[name]
+        return name, models[name]
 
-    async def _read(
-        self, read: Callable[[B, str, int], tuple[GenerationRequest, int]], body: B, prefix: str, version: int
-    ) -> tuple[GenerationRequest, int]:
+    async def _read(self, read: Callable[[B, str, int], T], body: B, prefix: str, version: int) -> T:
         """What the engine is asked, by a method of the reader on a thread; `prefix` begins the request's id."""
         name = f"{prefix}-{uuid.uuid4().hex}"
         try:
@@ -139,38 +189,45 @@ class ModelApp:
             return await loop.run_in_executor(self._threads, read, body, name, version)
         finally:
             # The handler keeps the body until it has answered, and encoded images may take megabytes.
-            body.messages = []
+            for field in ("messages", "images", "input"):
+                if hasattr(body, field):
+                    setattr(body, field, [])
 
     async def _complete(self, asked: GenerationRequest) -> Completion:
         completion = await self._backend.generate(asked)
         self._count(len(completion.prompt_ids), sum(len(sample.token_ids) for sample in completion.samples))
         return completion
 
-    async def _chunks(self, asked: GenerationRequest, deadline: float) -> AsyncGenerator[SampleChunk, None]:
-        unfinished = asked.sampling.n
-        async with aclosing(self._backend.stream(asked)) as source:
-            while unfinished:
-                async with self._in_time(deadline):
-                    chunk = await anext(source, None)
-                if chunk is None:
-                    raise RequestError(500, "The stream broke off before its end: send the request again.")
-                unfinished -= chunk.stop_reason is not None
-                yield chunk
+    async def _chunks(self, asked: Sequence[Asked], deadline: float) -> AsyncGenerator[SampleChunk, None]:
+        """The chunks of all prompts, one prompt after the other, their samples numbered through."""
+        first = 0
+        for one in asked:
+            unfinished = count = one.request.sampling.n
+            async with aclosing(self._backend.stream(one.request)) as source:
+                while unfinished:
+                    async with self._in_time(deadline):
+                        chunk = await anext(source, None)
+                    if chunk is None:
+                        raise RequestError(500, "The stream broke off before its end: send the request again.")
+                    unfinished -= chunk.stop_reason is not None
+                    yield replace(chunk, number=first + chunk.number) if first else chunk
+            first += count
 
     async def _events(
-        self, chunk: SampleChunk | None, chunks: AsyncGenerator[SampleChunk, None], reply: ChatReply, usage: bool
+        self, chunk: SampleChunk | None, chunks: AsyncGenerator[SampleChunk, None], reply: Reply
     ) -> AsyncGenerator[bytes, None]:
         version = BASE_MODEL
         try:
             async with aclosing(chunks):
                 while chunk is not None:
                     version = chunk.policy_version
-                    if content := reply.chunk(chunk):
+                    for content in reply.chunk(chunk):
                         yield _event(content)
                     chunk = await anext(chunks, None)
-            if usage:
-                yield _event(reply.last_chunk(version))
-            yield b"data: [DONE]\n\n"
+            for content in reply.end(version):
+                yield _event(content)
+            if reply.says_done:
+                yield b"data: [DONE]\n\n"
         except Exception as error:  # whatever the error, the client gets it as an event
             yield _event(error_body(as_request_error(error)))
         finally:
@@ -187,7 +244,8 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json_bytes(content) + b"\n\n"
+    kind = content.get("type")  # of the responses API
+    return (f"event: {kind}\n".encode() if isinstance(kind, str) else b"") + b"data: " + json_bytes(content) + b"\n\n"
 
 
 # The Serve application as the backend of the HTTP side: names, retries, streams over the deployment handle.

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 from jinja2 import TemplateError
 from PIL import Image
 
-from rl_vlm.chat import EncodedSpan
+from rl_vlm.chat import EncodedSpan, Ending
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.grammars import Grammars
 from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
-from rl_vlm.http.schema import ChatMessage, ChatRequest, GenerateRequest, TextPart
+from rl_vlm.http.replies import Asked
+from rl_vlm.http.schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    SampledRequest,
+    TemplateOptions,
+    TextPart,
+    TokenizeRequest,
+    Tool,
+)
 from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, TextSide, shrunk
 from rl_vlm.numerics import derive_seed
 from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
@@ -25,9 +38,22 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # by the bytes: clients are often wro
 _MIN_TEMPERATURE = 0.01
 _GENERATE_TOP_P = 0.9
 _AS_SENT = (
-    "top_p", "n", "top_logprobs", "min_p", "min_tokens", "ignore_eos", "repetition_penalty", "frequency_penalty",
+    "top_p", "n", "min_p", "min_tokens", "ignore_eos", "repetition_penalty", "frequency_penalty",
     "presence_penalty",
 )  # fmt: skip
+
+# What a model is told whose template knows no tools, in the form that most models were trained on.
+_TOOLS_TOLD = """# Tools
+
+You may call these functions:
+<tools>
+{tools}
+</tools>
+
+For each call, write a JSON object with the function's name and its arguments:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _LARGE = 1 << 20  # bytes
@@ -50,17 +76,92 @@ class RequestReader:
         self._text, self._limits, self._max_context = text, limits, max_context
         self._grammars = Grammars(text)
 
-    def chat(self, body: ChatRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
-        """The engine's request and the number of prompt tokens. Raises RequestError and UserInputError."""
-        limits, count = self._limits, body.n
-        wanted = body.max_completion_tokens or body.max_tokens
+    def chat(self, body: ChatRequest, name: str, version: int) -> list[Asked]:
+        """What the engine is asked. Raises RequestError and UserInputError."""
+        most = self._most_new_tokens(body, 1)
+        chars = sum(map(len, (*body.stop, *body.choices, *body.bad_words)))
+        ending: Ending = (
+            "open" if body.continue_final_message else "prompt" if body.add_generation_prompt else "nothing"
+        )
+        span, ids = self._encode(body.messages, chars, body.chat_template_kwargs, body.tools, ending)
+        codec = self._text.codec
+        tail = codec.text_of(ids[-16:]) if codec.uses("<think>") else ""
+        opened = "</think>" not in tail.rpartition("<think>")[2] and "<think>" in tail
+        sampling = self._sampling(
+            body,
+            most,
+            ids,
+            opened_thought=opened,
+            max_thought_tokens=body.thinking_token_budget if opened else None,
+        )
+        request = GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version)
+        tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
+        read = body.tools and body.tool_choice != "none"
+        forced = None if not read or body.tool_choice == "auto" else body.named_tool
+        thinks = codec.uses("<think>")
+        return [Asked(request, ids, thinks, tools if read else None, forced, body.parallel_tool_calls)]
+
+    def completions(self, body: CompletionRequest, name: str, version: int) -> list[Asked]:
+        """The same for prompts that are encoded, or as their client wrote them."""
+        codec, prompts = self._text.codec, body.prompts
+        if (body.images and len(prompts) > 1) or (body.stream and body.echo and body.top is not None):
+            raise RequestError(
+                400, "Images go with a single prompt, and a prompt's log-probabilities are not streamed."
+            )
+        most = self._most_new_tokens(body, len(prompts))
+        chars = sum(map(len, (*body.stop, *body.choices, *body.bad_words, *prompts)))
+        if chars > self._limits.max_text_chars:
+            raise _too_much(f"The request has {chars} characters and this server takes {self._limits.max_text_chars}.")
+        images = tuple(self.images(body.images))
+        asked = []
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                ids = codec.encode_raw(prompt, body.add_special_tokens)
+            else:
+                ids = np.array(prompt, dtype=np.int32)
+                if ids.max() >= codec.num_known_tokens:
+                    raise RequestError(400, f"The prompt holds {ids.max()}, which is no token's id.", param="prompt")
+            if len(images) < (ids == codec.image_token_id).sum():  # as an earlier reply told them
+                ids = self._text.collapse(ids, images)
+            expanded = self._text.expand(ids, images, name)
+            self._check_length(len(expanded), "prompt")
+            if not len(ids):
+                raise RequestError(400, "The prompt is empty.", param="prompt")
+            sampling = self._sampling(body, most, expanded)
+            request = GenerationRequest(f"{name}-{number}", ids, sampling, images, min_version=version)
+            asked.append(Asked(request, expanded, scores_only=body.max_tokens == 0))
+        return asked
+
+    def generate(self, body: GenerateRequest, name: str, version: int) -> list[Asked]:
+        """The same for `/generate`, whose `max_tokens` is cut to what the context has left."""
+        span, ids = self._encode(body.messages)
+        temperature = _temperature(body.temperature)
+        sampling = SamplingParams(
+            max_new_tokens=min(body.max_tokens, self._max_context - len(ids), self._limits.max_new_tokens),
+            temperature=temperature,
+            top_p=_GENERATE_TOP_P if temperature else 1.0,
+        )
+        return [Asked(GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version), ids)]
+
+    def tokens(self, body: TokenizeRequest) -> np.ndarray:
+        """A prompt's tokens int32 [T], with all those of its images."""
+        if body.messages is None:
+            return self._text.codec.encode_raw(body.prompt or "", body.add_special_tokens)
+        ending: Ending = (
+            "open" if body.continue_final_message else "prompt" if body.add_generation_prompt else "nothing"
+        )
+        return self._encode(body.messages, 0, body.chat_template_kwargs, body.tools, ending)[1]
+
+    def _most_new_tokens(self, body: SampledRequest, prompts: int) -> int:
+        """How many new tokens a sample may have. Raises RequestError where the request asks for more."""
+        limits, count, wanted = self._limits, body.n * prompts, body.max_new_tokens
         for param, given, bound in (("n", count, limits.max_samples), ("max_tokens", wanted, limits.max_new_tokens)):
             if given is not None and given > bound:
                 message = f"{param} is {given} and this server gives at most {bound}."
                 raise RequestError(400, message, param=param)
         most = limits.max_new_tokens
-        if body.logprobs:
-            most = min(most, limits.max_reply_values // (count * (1 + body.top_logprobs)))
+        if body.top is not None:
+            most = min(most, limits.max_reply_values // (count * (1 + body.top)))
         if (wanted or 1) > most:
             raise RequestError(
                 400,
@@ -68,66 +169,84 @@ class RequestReader:
                 "ask for less.",
                 param="max_tokens",
             )
-        chars = sum(map(len, (*body.stop, *body.choices)))
-        span, prompt_tokens = self._encode(body.messages, chars, body.chat_template_kwargs.enable_thinking)
-        left = self._max_context - prompt_tokens
+        return most
+
+    def _sampling(self, body: SampledRequest, most: int, prompt_ids: np.ndarray, **more: object) -> SamplingParams:
+        """What is asked of each prompt, int32 [P] with all tokens of its images. Raises RequestError and
+        UserInputError."""
+        wanted, left = body.max_new_tokens, self._max_context - len(prompt_ids)
         if wanted is not None and wanted > left:
-            raise self._too_long(f"The prompt has {prompt_tokens} tokens and max_tokens is {wanted}: together more")
+            raise self._too_long(f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more")
+        scores = body.prompt_logprobs
+        if scores is not None and len(prompt_ids) * (1 + scores) > self._limits.max_reply_values:
+            raise RequestError(400, f"The prompt's log-probabilities are more than {self._limits.max_reply_values}.")
+        bias = {int(token): value for token, value in body.logit_bias.items()}
+        if bias and max(bias) >= self._text.codec.num_known_tokens:
+            raise RequestError(400, f"{max(bias)} is no token's id.", param="logit_bias")
         sampling = SamplingParams(
-            max_new_tokens=wanted or min(left, most),
+            max_new_tokens=max(wanted if wanted is not None else min(left, most), 1),
             temperature=_temperature(body.temperature),
             top_k=max(body.top_k, 0),
-            seeds=None if body.seed is None else tuple(derive_seed(body.seed, k) for k in range(count)),
+            seeds=None if body.seed is None else tuple(derive_seed(body.seed, k) for k in range(body.n)),
             stop=tuple(body.stop),
             choices=body.choices,
             grammar=body.grammar,
+            top_logprobs=body.top or 0,
+            prompt_logprobs=scores,
+            logit_bias=tuple(bias.items()),
+            bad_words=tuple(body.bad_words),
             **{name: getattr(body, name) for name in _AS_SENT},
+            **more,  # type: ignore[arg-type]
         )
         # Here it is the client's error; the engine would fail later.
         self._grammars.matcher(sampling)
-        return GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version), prompt_tokens
-
-    def generate(self, body: GenerateRequest, name: str, version: int) -> tuple[GenerationRequest, int]:
-        """The same for `/generate`, whose `max_tokens` is cut to what the context has left."""
-        span, prompt_tokens = self._encode(body.messages)
-        temperature = _temperature(body.temperature)
-        sampling = SamplingParams(
-            max_new_tokens=min(body.max_tokens, self._max_context - prompt_tokens, self._limits.max_new_tokens),
-            temperature=temperature,
-            top_p=_GENERATE_TOP_P if temperature else 1.0,
-        )
-        return GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version), prompt_tokens
+        return sampling
 
     def _encode(
-        self, messages: Sequence[ChatMessage], extra_chars: int = 0, thinking: bool | None = None
-    ) -> tuple[EncodedSpan, int]:
-        """The conversation as tokens, and their number with every token of its images."""
-        limits = self._limits
+        self,
+        messages: Sequence[ChatMessage],
+        extra_chars: int = 0,
+        template: TemplateOptions | None = None,
+        tools: Sequence[Tool] = (),
+        ending: Ending = "prompt",
+    ) -> tuple[EncodedSpan, np.ndarray]:
+        """The conversation as tokens, and with every token of its images, int32 [P]."""
+        limits, codec = self._limits, self._text.codec
         parts = [part for message in messages for part in message.content or ()]
         if len(messages) + len(parts) > limits.max_parts:
             raise _too_much(f"The request has more than {limits.max_parts} messages and parts: send less.")
+        beside = [message.fields for message in messages]
+        shown = [tool.shown for tool in tools]
         chars = extra_chars + sum(len(part.text) for part in parts if isinstance(part, TextPart))
+        chars += len(json.dumps([beside, shown])) if shown or any(beside) else 0
         if chars > limits.max_text_chars:
             raise _too_much(
                 f"The request has {chars} characters of text and this server takes {limits.max_text_chars}."
             )
         images = iter(self.images([part.uri for part in parts if not isinstance(part, TextPart)]))
-        conversation = [
-            Message(
-                "system" if message.role == "developer" else message.role,
-                tuple(part.text if isinstance(part, TextPart) else next(images) for part in message.content or ()),
-            )
-            for message in messages
-        ]
+        conversation = []
+        for message, fields in zip(messages, beside, strict=True):
+            content = [part.text if isinstance(part, TextPart) else next(images) for part in message.content or ()]
+            if message.tool_calls and not codec.uses("tool_calls"):  # they are part of what it said
+                content += [call.function.text for call in message.tool_calls]
+            role = "system" if message.role == "developer" else message.role
+            conversation.append(Message(role, tuple(content), fields))
+        if shown and not codec.uses("tools"):
+            told = _TOOLS_TOLD.format(tools="\n".join(map(json.dumps, shown)))
+            if conversation[0].role == "system":
+                told = f"{conversation.pop(0).text}\n\n{told}"
+            conversation.insert(0, Message.of("system", told))
         try:
-            span = self._text.codec.encode_prompt(conversation, thinking)
+            span = codec.encode_prompt(conversation, template.enable_thinking if template else None, shown, ending)
         except TemplateError as error:
             raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
-        image_tokens = sum(self._text.images.count_tokens(image.width, image.height) for image in span.images)
-        total = len(span.token_ids) - len(span.images) + image_tokens
-        if total >= self._max_context:
-            raise self._too_long(f"The prompt has {total} tokens: no less")
-        return span, total
+        ids = self._text.expand(span.token_ids, span.images)
+        self._check_length(len(ids), "messages")
+        return span, ids
+
+    def _check_length(self, tokens: int, param: str) -> None:
+        if tokens >= self._max_context:
+            raise self._too_long(f"The prompt has {tokens} tokens: no less", param)
 
     def images(self, uris: Sequence[str]) -> list[EncodedImage]:
         """The images of data URIs. Their headers are checked before one is decoded. Raises RequestError and
@@ -156,12 +275,12 @@ class RequestReader:
                 images.append(seen_image(file, spec, limits))
         return images
 
-    def _too_long(self, what: str) -> RequestError:
+    def _too_long(self, what: str, param: str = "messages") -> RequestError:
         return RequestError(
             400,
             f"{what} than the context of {self._max_context} tokens. Send less, or raise serving.max_context.",
             code="context_length_exceeded",
-            param="messages",
+            param=param,
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import json
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,8 @@ import numpy as np
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk, StopReason, TopLogprobs
+from rl_vlm.envs.tools import CallReader, Tools, overlap
+from rl_vlm.types import Completion, GenerationRequest, Sample, SampleChunk, StopReason, TopLogprobs
 
 
 class ReplyText:
@@ -20,10 +23,13 @@ class ReplyText:
 
     It works on bytes, because a token may hold part of a character. Text that may be the beginning of a stop string is
     held back until the next tokens decide. A stop string that ends within the first `min_tokens` tokens is plain text.
+    `keep_stop`: the text ends with it, not before it.
     """
 
-    def __init__(self, codec: ChatCodec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
-        self._codec = codec
+    def __init__(
+        self, codec: ChatCodec, stop: Iterable[str] = (), min_tokens: int = 0, keep_stop: bool = False
+    ) -> None:
+        self._codec, self._keep_stop = codec, keep_stop
         self._stops = [text.encode() for text in stop]
         self._bytes = bytearray()
         self._starts: list[int] = []  # per token: its first byte
@@ -51,10 +57,10 @@ class ReplyText:
         # As token by token: the stop string that is complete first ends the text, not the one that begins first.
         cuts = [(start + length, start) for start, length in starts if start >= 0]
         if cuts:
-            end, last = min(cuts)[1], True
+            end, last = min(cuts)[not self._keep_stop], True
             del self._bytes[end:]
         elif not last:
-            end -= max((_overlap(self._bytes, stop) for stop in self._stops), default=0)
+            end -= max((overlap(bytes(self._bytes), stop) for stop in self._stops), default=0)
         text = self._utf8.decode(bytes(self._bytes[self._sent : end]), final=last)
         self._sent, self._over = max(end, self._sent), last
         first = self._tokens_sent
@@ -63,105 +69,275 @@ class ReplyText:
         return text, range(first, self._tokens_sent)
 
 
-def _overlap(data: bytearray, stop: bytes) -> int:
-    """How many bytes at the end of `data` are a beginning of `stop`, but not all of it."""
-    return next((k for k in range(min(len(stop) - 1, len(data)), 0, -1) if data.endswith(stop[:k])), 0)
-
-
 Content = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as the engine gets it, and what its answer may hold beside text."""
+
+    request: GenerationRequest
+    prompt_ids: np.ndarray  # int32 [P], with every token of the images
+    thinks: bool = False  # thoughts are told apart; `sampling.opened_thought`: the answer begins within one
+    tools: Tools | None = None  # calls of these are told apart
+    forced: str | None = None  # the answer is a list of calls (""), or the arguments of this tool
+    parallel: bool = True  # whether several calls are passed on
+    scores_only: bool = False  # no answer is wanted; the engine gives one token all the same
+
+
+class AnswerReader:
+    """Parts the text of one answer, while it grows, into thought, text and calls."""
+
+    def __init__(self, asked: Asked) -> None:
+        # None: the beginning decides whether there is a thought.
+        self._thinking = True if asked.request.sampling.opened_thought else None if asked.thinks else False
+        self._held, self._asked, self.num_calls = "", asked, 0
+        self._calls = None if asked.tools is None or asked.forced else CallReader(asked.tools)
+        if asked.forced == "":  # a list, as Mistral's models write it behind a mark
+            self.feed(_LIST_MARK, last=False)
+
+    def feed(self, text: str, last: bool) -> Content:
+        """The fields of a delta: `reasoning`, `content` and `tool_calls`, those that have grown."""
+        thought, text = self._part_thought(text, last)
+        content = {"reasoning": thought} if thought else {}
+        if self._asked.forced:
+            calls = [self._call(self._asked.forced if not self.num_calls else None, text)] if text else []
+        elif self._calls is not None:
+            text, found = self._calls.feed(text, last)
+            text = text.removeprefix(_LIST_MARK)
+            found = found if self._asked.parallel else found[: 1 - self.num_calls]
+            calls = [self._call(one.name, json.dumps(one.arguments, ensure_ascii=False)) for one in found]
+        else:
+            return content | ({"content": text} if text else {})
+        text = "" if self._asked.forced else text
+        return content | ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+
+    def _call(self, name: str | None, arguments: str) -> Content:
+        """A call, or more of the arguments of the last one. Mistral's template wants nine letters or digits as id."""
+        if name is None:
+            return {"index": self.num_calls - 1, "function": {"arguments": arguments}}
+        self.num_calls += 1
+        head = {"index": self.num_calls - 1, "id": uuid.uuid4().hex[:9], "type": "function"}
+        return {**head, "function": {"name": name, "arguments": arguments}}
+
+    def _part_thought(self, text: str, last: bool) -> tuple[str, str]:
+        self._held, text = "", self._held + text
+        if self._thinking is None:
+            head = text.lstrip()
+            if _OPEN.startswith(head) and len(head) < len(_OPEN) and not last:
+                self._held = text
+                return "", ""
+            self._thinking = head.startswith(_OPEN)
+            text = head.removeprefix(_OPEN) if self._thinking else text
+        if not self._thinking:
+            return "", text
+        thought, closed, text = text.partition(_CLOSE)
+        if closed:
+            self._thinking = False
+        elif not last:
+            kept = len(thought) - overlap(thought, _CLOSE)
+            thought, self._held = thought[:kept], thought[kept:]
+        return thought, text
+
+
+_OPEN, _CLOSE, _LIST_MARK = "<think>", "</think>", "[TOOL_CALLS]"
+
+
 @dataclass
-class _Sample:
+class _Growing:
     """One sample while it grows."""
 
+    asked: Asked
     text: ReplyText
+    answer: AnswerReader
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[TopLogprobs] = field(default_factory=list)
+    scores: Sequence[TopLogprobs] = ()  # of the prompt from its second token on
+    num_chars: int = 0  # of the tokens that are told
 
 
-class ChatReply:
-    """The reply to one chat request, whole or in chunks.
+class Reply:
+    """The reply to one request of one or more prompts, whose samples are numbered through, whole or in chunks.
 
-    Args:
-        request: what the engine was asked; its stop strings end the text before the first of them.
-        model: the name that the client asked for.
-        num_prompt_tokens: with every token of the images.
-        logprobs: whether the client wants log-probabilities.
+    Subclasses give its form; `body` says what the client wants to be told, `model` which model answers.
     """
 
-    def __init__(
-        self, codec: ChatCodec, request: GenerationRequest, model: str, num_prompt_tokens: int, logprobs: bool
-    ) -> None:
-        self._codec, self.num_prompt_tokens, self._logprobs = codec, num_prompt_tokens, logprobs
-        self._head: Content = {"id": request.request_id, "created": int(time.time()), "model": model}
-        sampling = request.sampling
-        self._samples = [_Sample(ReplyText(codec, sampling.stop, sampling.min_tokens)) for _ in range(sampling.n)]
+    kind: str
+    chunk_kind: str
+    says_done = True  # a stream ends with [DONE]
 
-    def whole(self, completion: Completion) -> Content:
-        choices = []
-        for number, sample in enumerate(completion.samples):
-            text, logprobs = self._grow(number, sample.token_ids, sample.logprobs, sample.top_logprobs, last=True)
-            message = {"role": "assistant", "content": text, "refusal": None}
-            choices.append(_choice(number, {"message": message}, logprobs, sample.stop_reason))
-        return self._content("chat.completion", completion.policy_version, choices, self._usage())
+    def __init__(self, codec: ChatCodec, asked: Sequence[Asked], model: str, body: Any) -> None:
+        self._codec, self._body = codec, body
+        self._head: Content = {"id": asked[0].request.request_id, "created": int(time.time()), "model": model}
+        self._samples = [self._growing(one) for one in asked for _ in range(one.request.sampling.n)]
+        self.num_prompt_tokens = sum(len(one.prompt_ids) for one in asked)
 
-    def chunk(self, new: SampleChunk) -> Content | None:
-        """The event for new tokens of one sample; None while they add no text that is certain."""
-        role = {} if self._samples[new.number].token_ids else {"role": "assistant"}
-        last = new.stop_reason is not None
-        text, logprobs = self._grow(new.number, new.token_ids, new.logprobs, new.top_logprobs, last)
-        if not (role or text or last or (logprobs and logprobs["content"])):
-            return None
-        choice = _choice(new.number, {"delta": {**role, "content": text}}, logprobs, new.stop_reason)
-        return self._content("chat.completion.chunk", new.policy_version, [choice], None)
-
-    def last_chunk(self, version: int) -> Content:
-        """The usage, in an event without choices."""
-        return self._content("chat.completion.chunk", version, [], self._usage())
+    def _growing(self, asked: Asked) -> _Growing:
+        sampling = asked.request.sampling
+        text = ReplyText(self._codec, sampling.stop, sampling.min_tokens, self._body.include_stop_str_in_output)
+        return _Growing(asked, text, AnswerReader(asked))
 
     @property
     def num_sampled(self) -> int:
         return sum(len(sample.token_ids) for sample in self._samples)
 
-    def _grow(
-        self, number: int, ids: np.ndarray, logprobs: np.ndarray, top: Sequence[TopLogprobs], last: bool
-    ) -> tuple[str, Content | None]:
-        """The new text of a sample, and the log-probabilities of its tokens if the client wants them."""
+    def whole(self, completions: Sequence[Completion]) -> Content:
+        samples = [(completion, sample) for completion in completions for sample in completion.samples]
+        choices = []
+        for number, (completion, sample) in enumerate(samples):
+            self._samples[number].scores = completion.prompt_logprobs
+            choice = self._choice(number, sample, last=True, whole=True)
+            if self._body.return_token_ids:  # and who sampled them: (number of tokens, version) in order
+                pieces = sample.pieces or ((len(sample.token_ids), completion.policy_version),)
+                choice["policy_versions"] = [list(piece) for piece in pieces]
+            choices.append(choice | self._of_prompt(number, completion, len(completions) > 1))
+        content = self._content(self.kind, min(one.policy_version for one in completions), choices, self._usage())
+        return content | self._of_prompt(0, completions[0], len(completions) == 1)
+
+    def chunk(self, new: SampleChunk) -> list[Content]:
+        """The events for new tokens of one sample; none while they add no text that is certain."""
+        first = not self._samples[new.number].token_ids
+        choice = self._choice(new.number, new, last=new.stop_reason is not None, whole=False)
+        if not first and not self._tells(choice):
+            return []
+        content = self._content(self.chunk_kind, new.policy_version, [choice], None)
+        if first and self._body.return_token_ids:
+            content["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()
+        return [content]
+
+    def end(self, version: int) -> list[Content]:
+        """The last events: the usage, where it is asked for, without choices."""
+        options = self._body.stream_options
+        wanted = options is not None and options.include_usage
+        return [self._content(self.chunk_kind, version, [], self._usage())] if wanted else []
+
+    def _grow(self, number: int, new: Sample | SampleChunk, last: bool) -> tuple[_Growing, str, range]:
+        """A sample with new tokens, its text that is certain now, and which of its tokens begin in that."""
         sample = self._samples[number]
-        sample.token_ids += ids.tolist()
-        sample.logprobs += logprobs.tolist()
-        sample.top += top
-        text, tokens = sample.text.feed(ids.tolist(), last)
-        if not self._logprobs:
-            return text, None
-        entries = [
-            {
-                **self._token(sample.token_ids[k], sample.logprobs[k]),
-                "top_logprobs": [self._token(token, value) for token, value in sample.top[k]] if sample.top else [],
-            }
-            for k in tokens
-        ]
-        return text, {"content": entries, "refusal": None}
+        ids = [] if sample.asked.scores_only else new.token_ids.tolist()
+        sample.token_ids += ids
+        sample.logprobs += new.logprobs.tolist()[: len(ids)]
+        sample.top += new.top_logprobs[: len(ids)]
+        text, places = sample.text.feed(ids, last)
+        return sample, text, places
+
+    def _choice(self, number: int, new: Sample | SampleChunk, last: bool, whole: bool) -> Content:
+        first = not self._samples[number].token_ids
+        sample, text, places = self._grow(number, new, last)
+        logprobs = self._logprobs(sample, places) if self._body.top is not None else None
+        choice = {"index": number, **self._said(sample, text, last, whole, first), "logprobs": logprobs}
+        choice["finish_reason"] = None if new.stop_reason is None else self._finish_reason(sample, new.stop_reason)
+        return choice | ({"token_ids": new.token_ids.tolist()} if self._body.return_token_ids else {})
+
+    def _said(self, sample: _Growing, text: str, last: bool, whole: bool, first: bool) -> Content:
+        raise NotImplementedError
+
+    def _logprobs(self, sample: _Growing, places: range) -> Content:
+        raise NotImplementedError
+
+    def _tells(self, choice: Content) -> bool:
+        """Whether a chunk has anything to say."""
+        said = choice.get("delta") or choice.get("text") or (choice["logprobs"] and any(choice["logprobs"].values()))
+        return bool(said or choice["finish_reason"] or choice.get("token_ids"))
+
+    def _finish_reason(self, sample: _Growing, reason: StopReason) -> str:
+        if reason is StopReason.LENGTH:
+            return "length"
+        return "tool_calls" if sample.answer.num_calls and not sample.asked.forced else "stop"
 
     def _content(self, kind: str, version: int, choices: list[Content], usage: Content | None) -> Content:
         shared = {**self._head, "system_fingerprint": fingerprint(version)}
         return {**shared, "object": kind, "choices": choices, "usage": usage}
 
+    def _of_prompt(self, number: int, completion: Completion, here: bool) -> Content:
+        """What is told about a prompt: for the whole reply, or where there are several prompts in each choice."""
+        told: Content = {}
+        if here and self._body.return_token_ids:
+            told["prompt_token_ids"] = completion.prompt_ids.tolist()
+        if here and completion.prompt_logprobs:
+            told["prompt_logprobs"] = [None, *map(self._prompt_place, completion.prompt_logprobs)]
+        return told
+
+    def _prompt_place(self, place: TopLogprobs) -> Content:
+        """As vLLM tells it: the prompt's own token first; the rank only of those that are among the most likely."""
+        ranks = {token: rank for rank, (token, _) in enumerate(place[1:], 1)}
+        return {
+            str(token): {"logprob": value, "rank": ranks.get(token), "decoded_token": self._text_of(token)}
+            for token, value in place
+        }
+
+    def _text_of(self, token_id: int) -> str:
+        if self._body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self._codec.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _token_of(self, sample: _Growing, place: int) -> Content:
+        """One token with its log-probability and its alternatives."""
+        top = [self._token(token, value) for token, value in sample.top[place]] if sample.top else []
+        return {**self._token(sample.token_ids[place], sample.logprobs[place]), "top_logprobs": top}
+
     def _token(self, token_id: int, logprob: float) -> Content:
         data = self._codec.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        return {"token": self._text_of(token_id), "logprob": logprob, "bytes": list(data)}
 
     def _usage(self) -> Content:
         prompt, sampled = self.num_prompt_tokens, self.num_sampled
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
+class ChatReply(Reply):
+    """OpenAI's `chat.completion`."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def _said(self, sample: _Growing, text: str, last: bool, whole: bool, first: bool) -> Content:
+        grown = sample.answer.feed(text, last)
+        thought = grown.pop("reasoning", None)
+        if thought and self._body.include_reasoning:  # under the name that vLLM gives it, and the one that clients know
+            grown = {"reasoning": thought, "reasoning_content": thought, **grown}
+        if not whole:
+            return {"delta": ({"role": "assistant", "content": ""} if first else {}) | grown}
+        for call in grown.get("tool_calls", ()):
+            del call["index"]
+        nothing = None if thought or sample.answer.num_calls else ""
+        return {"message": {"role": "assistant", "content": nothing, "refusal": None, **grown}}
+
+    def _logprobs(self, sample: _Growing, places: range) -> Content:
+        return {"content": [self._token_of(sample, place) for place in places], "refusal": None}
+
+
+class TextReply(Reply):
+    """OpenAI's legacy `text_completion`."""
+
+    kind = chunk_kind = "text_completion"
+
+    def _said(self, sample: _Growing, text: str, last: bool, whole: bool, first: bool) -> Content:
+        echo = self._body.echo and first
+        return {"text": self._codec.text_of(sample.asked.prompt_ids) + text if echo else text}
+
+    def _logprobs(self, sample: _Growing, places: range) -> Content:
+        told: Content = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+        def tell(token: int, value: float | None, top: TopLogprobs) -> None:
+            words = self._text_of(token)
+            told["tokens"].append(words)
+            told["token_logprobs"].append(value)
+            told["top_logprobs"].append(
+                value if value is None else {words: value} | {self._text_of(t): v for t, v in top}
+            )
+            told["text_offset"].append(sample.num_chars)
+            sample.num_chars += len(words)
+
+        if self._body.echo and not sample.num_chars:
+            first, *others = sample.asked.prompt_ids.tolist()
+            tell(first, None, ())
+            for token, place in zip(others, sample.scores, strict=True):
+                tell(token, place[0][1], place[1:])
+        for k in places:
+            tell(sample.token_ids[k], sample.logprobs[k], sample.top[k] if sample.top else ())
+        return told
+
+
 def fingerprint(version: int) -> str:
     return "base" if version == BASE_MODEL else f"policy-v{version}"
-
-
-def _choice(number: int, said: Content, logprobs: Content | None, reason: StopReason | None) -> Content:
-    finish = reason and ("length" if reason is StopReason.LENGTH else "stop")
-    return {"index": number, **said, "logprobs": logprobs, "finish_reason": finish}

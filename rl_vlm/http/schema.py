@@ -1,11 +1,22 @@
-"""Bodies of requests: OpenAI's chat completions with vLLM's additions, and the plain `/generate`."""
+"""Bodies of requests: OpenAI's with vLLM's additions, and the plain `/generate`."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+import logging
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from rl_vlm.http.gate import RequestError
 from rl_vlm.types import MAX_GRAMMAR_CHARS, MAX_REPETITION_PENALTY, MAX_TOP_LOGPROBS, MIN_REPETITION_PENALTY, Grammar
@@ -14,6 +25,9 @@ _MAX_ITEMS = 100_000  # a bound for the parser; the server's own limits are lowe
 _MAX_INT = 2**31
 _MAX_FIELDS = 256  # of a chat; more are not even named
 _MAX_SHOWN = 200  # characters of an error that may come from the client
+_MAX_BIASED = 1024  # tokens of a logit_bias
+
+logger = logging.getLogger("rl_vlm.http")
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -23,39 +37,36 @@ class _In(BaseModel):
 
 
 class TextPart(_In):
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class ImagePart(_In):
-    type: Literal["image"]
-    image: str
+    type: Literal["image", "image_url", "input_image", "file", "input_file"]
+    uri: str
 
-    @property
-    def uri(self) -> str:
-        return self.image
-
-
-class ImageURL(_In):
-    url: str
-
-
-class ImageURLPart(_In):
-    type: Literal["image_url"]
-    image_url: ImageURL
-
-    @property
-    def uri(self) -> str:
-        return self.image_url.url
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_uri(cls, data: Any) -> Any:
+        """The URI, which each form keeps at a place of its own."""
+        if not isinstance(data, dict):
+            return data
+        holder = data.get("image_url", data.get("file", data))
+        holder = holder if isinstance(holder, dict) else {"url": holder}
+        uri = next((holder[key] for key in ("url", "image", "file_data") if isinstance(holder.get(key), str)), None)
+        if uri is None:
+            raise ValueError("this part holds no image: give its data URI")
+        return {"type": data.get("type"), "uri": uri}
 
 
-Part = Annotated[TextPart | ImagePart | ImageURLPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 def _as_parts(content: Any) -> Any:
     if not isinstance(content, str | list):
         raise ValueError("this must be text, or a list of parts")
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [content] if isinstance(content, str) else content
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 Parts = Annotated[list[Part], Field(max_length=_MAX_ITEMS, fail_fast=True), BeforeValidator(_as_parts)]
@@ -71,8 +82,17 @@ class FunctionCall(_In):
         called = f'{{"name": {json.dumps(self.name)}, "arguments": {self.arguments}}}'
         return f"\n<tool_call>\n{called}\n</tool_call>"
 
+    @property
+    def parsed(self) -> Any:
+        """The arguments as templates want them; as text where they are no JSON."""
+        try:
+            return json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+
 
 class ToolCall(_In):
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -80,7 +100,10 @@ class ToolCall(_In):
 class ChatMessage(_In):
     role: Literal["system", "developer", "user", "tool", "assistant"]
     content: Parts | None = None
+    name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_ITEMS, fail_fast=True)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
@@ -88,10 +111,48 @@ class ChatMessage(_In):
             raise ValueError("the content is missing")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only the assistant calls tools")
-        if self.tool_calls:  # they are part of what it said
-            said = [TextPart(type="text", text=call.function.text) for call in self.tool_calls]
-            self.content = [*(self.content or ()), *said]
         return self
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a chat template reads beside role and content."""
+        plain = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.parsed},
+            }
+            for call in self.tool_calls or ()
+        ]
+        return {name: value for name, value in (plain | {"tool_calls": calls}).items() if value}
+
+
+class Function(_In):
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_In):
+    type: Literal["function"] = "function"
+    function: Function
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """As chat templates write it, key by key as vLLM does."""
+        function = self.function.model_dump()
+        return {"type": "function", "function": {k: v for k, v in function.items() if k != "strict" or v is not None}}
+
+
+class FunctionName(_In):
+    name: str
+
+
+class NamedTool(_In):
+    type: Literal["function"] = "function"
+    function: FunctionName
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
@@ -158,6 +219,7 @@ class StructuredOutputs(_In):
     structural_tag: None = None
 
 
+Form = Grammar | tuple[str, ...]  # what an answer is to be: a grammar's, or one of some texts
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -167,34 +229,35 @@ class TemplateOptions(BaseModel):
     enable_thinking: bool | None = None  # where the model's template knows the switch
 
 
-# Fields of OpenAI and of vLLM that are not supported, each with the value that changes nothing.
+# Fields of OpenAI and of vLLM that would change the answer and are not supported, each with the value that does not.
 _USUAL: dict[str, Any] = {
-    "tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "logit_bias": {},
-    "modalities": ["text"], "best_of": 1, "skip_special_tokens": True,
-    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "add_generation_prompt": True,
-    "continue_final_message": False, "add_special_tokens": False, "echo": False, "length_penalty": 1.0,
-    "use_beam_search": False, "include_reasoning": True, "stop_token_ids": [], "bad_words": [], "priority": 0,
-    "mm_payload": "tensors", "routed_experts_prompt_start": 0, "return_token_offsets": False,
-    "return_token_ids": False, "return_tokens_as_token_ids": False, "return_prompt_text": False,
-    "return_mm_kwargs": False,
+    "functions": [], "function_call": "none", "modalities": ["text"], "best_of": 1, "length_penalty": 1.0,
+    "add_special_tokens": False, "use_beam_search": False, "stop_token_ids": [], "priority": 0, "echo": False,
+    "return_prompt_text": False, "truncate_prompt_tokens": None, "documents": [], "chat_template": None,
+    "mm_processor_kwargs": {}, "media_io_kwargs": {}, "allowed_token_ids": None, "logprob_token_ids": None,
+    "kv_transfer_params": None, "audio": None, "suffix": None, "prompt_embeds": None, "previous_response_id": None,
+    "conversation": None, "background": False, "prompt": None,
 }  # fmt: skip
 # Fields that do not change the answer, whatever they hold.
 _IGNORED = {
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-    "reasoning_effort", "verbosity", "request_id", "session_id", "cache_salt",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
+    "verbosity", "request_id", "session_id", "cache_salt", "skip_special_tokens", "spaces_between_special_tokens",
+    "include", "truncation", "reasoning", "max_tool_calls", "prompt_cache_retention", "mm_payload", "return_mm_kwargs",
+    "routed_experts_prompt_start", "return_token_offsets",
 }  # fmt: skip
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_told: set[str] = set()  # unknown fields that the log has named
 
 
-class ChatRequest(BaseModel):
-    """OpenAI's request, and vLLM's additions. A field that is None counts as absent; one that is unknown, or not
-    supported, is an error that names it."""
+class SampledRequest(BaseModel):
+    """What all requests for samples share. A field that is None counts as absent. One that would change the answer and
+    is not supported is an error; one that is unknown is ignored, told in the log and in a header."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    usual: ClassVar[Mapping[str, Any]] = _USUAL
 
-    model: str = Field(max_length=256)
-    messages: Messages
+    model: str | None = Field(None, max_length=256)
     max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
     min_tokens: int = Field(0, ge=0, lt=_MAX_INT)  # before an end of turn or a stop string
     ignore_eos: bool = False  # go on to max_tokens whatever is sampled
     temperature: float = Field(1.0, ge=0, le=2)
@@ -204,20 +267,26 @@ class ChatRequest(BaseModel):
     repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=_MAX_BIASED
+    )
+    bad_words: Annotated[list[StopText], Field(max_length=64)] = []
     n: int = Field(1, ge=1, lt=_MAX_INT)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StopTexts = []
+    include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_choice: Texts | None = None  # the answer is one of these
     guided_json: Schema | None = None
     guided_regex: Pattern | None = None
     guided_grammar: Pattern | None = None
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    ignored_fields: list[str] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -226,26 +295,42 @@ class ChatRequest(BaseModel):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"the body has {len(data)} fields: leave out those that are not known here")
-        given = {
-            name: value
-            for name, value in data.items()
-            if value is not None and name not in _IGNORED and not (name in _USUAL and value == _USUAL[name])
-        }
-        # JSON has one kind of number, and some clients write 6.0 for 6.
-        return {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in given.items()}
+        known = cls.model_fields.keys() - {"ignored_fields"}
+        given, ignored = dict[str, Any](), list[str]()
+        for name, value in data.items():
+            if value is None or name in _IGNORED - known:
+                continue
+            if name in known or (name in cls.usual and value != cls.usual[name]):
+                # JSON has one kind of number, and some clients write 6.0 for 6.
+                given[name] = int(value) if isinstance(value, float) and value.is_integer() else value
+            elif name not in cls.usual:
+                ignored.append(name if _NAME.fullmatch(name) else "?")
+        if new := sorted({*ignored[:16]} - _told) if len(_told) < _MAX_FIELDS else []:
+            _told.update(new)
+            logger.warning("Clients send fields that are not known here and are ignored: %s.", ", ".join(new))
+        return {**given, "ignored_fields": ignored[:16]} if ignored else given
 
     @model_validator(mode="after")
-    def _consistent(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+    def _consistent(self) -> Any:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not streamed: leave stream out")
         if len(self._forms) > 1:
             raise ValueError(f"{' and '.join(name for name, _ in self._forms)} constrain the answer: give one of them")
         return self
 
     @property
-    def _forms(self) -> list[tuple[str, Grammar | tuple[str, ...]]]:
+    def top(self) -> int | None:
+        """How many alternatives are told at each place; None where no log-probabilities are."""
+        return None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def _forms(self) -> list[tuple[str, Form]]:
         """What the answer is to be, and where the body says so."""
         asked, vllm = self.response_format, self.structured_outputs or StructuredOutputs()
         json_object = _ANY_OBJECT if vllm.json_object else None
@@ -270,6 +355,121 @@ class ChatRequest(BaseModel):
     @property
     def choices(self) -> tuple[str, ...]:
         return next((form for _, form in self._forms if isinstance(form, tuple)), ())
+
+
+class ChatRequest(SampledRequest):
+    """OpenAI's request for a chat, and vLLM's additions."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] = Field([], max_length=256)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(None, ge=0, lt=_MAX_INT)
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
+
+    @model_validator(mode="after")
+    def _of_a_chat(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        if (self.tool_choice == "required" and not names) or (self.named_tool and self.named_tool not in names):
+            raise ValueError("tool_choice asks for a tool that is not among tools")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs a last message of the assistant")
+        return self
+
+    @property
+    def named_tool(self) -> str:
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
+
+    @property
+    def top(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def _forms(self) -> list[tuple[str, Form]]:
+        forced = [tool.function for tool in self.tools if self.named_tool in ("", tool.function.name)]
+        if self.tool_choice in ("none", "auto") or not forced:
+            return super()._forms
+        schema = forced[0].parameters or {"type": "object"} if self.named_tool else self._calls(forced)
+        return [*super()._forms, ("tool_choice", Grammar("json_schema", json.dumps(schema)))]
+
+    def _calls(self, functions: list[Function]) -> dict[str, Any]:
+        """The schema of a list of calls, as vLLM asks for it. References within parameters point to its root."""
+        items, definitions = [], dict[str, Any]()
+        for function in functions:
+            parameters = dict(function.parameters or {"type": "object", "properties": {}})
+            definitions |= parameters.pop("$defs", {})
+            properties = {"name": {"type": "string", "enum": [function.name]}, "parameters": parameters}
+            items.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
+        most = {} if self.parallel_tool_calls else {"maxItems": 1}
+        return {"type": "array", "minItems": 1, **most, "items": {"anyOf": items}, "$defs": definitions}
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_INT)]], Field(min_length=1, max_length=_MAX_ITEMS)]
+
+
+class CompletionRequest(SampledRequest):
+    """OpenAI's legacy request: prompts as text or token ids. `images`: data URIs for the placeholders of one prompt."""
+
+    usual: ClassVar[Mapping[str, Any]] = {k: v for k, v in _USUAL.items() if k not in ("add_special_tokens", "echo")}
+
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256)]
+    images: list[str] = Field([], max_length=_MAX_ITEMS)
+    max_tokens: int | None = Field(16, ge=0, lt=_MAX_INT)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else self.prompt  # type: ignore[list-item,return-value]
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+class TokenizeRequest(BaseModel):
+    """vLLM's: a prompt, or a conversation."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: list[Tool] = Field([], max_length=256)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=_MAX_INT)]] = Field(max_length=_MAX_ITEMS)
 
 
 def parse_body(body: bytes, kind: type[M]) -> M:

@@ -24,7 +24,8 @@ from rl_vlm.engines.transformers_engine import TransformersEngine
 from rl_vlm.http import reader as module
 from rl_vlm.http.app import json_bytes
 from rl_vlm.http.reader import image_file, seen_image
-from rl_vlm.http.replies import ChatReply
+from rl_vlm.http.replies import Asked, ChatReply
+from rl_vlm.http.schema import ChatRequest, parse_body
 from rl_vlm.models.images import ImageProcessorSpec, patchify, shrunk
 from rl_vlm.types import (
     Completion,
@@ -56,7 +57,10 @@ def refusal(server: Server, body: bytes, path: str = CHAT) -> str:
 
 def test_unknown_fields_are_counted_before_they_are_named(server: Server) -> None:
     assert "5002 fields" in refusal(server, unknown_keys(5000))
-    assert refusal(server, unknown_keys(3)).startswith("0: this field is not known")
+    reply = httpx.post(server.url + CHAT, content=unknown_keys(30), headers=JSON, timeout=60)
+    assert reply.headers["X-Ignored-Fields"] == ", ".join(map(str, range(16)))  # the first ones only
+    reply = httpx.post(server.url + CHAT, content=chat_body(**{"a\r\nX-Evil: 1": 1}), headers=JSON, timeout=60)
+    assert reply.headers["X-Ignored-Fields"] == "?" and "X-Evil" not in reply.headers
 
 
 def test_a_request_with_all_parts_that_it_may_have_is_answered(server: Server) -> None:
@@ -93,16 +97,21 @@ def test_a_written_reply_is_what_the_schema_says(tiny_folder: Path, logprobs: bo
     codec = text_side(tiny_folder).codec
     sampling = SamplingParams(30, n=2, top_logprobs=3)
     whole, streamed = (
-        ChatReply(codec, GenerationRequest("id", np.zeros(3, np.int32), sampling), "name", 3, logprobs)
+        ChatReply(
+            codec,
+            [Asked(GenerationRequest("id", np.zeros(3, np.int32), sampling), np.zeros(3, np.int32))],
+            "name",
+            parse_body(chat_body(logprobs=logprobs), ChatRequest),
+        )
         for _ in range(2)
     )
-    text = json_bytes(whole.whole(completion))
+    text = json_bytes(whole.whole([completion]))
     found = ChatCompletion.model_validate_json(text.replace(b'"logprob":null', b'"logprob":-1e9'))
     assert set(json.loads(text)) <= set(ChatCompletion.model_fields)
     assert found.model == "name" and len(found.choices) == 2 and found.usage.completion_tokens == 60
     sample = completion.samples[0]
     grown = SampleChunk(0, sample.token_ids[:5], sample.logprobs[:5], 7, None, sample.top_logprobs[:5])
-    chunk = ChatCompletionChunk.model_validate_json(json_bytes(streamed.chunk(grown)))
+    chunk = ChatCompletionChunk.model_validate_json(json_bytes(streamed.chunk(grown)[0]))
     assert chunk.choices[0].delta.role == "assistant"
     assert chunk.object == "chat.completion.chunk" and chunk.usage is None
     for choice, sample in zip(found.choices, completion.samples, strict=True):

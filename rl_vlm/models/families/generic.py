@@ -212,9 +212,9 @@ class Backbone:
         positions = position_ids if len(position_ids) > 1 else position_ids[0]
         return self.model.model(inputs_embeds=embeds, position_ids=positions, **types, **options)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, suppress: bool = True) -> Tensor:
         """float32 logits [N, V] of hidden states [N, D], suppressed tokens at -inf."""
         logits = wide_product(hidden, self.lm_head.weight) if self.wide_head else self.lm_head(hidden).float()
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits + self.token_bias
+        return logits + self.token_bias if suppress else logits
