@@ -177,7 +177,7 @@ class RequestReader:
         wanted, left = body.max_new_tokens, self._max_context - len(prompt_ids)
         if wanted is not None and wanted > left:
             raise self._too_long(f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more")
-        scores = body.prompt_logprobs
+        scores = body.scores
         if scores is not None and len(prompt_ids) * (1 + scores) > self._limits.max_reply_values:
             raise RequestError(400, f"The prompt's log-probabilities are more than {self._limits.max_reply_values}.")
         bias = {int(token): value for token, value in body.logit_bias.items()}

@@ -188,9 +188,9 @@ class Reply:
         for number, (completion, sample) in enumerate(samples):
             self._samples[number].scores = completion.prompt_logprobs
             choice = self._choice(number, sample, last=True, whole=True)
-            if self._body.return_token_ids:  # and who sampled them: (number of tokens, version) in order
+            if self._body.return_token_ids:  # and who sampled them: [number of tokens, version] in order
                 pieces = sample.pieces or ((len(sample.token_ids), completion.policy_version),)
-                choice["policy_versions"] = [list(piece) for piece in pieces]
+                choice["policy_versions"] = [[count, max(version, 0)] for count, version in pieces]
             choices.append(choice | self._of_prompt(number, completion, len(completions) > 1))
         content = self._content(self.kind, min(one.policy_version for one in completions), choices, self._usage())
         return content | self._of_prompt(0, completions[0], len(completions) == 1)
@@ -255,7 +255,7 @@ class Reply:
         told: Content = {}
         if here and self._body.return_token_ids:
             told["prompt_token_ids"] = completion.prompt_ids.tolist()
-        if here and completion.prompt_logprobs:
+        if here and self._body.prompt_logprobs is not None:
             told["prompt_logprobs"] = [None, *map(self._prompt_place, completion.prompt_logprobs)]
         return told
 
@@ -323,9 +323,9 @@ class TextReply(Reply):
             words = self._text_of(token)
             told["tokens"].append(words)
             told["token_logprobs"].append(value)
-            told["top_logprobs"].append(
-                value if value is None else {words: value} | {self._text_of(t): v for t, v in top}
-            )
+            # Parts of characters may share a text: the likeliest one counts.
+            likely = {self._text_of(other): score for other, score in reversed(top)}
+            told["top_logprobs"].append(None if value is None else {words: value} | likely)
             told["text_offset"].append(sample.num_chars)
             sample.num_chars += len(words)
 

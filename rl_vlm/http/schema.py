@@ -326,6 +326,10 @@ class SampledRequest(BaseModel):
         return None
 
     @property
+    def scores(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
 
@@ -441,6 +445,12 @@ class CompletionRequest(SampledRequest):
     @property
     def top(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scores(self) -> int | None:
+        """How many alternatives are told of each prompt token; None where nothing is told."""
+        asked = [self.logprobs] * self.echo + [self.prompt_logprobs]
+        return max((one for one in asked if one is not None), default=None)
 
 
 class TokenizeRequest(BaseModel):

@@ -26,9 +26,7 @@ from tables import table
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.envs.tools import ToolCall, parse_tool_call
 from rl_vlm.http.replies import ReplyText
-from rl_vlm.http.schema import GenerateRequest
 from rl_vlm.models.images import TextSide
 from rl_vlm.numerics import derive_seed
 from rl_vlm.safe_text import without_thoughts

@@ -1,0 +1,443 @@
+"""Tools, thoughts, legacy completions and responses over HTTP, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import numpy as np
+import openai
+import pydantic
+import pytest
+from core_support import picture, plain_model, reference_logits, text_side
+from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, tiny_engine
+
+from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.engines.transformers_engine import TransformersEngine
+from rl_vlm.types import Completion, GenerationRequest, Sample, SampleChunk, StopReason
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "unit": {"enum": ["cm", "m"]}},
+    "required": ["x", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "zoom", "description": "Look closer.", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+ASK = [{"role": "user", "content": "How many?"}]
+CALLS = (
+    'Let me look.\n<tool_call>\n{"name": "zoom", "arguments": {"x": 5, "unit": "cm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+)
+
+
+class Scripted:
+    """A backend that says one text, token by token, and keeps what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.codec, self.says, self.asked = text_side(folder).codec, "", [GenerationRequest.__new__(GenerationRequest)]
+
+    async def models(self) -> dict[str, int]:
+        return {"tiny": BASE_MODEL}
+
+    def _ids(self, request: GenerationRequest) -> np.ndarray:
+        self.asked.append(request)
+        return np.append(self.codec.encode_text(self.says), np.int32(self.codec.end_of_turn_id))
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        ids = self._ids(request)
+        sample = Sample(ids, np.zeros(len(ids), np.float32), StopReason.END_OF_TURN)
+        return Completion(request.request_id, request.prompt_ids, (sample,), 3)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
+        for token in (ids := self._ids(request)):
+            last = StopReason.END_OF_TURN if token == ids[-1] else None
+            yield SampleChunk(0, np.array([token]), np.zeros(1, np.float32), 3, last)
+
+
+@pytest.fixture(scope="module")
+def scripted(tiny_folder: Path) -> Iterator[tuple[Scripted, Server]]:
+    backend = Scripted(tiny_folder)
+    with serving(backend, tiny_folder) as server:
+        yield backend, server
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[TransformersEngine]:
+    with tiny_engine(tiny_folder) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def real(engine: TransformersEngine, tiny_folder: Path) -> Iterator[Server]:
+    with serving(EngineBackend(engine), tiny_folder) as server:
+        yield server
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+def chat(server: Server, **more: Any) -> Any:
+    given = {"model": "tiny", "messages": ASK, "tools": TOOLS, **more}
+    return client_of(server).chat.completions.create(**given)
+
+
+def joined(chunks: Any) -> dict[str, Any]:
+    """What the deltas of a stream add up to."""
+    content, reasoning, calls, finish = "", "", {}, None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning", None) or ""
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or ():
+                kept = calls.setdefault(call.index, {"name": call.function.name, "arguments": "", "id": call.id})
+                kept["arguments"] += call.function.arguments or ""
+    return {"content": content, "reasoning": reasoning, "calls": list(calls.values()), "finish": finish}
+
+
+def test_calls_are_parted_from_the_text_whole_and_streamed(scripted: tuple[Scripted, Server]) -> None:
+    backend, server = scripted
+    backend.says = CALLS
+    (choice,) = chat(server).choices
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert found == [("zoom", {"x": 5, "unit": "cm"}), ("stop", {})] and choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look.\n"
+    streamed = joined(chat(server, stream=True))
+    assert [(call["name"], json.loads(call["arguments"])) for call in streamed["calls"]] == found
+    assert (streamed["content"], streamed["finish"]) == ("Let me look.\n", "tool_calls")
+    assert len({call["id"] for call in streamed["calls"]}) == 2
+    one = chat(server, parallel_tool_calls=False).choices[0].message.tool_calls
+    assert [call.function.name for call in one] == ["zoom"]
+    (unread,) = chat(server, tool_choice="none").choices
+    assert unread.message.content == CALLS and unread.message.tool_calls is None and unread.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("says", ['<tool_call>\n{"name": }\n</tool_call> so', "<tool_call>", 'a {"name": "zoom"} b'])
+def test_what_is_no_call_is_text(scripted: tuple[Scripted, Server], says: str) -> None:
+    scripted[0].says = says
+    (choice,) = chat(scripted[1]).choices
+    assert choice.message.content == says and not choice.message.tool_calls and choice.finish_reason == "stop"
+    assert joined(chat(scripted[1], stream=True))["content"] == says
+
+
+def test_a_loop_of_calls_and_pictures_reaches_the_model_as_its_template_writes_it(
+    scripted: tuple[Scripted, Server], tiny_folder: Path
+) -> None:
+    backend, server = scripted
+    image = picture(np.random.default_rng(0), 64, 64)
+    backend.says = "Two."
+    call = {
+        "id": "call00001",
+        "type": "function",
+        "function": {"name": "zoom", "arguments": '{"x": 5, "unit": "<|im_end|>"}'},
+    }
+    reply = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": data_uri(image.png)}}]
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00001", "content": reply},
+    ]
+    chat(server, messages=turns)
+    tokenizer = backend.codec._tokenizer
+    shown = [{"type": "text", "text": "see"}, {"type": "image"}]
+    parsed = {**call, "function": {"name": "zoom", "arguments": {"x": 5, "unit": "<|im_end|>"}}}
+    tools = [
+        {"type": "function", "function": {"description": None, "parameters": None, **tool["function"]}}
+        for tool in TOOLS
+    ]
+    tools = [
+        {"type": "function", "function": {k: tool["function"][k] for k in ("name", "description", "parameters")}}
+        for tool in tools
+    ]
+    expected = tokenizer.apply_chat_template(
+        [ASK[0], {"role": "assistant", "content": "", "tool_calls": [parsed]}, {"role": "tool", "content": shown}],
+        tools=tools, tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    request = backend.asked[-1]
+    assert backend.codec.text_of(request.prompt_ids) == expected
+    # What a client sent forges no end of a turn: system, user, assistant, tool.
+    assert (request.prompt_ids == backend.codec.end_of_turn_id).sum() == 4
+    assert [one.sha256 for one in request.images] == [image.sha256]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "zoom"}}])
+def test_a_call_that_is_asked_for_comes_and_fits_its_schema(real: Server, choice: Any) -> None:
+    """By a model that answers noise."""
+    for seed in range(4):
+        more = {"tool_choice": choice, "max_tokens": 200, "seed": seed}
+        (whole,) = chat(real, **more).choices
+        streamed = joined(chat(real, **more, stream=True))
+        calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
+        assert [(call["name"], call["arguments"]) for call in streamed["calls"]] == calls
+        if whole.finish_reason == "length":
+            continue
+        assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop") and calls
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), PARAMETERS if name == "zoom" else {"type": "object"})
+
+
+def test_biases_and_bad_words_change_what_is_sampled(real: Server) -> None:
+    codec, create = real.text.codec, client_of(real).chat.completions.create
+    token = int(codec.encode_text("3")[0])
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 4, "temperature": 0}
+    (biased,) = create(**asked, logit_bias={str(token): 100}).choices
+    assert biased.message.content == "3333"
+    banned = create(**asked, logit_bias={str(token): 100}, extra_body={"bad_words": ["33"]}).choices[0].message.content
+    assert banned[0] == "3" and "33" not in banned
+
+
+# --- Thoughts
+
+
+@pytest.fixture(scope="module")
+def thinking(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Scripted, Server]]:
+    """A model whose template opens a thought."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("thinking") / "model"
+    shutil.copytree(tiny_folder, folder)
+    path = folder / "chat_template.jinja"
+    path.write_text(
+        path.read_text().replace(
+            "'<|im_start|>assistant\\n' }}\n{%- endif %}", "'<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}"
+        )
+    )
+    backend = Scripted(folder)
+    assert backend.codec.opens_thought
+    with serving(backend, folder) as server:
+        yield backend, server
+
+
+def test_thoughts_are_parted_from_the_answer(thinking: tuple[Scripted, Server]) -> None:
+    backend, server = thinking
+    backend.says = "I see <2 of them>.\n</think>\n\nTwo.\n" + CALLS
+    (choice,) = chat(server).choices
+    assert choice.message.reasoning == choice.message.reasoning_content == "I see <2 of them>.\n"
+    assert choice.message.content == "\n\nTwo.\nLet me look.\n" and len(choice.message.tool_calls) == 2
+    streamed = joined(chat(server, stream=True))
+    assert (streamed["reasoning"], streamed["content"]) == ("I see <2 of them>.\n", "\n\nTwo.\nLet me look.\n")
+    (silent,) = chat(server, extra_body={"include_reasoning": False}).choices
+    assert "reasoning" not in silent.message.model_extra and silent.message.content == choice.message.content
+    backend.says = "I never end"
+    (open_end,) = chat(server).choices
+    assert (open_end.message.content, open_end.message.reasoning) == (None, "I never end")
+
+
+def test_a_schema_binds_the_answer_and_not_the_thought_which_has_a_budget(
+    thinking: tuple[Scripted, Server], tiny_folder: Path
+) -> None:
+    backend, server = thinking
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [7]}}}
+    with tiny_engine(server.text_folder if hasattr(server, "text_folder") else tiny_folder) as engine:
+        backend.says = "x"
+        chat(server, response_format=schema, tools=[], max_tokens=40, extra_body={"thinking_token_budget": 5})
+        (answer,) = asyncio.run(engine.generate([backend.asked[-1]]))
+    thought, _, said = backend.codec.decode(answer.samples[0].token_ids).partition("</think>")
+    assert said.strip() == "7" and len(backend.codec.encode_text(thought)) <= 8
+
+
+# --- Completions: prompts as text or ids, their scores, ids in and out
+
+
+def test_a_prompts_scores_are_those_of_the_plain_model(real: Server, tiny_folder: Path) -> None:
+    ids = real.text.codec.encode_raw("How many shapes are there?", False).tolist()
+    model = plain_model(tiny_folder)
+    expected = reference_logits(tiny_folder, model, np.array(ids), []).detach().log_softmax(-1)
+    create = client_of(real).completions.create
+    for prompt in (ids, "How many shapes are there?"):
+        for max_tokens in (0, 1):
+            more = {"extra_body": {"prompt_logprobs": 0}} if max_tokens else {}
+            (choice,) = create(
+                model="tiny", prompt=prompt, max_tokens=max_tokens, echo=True, logprobs=2, **more
+            ).choices
+            told = choice.logprobs
+            assert (
+                len(told.tokens) == len(ids) + max_tokens
+                and "".join(told.tokens[: len(ids)]) == "How many shapes are there?"
+            )
+            assert told.token_logprobs[0] is None
+            wanted = [float(expected[k, ids[k + 1]]) for k in range(len(ids) - 1)]
+            assert told.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=1e-4)
+            assert max(told.top_logprobs[1].values()) == pytest.approx(float(expected[0].max()), abs=1e-4)
+            assert choice.text.startswith("How many shapes are there?")
+
+
+def test_token_ids_go_in_and_out_with_images(real: Server) -> None:
+    """An outside trainer's loop: what a chat told is sent back, and gives the same answer."""
+    image = picture(np.random.default_rng(1), 64, 96)
+    url = data_uri(image.png)
+    message = {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}],
+    }
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 6, "return_token_ids": True, "logprobs": True}
+    post = lambda path, body: httpx.post(f"{real.url}/v1/{path}", json=body, timeout=PATIENCE_S).json()  # noqa: E731
+    told = post("chat/completions", {**asked, "messages": [message]})
+    again = {**asked, "prompt": told["prompt_token_ids"], "images": [url], "logprobs": 0}
+    completed = post("completions", again)
+    assert completed["prompt_token_ids"] == told["prompt_token_ids"]
+    assert completed["choices"][0]["token_ids"] == told["choices"][0]["token_ids"]
+    assert completed["choices"][0]["policy_versions"] == [[len(told["choices"][0]["token_ids"]), 0]]
+    with httpx.stream(
+        "POST", f"{real.url}/v1/completions", json={**again, "stream": True}, timeout=PATIENCE_S
+    ) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    assert events[0]["prompt_token_ids"] == told["prompt_token_ids"]
+    streamed = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert streamed == told["choices"][0]["token_ids"]
+    two = post("completions", {**asked, "prompt": ["a", "b"], "n": 2, "temperature": 1, "logprobs": None})
+    assert [choice["index"] for choice in two["choices"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [99999]}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": ["a", "b"], "images": ["data:image/png;base64,"]}, None),
+        ({"prompt": "<|image_pad|>"}, None),
+        ({"prompt": "a" * 5000}, "prompt"),
+        ({"prompt": "a", "max_tokens": 5000}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_a_bad_prompt_is_refused_by_name(real: Server, body: dict[str, Any], param: str | None) -> None:
+    reply = httpx.post(f"{real.url}/v1/completions", json={"model": "tiny", **body}, timeout=PATIENCE_S)
+    assert reply.status_code == 400
+    found = reply.json()["error"]["param"]
+    assert found is None if param is None else found.startswith(param)
+
+
+def test_tokens_of_prompts_and_conversations(real: Server) -> None:
+    post = lambda path, body: httpx.post(f"{real.url}/{path}", json=body, timeout=PATIENCE_S).json()  # noqa: E731
+    image = picture(np.random.default_rng(1), 64, 96)
+    for body in (
+        {"prompt": "Where?"},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": data_uri(image.png)}]}]},
+    ):
+        told = post("tokenize", {**body, "return_token_strs": True})
+        assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) and told["max_model_len"] == 1024
+        assert post("detokenize", {"tokens": told["tokens"]})["prompt"] == "".join(told["token_strs"])
+    assert httpx.post(f"{real.url}/detokenize", json={"tokens": [99999]}, timeout=60).status_code == 400
+    assert httpx.get(f"{real.url}/version", timeout=60).json()["version"]
+    assert httpx.get(f"{real.url}/ping", timeout=60).status_code == 200
+    card = httpx.get(f"{real.url}/v1/models/tiny", timeout=60).json()
+    assert card["max_model_len"] == 1024 and "image" in card["input_modalities"]
+
+
+def test_a_prefilled_answer_goes_on(real: Server, engine: TransformersEngine) -> None:
+    turns = [*ASK, {"role": "assistant", "content": "Answer: "}]
+    body = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    told = client_of(real).chat.completions.create(model="tiny", messages=turns, max_tokens=2, extra_body=body)
+    text = real.text.codec.text_of(told.prompt_token_ids)
+    assert text.endswith("<|im_start|>assistant\nAnswer: ")
+
+
+# --- Responses
+
+
+RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_a_response_has_text_and_calls_whole_and_streamed(scripted: tuple[Scripted, Server]) -> None:
+    backend, server = scripted
+    client = client_of(server)
+    backend.says = CALLS
+    given: dict[str, Any] = {"model": "tiny", "input": "How many?", "instructions": "Look.", "tools": RESPONSE_TOOLS}
+    whole = client.responses.create(**given)
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    assert whole.output_text == "Let me look.\n" and json.loads(whole.output[1].arguments) == {"x": 5, "unit": "cm"}
+    assert whole.status == "completed" and whole.usage.total_tokens > 0
+    with client.responses.stream(**given) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events][:2] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.completed"
+    for one, other in zip(final.output, whole.output, strict=True):
+        assert (one.type, getattr(one, "name", 0), getattr(one, "arguments", 0)) == (
+            other.type, getattr(other, "name", 0), getattr(other, "arguments", 0),
+        )  # fmt: skip
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    # The next turn, with a picture that the tool returned.
+    image = picture(np.random.default_rng(0), 64, 64)
+    turns = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "How many?"},
+                {"type": "input_image", "image_url": data_uri(image.png)},
+            ],
+        },
+        *[item.model_dump(exclude_none=True) for item in whole.output],
+        {
+            "type": "function_call_output",
+            "call_id": whole.output[1].call_id,
+            "output": [{"type": "input_image", "image_url": data_uri(image.png)}],
+        },
+        {"type": "function_call_output", "call_id": whole.output[2].call_id, "output": "stopped"},
+    ]
+    backend.says = "Two."
+    assert client.responses.create(model="tiny", input=turns, tools=RESPONSE_TOOLS).output_text == "Two."
+    text = backend.codec.text_of(backend.asked[-1].prompt_ids)
+    assert text.count("<|image_pad|>") == 2 and text.count("</tool_call>") == 2 + 2 and "stopped" in text
+
+
+def test_a_response_fits_a_model_and_tells_log_probabilities(real: Server) -> None:
+    class Answer(pydantic.BaseModel):
+        yes: bool
+
+    client = client_of(real)
+    parsed = client.responses.parse(model="tiny", input="Is it red?", text_format=Answer, max_output_tokens=60)
+    assert isinstance(parsed.output_parsed, Answer)
+    told = client.responses.create(model="tiny", input="Say.", max_output_tokens=3, top_logprobs=2, temperature=0)
+    assert told.status in ("incomplete", "completed")
+    if told.status == "incomplete":
+        assert told.incomplete_details.reason == "max_output_tokens"
+    assert len(told.output[0].content[0].logprobs[0].top_logprobs) == 2
+
+
+def test_thoughts_are_an_item_of_their_own(thinking: tuple[Scripted, Server]) -> None:
+    thinking[0].says = "Hm.</think>Two."
+    client = client_of(thinking[1])
+    whole = client.responses.create(model="tiny", input="How many?")
+    assert [item.type for item in whole.output] == ["reasoning", "message"] and whole.output_text == "Two."
+    assert whole.output[0].content[0].text == "Hm."
+    with client.responses.stream(model="tiny", input="How many?") as stream:
+        kinds = [event.type for event in stream]
+    assert "response.reasoning_text.delta" in kinds and kinds.count("response.output_item.done") == 2
+    again = [{"role": "user", "content": "?"}, *[item.model_dump(exclude_none=True) for item in whole.output]]
+    assert (
+        client.responses.create(model="tiny", input=[*again, {"role": "user", "content": "Sure?"}]).output_text
+        == "Two."
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"input": 5},
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": "x", "previous_response_id": "resp_1"},
+        {"input": "x", "tools": [{"type": "web_search"}]},
+        {"input": "x", "n": 2},
+        {"input": "x", "text": {"format": {"type": "json_schema"}}},
+    ],
+    ids=str,
+)
+def test_a_response_that_cannot_be_given_is_refused(real: Server, body: dict[str, Any]) -> None:
+    reply = httpx.post(f"{real.url}/v1/responses", json={"model": "tiny", **body}, timeout=PATIENCE_S)
+    assert reply.status_code == 400 and reply.json()["error"]["message"]
