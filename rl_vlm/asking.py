@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationErr
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.address import is_loopback, token_header, url_host
-from rl_vlm.safe_text import excerpt, keep_secret
+from rl_vlm.safe_text import excerpt, keep_secret, without_thoughts
 from rl_vlm.types import (
     Completion,
     GenerationRequest,
@@ -61,6 +61,10 @@ class EndpointError(RLVLMError):
         self.retryable, self.retry_after_s, self.status, self.busy = retryable, retry_after_s, status, busy
 
 
+_REASON_CHARS = 400
+_ASK_REASON = '\nAnswer in JSON, with a short reason before that number: {"reason": "...", "verdict": ...}'
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """A conversation to be answered. Answers are one of `choices`, or of the `grammar`, where the endpoint can enforce
@@ -73,6 +77,20 @@ class Question:
     seed: int = 0
     grammar: Grammar | None = None
 
+    def with_reason(self) -> Question:
+        """The last message also asks for a reason: JSON of it and then one of the choices, which are numbers."""
+        *before, last = self.messages
+        reason = {"type": "string", "maxLength": _REASON_CHARS}
+        properties = {"reason": reason, "verdict": {"enum": list(map(json.loads, self.choices))}}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return replace(
+            self,
+            messages=(*before, replace(last, parts=(*last.parts, _ASK_REASON))),
+            max_new_tokens=self.max_new_tokens + _REASON_CHARS,
+            choices=(),
+            grammar=Grammar("json_schema", json.dumps(schema)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -83,6 +101,15 @@ class Answer:
     sampled_tokens: int = 0
     cut_off: bool = False
     probabilities: dict[str, float] | None = None
+
+    @property
+    def lines(self) -> str:
+        """The text; of a reason and a verdict in JSON the verdict is the last line."""
+        try:
+            said = json.loads(without_thoughts(self.text))
+            return f"{said['reason']}\n{said['verdict']}"
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return self.text
 
 
 Ask = Callable[[Question], Awaitable[Answer]]

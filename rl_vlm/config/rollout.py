@@ -33,10 +33,12 @@ class JudgeSection(Section):
     )
     # Pay the mean probability of the answer's choice where the judge gives it; false: 1, 0.5 or 0.
     probabilities: bool = True
-    guided: bool = True  # The reply is 1 or 2 by construction. false: the judge may reason first; its last line counts.
+    # The reply is 1 or 2 by construction; reason: JSON with a reason before it. false: the judge may reason first, and
+    # its last line counts.
+    guided: bool | Literal["reason"] = True
     max_chars: Count = 1000  # A longer answer loses unseen; a longer reference is cut off.
     start_tokens: Count = 256  # At most so many tokens of the base model's answer (against: start).
-    answer_tokens: int = Field(16, ge=2)  # At most so many tokens of the judge's reply.
+    answer_tokens: int = Field(16, ge=2)  # At most so many tokens of the judge's reply, beside a reason in JSON.
     deadline_s: Positive = 60.0  # How long one question may take, retries included.
     attempts: Count = 3  # At one question; those at which the endpoint is busy (429, 503, gone since) do not count.
     max_in_flight: Count = 256  # Questions of an env runner at once.
