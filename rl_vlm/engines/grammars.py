@@ -113,5 +113,7 @@ def allowed_tokens(matcher: LLMatcher, turns: Iterable[np.ndarray]) -> tuple[np.
         for token in turn.tolist():
             places.append(masks.setdefault(state.compute_bitmask(), len(masks)))
             if not state.consume_token(token):
-                raise TrajectoryError(f"Token {token} was not sampled by this rollout.format.")
+                raise TrajectoryError(
+                    f"Token {token} breaks rollout.format: install the same llguidance for engine and learner."
+                )
     return np.frombuffer(bytearray().join(masks), np.uint8).reshape(len(masks), -1), np.array(places)

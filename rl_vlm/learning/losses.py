@@ -164,15 +164,17 @@ class Allowed(NamedTuple):
     place: Tensor  # int64 [N]: the mask of each position
 
     def of(self, rows: slice) -> Allowed:
-        return self._replace(place=self.place[rows])
+        used, place = self.place[rows].unique(return_inverse=True)
+        return Allowed(self.masks[used], place)
 
     def restrict(self, logits: Tensor, columns: slice) -> Tensor:
         """Set all others to -inf in these columns of the vocabulary, [N, columns]; in place."""
         start = columns.start // 8
-        packed = self.masks[:, start : -(-columns.stop // 8)][self.place]
-        bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+        packed = self.masks[:, start : -(-columns.stop // 8), None]
+        bits = packed >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
         first = columns.start - 8 * start
-        return logits.masked_fill_(bits.flatten(1)[:, first : first + logits.shape[1]] == 0, float("-inf"))
+        forbidden = bits.flatten(1)[:, first : first + logits.shape[1]] == 0
+        return logits.masked_fill_(forbidden[self.place], float("-inf"))
 
 
 class Tile(NamedTuple):

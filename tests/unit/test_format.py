@@ -105,7 +105,7 @@ def test_a_mask_is_kept_once_however_many_tokens_have_it(text: TextSide) -> None
     turn = np.append(text.codec.encode_text("aa"), text.codec.end_of_turn_id)
     masks, places = allowed_tokens(matcher, [turn, turn[:-1], turn])
     assert len(places) == 3 * len(turn) - 1 and len(masks) <= len(turn)
-    with pytest.raises(TrajectoryError, match="was not sampled by this rollout.format"):
+    with pytest.raises(TrajectoryError, match="breaks rollout.format"):
         allowed_tokens(matcher, [text.codec.encode_text("b")])
 
 
