@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,10 +23,11 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationErr
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.address import is_loopback, token_header, url_host
-from rl_vlm.safe_text import excerpt, keep_secret
+from rl_vlm.safe_text import excerpt, keep_secret, without_thoughts
 from rl_vlm.types import (
     Completion,
     GenerationRequest,
+    Grammar,
     Message,
     Part,
     RLVLMError,
@@ -60,15 +61,35 @@ class EndpointError(RLVLMError):
         self.retryable, self.retry_after_s, self.status, self.busy = retryable, retry_after_s, status, busy
 
 
+_REASON_CHARS = 400
+_ASK_REASON = '\nAnswer in JSON, with a short reason before that number: {"reason": "...", "verdict": ...}'
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation to be answered. `choices` are the only answers where the endpoint can enforce that."""
+    """A conversation to be answered. Answers are one of `choices`, or of the `grammar`, where the endpoint can enforce
+    that."""
 
     messages: tuple[Message, ...]
     max_new_tokens: int
     temperature: float = 0.0
     choices: tuple[str, ...] = ()
     seed: int = 0
+    grammar: Grammar | None = None
+
+    def with_reason(self) -> Question:
+        """The last message also asks for a reason: JSON of it and then one of the choices, which are numbers."""
+        *before, last = self.messages
+        reason = {"type": "string", "maxLength": _REASON_CHARS}
+        properties = {"reason": reason, "verdict": {"enum": list(map(json.loads, self.choices))}}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return replace(
+            self,
+            messages=(*before, replace(last, parts=(*last.parts, _ASK_REASON))),
+            max_new_tokens=self.max_new_tokens + _REASON_CHARS,
+            choices=(),
+            grammar=Grammar("json_schema", json.dumps(schema)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,15 @@ class Answer:
     sampled_tokens: int = 0
     cut_off: bool = False
     probabilities: dict[str, float] | None = None
+
+    @property
+    def lines(self) -> str:
+        """The text; of a reason and a verdict in JSON the verdict is the last line."""
+        try:
+            said = json.loads(without_thoughts(self.text))
+            return f"{said['reason']}\n{said['verdict']}"
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return self.text
 
 
 Ask = Callable[[Question], Awaitable[Answer]]
@@ -115,6 +145,7 @@ class ServedEndpoint:
             temperature=question.temperature,
             seeds=(question.seed,),
             choices=question.choices,
+            grammar=question.grammar,
             top_logprobs=len(question.choices),
         )
         request = GenerationRequest(f"ask-{next(self._numbers)}", prompt.token_ids, sampling, prompt.images, BASE_MODEL)
@@ -225,8 +256,8 @@ class GenerateReply(BaseModel):
 class HTTPEndpoint:
     """A server that speaks OpenAI's chat completions, or `plain`ly RL-VLM-F's `/generate`, whose reply is text alone.
 
-    `settings.url` is OpenAI's base, such as http://127.0.0.1:8000/v1, or the address of `/generate`. OpenAI's choices
-    are enforced as vLLM does it, unless the server refuses such a request.
+    `settings.url` is OpenAI's base, such as http://127.0.0.1:8000/v1, or the address of `/generate`. Choices
+    and grammars are enforced as OpenAI or vLLM do it, unless the server refuses such a request.
     """
 
     def __init__(
@@ -236,7 +267,7 @@ class HTTPEndpoint:
         _check_url(url)
         self._url = url if plain else f"{url.rstrip('/').removesuffix('/chat/completions')}/chat/completions"
         self._settings, self._plain, self._transport = settings, plain, transport
-        self._enforces_choices, self._has_answered = not plain, False
+        self._refused, self._has_answered = set[str](), False
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Ask]:
@@ -265,18 +296,17 @@ class HTTPEndpoint:
         body |= {"model": self._settings.model, "seed": question.seed % 2**31}
         if question.choices and self._settings.logprobs:
             body |= {"logprobs": True, "top_logprobs": 20}
-        if guided := bool(question.choices) and self._enforces_choices:
-            body["structured_outputs"] = {"choice": list(question.choices)}
+        form = {name: value for name, value in _form(question).items() if name not in self._refused}
         try:
-            reply = await self._post(client, body, ChatCompletion, "chat completion")
+            reply = await self._post(client, body | form, ChatCompletion, "chat completion")
         except EndpointError as error:
-            if not guided or error.status not in (400, 422):
+            if not form or error.status not in (400, 422):
                 raise
-            del body["structured_outputs"]
             reply = await self._post(client, body, ChatCompletion, "chat completion")
             # Only an answer tells why it refused: a question that is too long is refused in every form.
-            self._enforces_choices = False
-            logger.warning("The endpoint cannot be held to choices, so its answers are read as they come: %s", error)
+            self._refused.update(form)
+            what = "choices" if question.choices else "a grammar"
+            logger.warning("The endpoint cannot be held to %s, so its answers are read as they come: %s", what, error)
         first = [(token.token, token.logprob) for token in reply.first_token]
         known = choice_probabilities(first, question.choices)
         cut_off = reply.finish_reason == "length"
@@ -335,6 +365,17 @@ class HTTPEndpoint:
             if len(content) > _MAX_REPLY_BYTES:
                 raise EndpointError(f"{self._url} sent a reply of more than {_MAX_REPLY_BYTES} bytes.", retryable=False)
         return content
+
+
+def _form(question: Question) -> dict[str, Any]:
+    """What a chat says of the form of its answer: JSON as OpenAI names it, else as vLLM does."""
+    if question.grammar is None:
+        return {"structured_outputs": {"choice": list(question.choices)}} if question.choices else {}
+    kind, text = question.grammar.kind, question.grammar.text
+    if kind != "json_schema":
+        return {"structured_outputs": {kind: text}}
+    schema = {"name": "answer", "strict": True, "schema": json.loads(text)}
+    return {"response_format": {"type": kind, kind: schema}}
 
 
 def server_url() -> str:

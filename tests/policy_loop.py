@@ -70,6 +70,8 @@ class Loop:
         return (await self.engine.generate([request]))[0]
 
     def sample(self, groups: int = 2, size: int = 4) -> list[TrajectoryGroup]:
+        rollout = ROLLOUT.model_copy(update={"format": self.run.rollout.format})
+
         async def gather() -> list[TrajectoryGroup]:
             tasks = [
                 RolloutTask(
@@ -81,7 +83,7 @@ class Loop:
             ]  # fmt: skip
             return list(
                 await asyncio.gather(
-                    *(run_group(task, self.pool, self, self.policy.text, ROLLOUT, MAX_CONTEXT) for task in tasks)
+                    *(run_group(task, self.pool, self, self.policy.text, rollout, MAX_CONTEXT) for task in tasks)
                 )
             )
 

@@ -52,7 +52,8 @@ class LabelsSection(Section):
     cache: str | None = None
     steps: Literal[1, 2] = 2  # 1: the label at once. 2: describe, then summarise. [vlm]
     both_orders: bool = True  # Ask in both orders; a contradiction is -1. The original asks once.
-    guided: bool = True  # The answer is 0, 1 or -1 by construction, and its probabilities are kept.
+    # The answer is 0, 1 or -1 by construction, and its probabilities are kept; reason: JSON with a reason before it.
+    guided: bool | Literal["reason"] = True
     temperature: NonNegative = 0.0
     describe_tokens: Count = 512
     answer_tokens: Count = 16

@@ -69,6 +69,8 @@ class PolicyConfig(CommonConfig):
             yield "serving.shared and rollout.in_flight_updates exclude each other: leave out one of the two"
         if rollout.partial_tokens and rollout.in_flight_updates:
             yield "rollout.partial_tokens and rollout.in_flight_updates exclude each other: set one of them"
+        if rollout.partial_tokens and rollout.format:
+            yield "rollout.partial_tokens would begin rollout.format anew with each piece: leave out one of the two"
         if uses_vllm and not coldest <= rollout.temperature <= hottest:
             yield f"rollout.temperature {rollout.temperature:g}: vLLM samples at {coldest:g} to {hottest:g}"
         if uses_vllm and self._adapts_vision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.config.section import Count, Natural, NonNegative, OnlyWith, Positive, Section
-from rl_vlm.types import InFlightUpdates, Split
+from rl_vlm.types import Grammar, InFlightUpdates, Split
 
 
 class JudgeEndpoint(EndpointSection):
@@ -32,10 +33,12 @@ class JudgeSection(Section):
     )
     # Pay the mean probability of the answer's choice where the judge gives it; false: 1, 0.5 or 0.
     probabilities: bool = True
-    guided: bool = True  # The reply is 1 or 2 by construction. false: the judge may reason first; its last line counts.
+    # The reply is 1 or 2 by construction; reason: JSON with a reason before it. false: the judge may reason first, and
+    # its last line counts.
+    guided: bool | Literal["reason"] = True
     max_chars: Count = 1000  # A longer answer loses unseen; a longer reference is cut off.
     start_tokens: Count = 256  # At most so many tokens of the base model's answer (against: start).
-    answer_tokens: int = Field(16, ge=2)  # At most so many tokens of the judge's reply.
+    answer_tokens: int = Field(16, ge=2)  # At most so many tokens of the judge's reply, beside a reason in JSON.
     deadline_s: Positive = 60.0  # How long one question may take, retries included.
     attempts: Count = 3  # At one question; those at which the endpoint is busy (429, 503, gone since) do not count.
     max_in_flight: Count = 256  # Questions of an env runner at once.
@@ -157,6 +160,21 @@ class CurriculumSection(Section):
         return tuple(stage.name or str(place) for place, stage in enumerate(self.stages))
 
 
+def _grammar(form: Mapping[str, Any]) -> Grammar:
+    """The grammar of a `rollout.format`."""
+    match [*form.items()]:
+        case [("json", dict() as schema)]:
+            return Grammar("json_schema", json.dumps(schema))
+        case [("regex" | "grammar" as kind, str() as text)] if text:
+            return Grammar(kind, text)
+        case [("choice", [*texts])] if texts and all(isinstance(text, str) and text for text in texts):
+            return Grammar("grammar", f"start: {' | '.join(map(json.dumps, texts))}")
+    raise ValueError(
+        "rollout.format takes one of json (a schema), regex (a text), choice (a list of texts, numbers in quotes) and "
+        "grammar (a text in Lark or GBNF), such as {regex: '[0-9]+'}"
+    )
+
+
 class RolloutSection(Section):
     """How the policy is sampled: from its whole distribution, since the learner cannot reproduce a truncated one."""
 
@@ -173,6 +191,9 @@ class RolloutSection(Section):
     max_turns: Count = 8  # Turns after which an episode is truncated, whatever the environment says.
     max_new_tokens_per_turn: Count = 64
     max_new_tokens: Count = 3072  # Sampled tokens of a whole trajectory.
+    # What each sampled turn is by construction: {json: SCHEMA}, {regex: TEXT}, {choice: [TEXT, ...]} or
+    # {grammar: TEXT in Lark or GBNF}; null: any text.
+    format: dict[str, Any] | None = None
     require_end_of_turn: bool = True  # A turn without its end-of-turn token ends the episode without a reward.
     # 0: sample, then learn. 1 or more: both at the same time, from groups that are at most so many versions old.
     max_policy_lag: Natural = 0
@@ -191,6 +212,15 @@ class RolloutSection(Section):
     group_retries: Natural = 2  # How often a failed group is tried again with fresh environments.
     max_consecutive_failures: Count = 32  # Lost groups in a row after which the run stops.
     timeout_s: Positive = 900.0  # Deadline of one round of sampling.
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        _ = self.grammar  # raises
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What `format` says."""
+        return None if self.format is None else _grammar(self.format)
 
     @property
     def crosses_versions(self) -> bool:

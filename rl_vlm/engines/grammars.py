@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from rl_vlm.engines.base import choice_tokens
 from rl_vlm.models.images import TextSide
-from rl_vlm.types import Grammar, SamplingParams, UserInputError
+from rl_vlm.types import Grammar, SamplingParams, TrajectoryError, UserInputError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -107,3 +107,27 @@ def restrict_to_grammars(logits: Tensor, matchers: Mapping[int, LLMatcher]) -> N
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         forbidden = torch.from_numpy(allowed[: logits.shape[1]] == 0).to(logits.device)
         logits[row].masked_fill_(forbidden, float("-inf"))
+
+
+def format_matcher(text: TextSide, grammar: Grammar | None) -> LLMatcher | None:
+    """A matcher for what `rollout.format` says, at the beginning. Raises UserInputError."""
+    try:
+        return Grammars(text).matcher(SamplingParams(1, grammar=grammar))
+    except UserInputError as error:
+        raise UserInputError(f"rollout.format: {error}") from error
+
+
+def allowed_tokens(matcher: LLMatcher, turns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """What was allowed when the tokens of turns were sampled: masks uint8 [U, V / 8] with a bit per token, and the mask
+    of each token, int64 [N]. `matcher` is at the beginning. Raises TrajectoryError for a token that was not allowed."""
+    masks: dict[bytes, int] = {}
+    places = []
+    for turn in turns:
+        state = matcher.deep_copy()
+        for token in turn.tolist():
+            places.append(masks.setdefault(state.compute_bitmask(), len(masks)))
+            if not state.consume_token(token):
+                raise TrajectoryError(
+                    f"Token {token} breaks rollout.format: install the same llguidance for engine and learner."
+                )
+    return np.frombuffer(bytearray().join(masks), np.uint8).reshape(len(masks), -1), np.array(places)

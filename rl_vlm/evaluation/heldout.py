@@ -96,7 +96,7 @@ def item_prompts(config: PolicyConfig) -> Iterator[tuple[Message, ...]]:
 
 
 # The settings that decide an evaluation's outcomes.
-_BUDGET = {"max_turns", "max_new_tokens", "max_new_tokens_per_turn", "require_end_of_turn", "temperature"}
+_BUDGET = {"max_turns", "max_new_tokens", "max_new_tokens_per_turn", "format", "require_end_of_turn", "temperature"}
 _OF_THE_RUN = {"env": True, "rollout": _BUDGET, "evaluation": {"samples", "variants", "category"}}
 _OF_THE_MODEL = {
     "model": {"dtype", "head_dtype", "min_pixels", "max_pixels"},

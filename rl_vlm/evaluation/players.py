@@ -119,7 +119,7 @@ class EndpointPlayer:
 
         def question(attempt: int) -> Question:
             seed = derive_seed(task.sampling_seed, sample, turn, attempt)
-            return Question(messages, budget, task.temperature, seed=seed)
+            return Question(messages, budget, task.temperature, grammar=self._config.rollout.grammar, seed=seed)
 
         attempts, deadline_s = 1 + self._config.rollout.group_retries, self._config.serving.request_timeout_s
         return await ask_again(self._ask, question, attempts=attempts, deadline_s=deadline_s, who="endpoint")

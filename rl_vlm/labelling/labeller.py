@@ -389,7 +389,7 @@ class VLMLabeller(Labeller):
 
         def value_of(answer: Answer) -> float | None:
             # One that was cut off is not understood: "0" may be the beginning of 0.7.
-            return None if answer.cut_off else read(answer.text)
+            return None if answer.cut_off else read(answer.lines)
 
         at_once, guide = settings.steps == 1, choices if settings.guided else ()
         if at_once and guide:
@@ -411,7 +411,8 @@ class VLMLabeller(Labeller):
 
         def question(attempt: int) -> Question:
             seed = derive_seed(self._seed, self._sessions, *key, attempt)
-            return Question((message,), max_new_tokens, settings.temperature, choices, seed)
+            one = Question((message,), max_new_tokens, settings.temperature, choices, seed)
+            return one.with_reason() if choices and settings.guided == "reason" else one
 
         def count_retry(error: EndpointError) -> None:
             self.stats.retries += 1

@@ -65,7 +65,14 @@ class MicroBatch:
     old: Tensor | None = None  # log-probabilities of the policy before the first step
     reference: Tensor | None = None  # and of the base model
     values: Tensor | None = None  # and the critic's values
+    allowed: tuple[np.ndarray, np.ndarray] | None = None  # by rollout.format, see `allowed_tokens`
     probe: Tensor | None = None  # log-probabilities of a separate pass, which the first ratios are compared with
+
+    @property
+    def turns(self) -> list[np.ndarray]:
+        """The sampled tokens of each turn."""
+        begins = (np.diff(self.sample) != 0) | (np.diff(self.turn) != 0)
+        return np.split(self.target, np.flatnonzero(begins) + 1)
 
     def split(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """An array [N] as the arrays of the trajectories, by id."""

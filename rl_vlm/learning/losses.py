@@ -157,6 +157,26 @@ Entropy: TypeAlias = Literal["none", "value", "gradient"]
 _CAPPED_ROWS = 512  # whose logits exist at once where they are capped
 
 
+class Allowed(NamedTuple):
+    """The tokens that a grammar allows at N positions, of which many have the same."""
+
+    masks: Tensor  # uint8 [U, V / 8], a bit per token
+    place: Tensor  # int64 [N]: the mask of each position
+
+    def of(self, rows: slice) -> Allowed:
+        used, place = self.place[rows].unique(return_inverse=True)
+        return Allowed(self.masks[used], place)
+
+    def restrict(self, logits: Tensor, columns: slice) -> Tensor:
+        """Set all others to -inf in these columns of the vocabulary, [N, columns]; in place."""
+        start = columns.start // 8
+        packed = self.masks[:, start : -(-columns.stop // 8), None]
+        bits = packed >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+        first = columns.start - 8 * start
+        forbidden = bits.flatten(1)[:, first : first + logits.shape[1]] == 0
+        return logits.masked_fill_(forbidden[self.place], float("-inf"))
+
+
 class Tile(NamedTuple):
     """How many logits exist at once: positions × vocabulary entries."""
 
@@ -172,25 +192,33 @@ def token_logprobs(
     *,
     entropy: Entropy = "gradient",
     tile: Tile | None = None,
+    allowed: Allowed | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities float32 [N] of `targets` int64 [N] from hidden states [N, D], and the entropies [N] where asked
     for.
 
-    The token mask and the temperature are the engine's. `tile`: None takes what suits the device.
+    The token mask, what a grammar has `allowed` and the temperature are the engine's. `tile`: None takes what suits the
+    device.
     """
     if backbone.softcap is not None:
-        chunks = zip(hidden.split(_CAPPED_ROWS), targets.split(_CAPPED_ROWS), strict=True)
+        slices = (slice(start, start + _CAPPED_ROWS) for start in range(0, len(hidden), _CAPPED_ROWS))
+        chunks = ((hidden[rows], targets[rows], allowed and allowed.of(rows)) for rows in slices)
         parts = [checkpoint(_capped, backbone, *chunk, temperature, use_reentrant=False) for chunk in chunks]
         logprobs, entropies = (torch.cat(both) for both in zip(*parts, strict=True))
         return logprobs, None if entropy == "none" else entropies if entropy == "gradient" else entropies.detach()
     tile = tile or Tile(*HEAD_TILES["cpu" if hidden.device.type == "cpu" else "cuda"])
-    head = _Head(backbone.wide_head, backbone.token_bias, temperature, tile)
+    head = _Head(backbone.wide_head, backbone.token_bias, temperature, tile, allowed)
     return _TokenLogprobs.apply(hidden, backbone.lm_head.weight, targets, head, entropy)  # type: ignore[no-any-return]
 
 
-def _capped(backbone: Backbone, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _capped(
+    backbone: Backbone, hidden: Tensor, targets: Tensor, allowed: Allowed | None, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies [N] by autograd, for heads whose logits are no product."""
-    logprobs = torch.log_softmax(backbone.logits(hidden) / temperature, dim=-1)
+    logits = backbone.logits(hidden) / temperature
+    if allowed is not None:
+        logits = allowed.restrict(logits, slice(0, logits.shape[1]))
+    logprobs = torch.log_softmax(logits, dim=-1)
     known = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * known).sum(1)
 
@@ -202,6 +230,10 @@ class _Head(NamedTuple):
     bias: Tensor
     temperature: float
     tile: Tile
+    allowed: Allowed | None
+
+    def of(self, rows: slice) -> _Head:
+        return self if self.allowed is None else self._replace(allowed=self.allowed.of(rows))
 
     def rows(self, count: int) -> Iterator[slice]:
         return (slice(start, start + self.tile.rows) for start in range(0, count, self.tile.rows))
@@ -219,6 +251,8 @@ class _Head(NamedTuple):
         else:  # as Backbone.logits: rounded to the model's type first
             logits = linear(hidden, weight[columns]).to(torch.promote_types(hidden.dtype, bias.dtype))
             logits += bias
+        if self.allowed is not None:
+            self.allowed.restrict(logits, columns)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def back(self, masses: Tensor, weight: Tensor, columns: slice) -> Tensor:
@@ -291,7 +325,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         slope = ctx.needs_input_grad[0]
         rows = head.rows(len(hidden))
-        parts = [_over_vocabulary(hidden[part], weight, targets[part], head, slope, entropy) for part in rows]
+        parts = [_over_vocabulary(hidden[part], weight, targets[part], head.of(part), slope, entropy) for part in rows]
         chosen, log_sum, *slopes = (torch.cat(part) for part in zip(*parts, strict=True))
         entropies = None if entropy == "none" else slopes.pop(0)
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropies, *slopes)
@@ -315,7 +349,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for_weight = torch.zeros_like(weight, dtype=log_sum.dtype)
             for rows in ctx.head.rows(len(hidden)):
                 for columns in ctx.head.columns():
-                    logprobs = ctx.head.logits(hidden[rows], weight, columns).sub_(log_sum[rows, None])
+                    logprobs = ctx.head.of(rows).logits(hidden[rows], weight, columns).sub_(log_sum[rows, None])
                     delta = logprobs.exp()
                     factor = of_logprob[rows, None]
                     if entropies is not None:

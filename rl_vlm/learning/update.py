@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rl_vlm.config import LearnerSection, OptimizerSection, PolicyConfig, SFTConfig
+from rl_vlm.engines.grammars import allowed_tokens, format_matcher
 from rl_vlm.envs.images import blanked, resized
 from rl_vlm.learning.batching import BatchBuilder, MicroBatch, Minibatch
-from rl_vlm.learning.losses import LOSSES, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
+from rl_vlm.learning.losses import LOSSES, Allowed, Entropy, TokenBatch, kl_estimate, mismatch_weights, token_logprobs
 from rl_vlm.learning.plan import Scores, UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel, value_loss
 from rl_vlm.models.families.generic import Backbone
@@ -207,6 +208,7 @@ class PolicyUpdater:
         self._backbone, self._critic, self._base_model = policy.backbone, policy.critic, policy.trained.base
         self._text, self._builder = policy.text, make_builder(policy, run.learner)
         self._settings, self._temperature = run.algorithm, run.rollout.temperature
+        self._format = format_matcher(policy.text, run.rollout.grammar)
         self._loss = LOSSES[run.algorithm.loss]
         measured: Entropy = "value" if run.learner.log_entropy else "none"
         self._entropy: Entropy = "gradient" if run.algorithm.entropy_coef else measured
@@ -309,10 +311,16 @@ class PolicyUpdater:
         """Log-probabilities of the sampled tokens, their entropies where asked for, and the values of a critic that
         shares the policy's hidden states: float32 [N]."""
         hidden, target = predicting_states(self._backbone, micro), torch.from_numpy(micro.target)
-        found = token_logprobs(
-            self._backbone, hidden, target.to(self._backbone.device), self._temperature, entropy=entropy
-        )
+        target, allowed = target.to(self._backbone.device), self._allowed(micro)
+        found = token_logprobs(self._backbone, hidden, target, self._temperature, entropy=entropy, allowed=allowed)
         return *found, self._critic.values(hidden) if self._critic and self._critic.shares_policy else None
+
+    def _allowed(self, micro: MicroBatch) -> Allowed | None:
+        """What `rollout.format` allowed at each token; found once, while a GPU computes the hidden states."""
+        if self._format is None or not micro.counts:
+            return None
+        micro.allowed = micro.allowed or allowed_tokens(self._format, micro.turns)
+        return Allowed(*(torch.from_numpy(array).to(self._backbone.device) for array in micro.allowed))
 
     def _critic_values(self, micro: MicroBatch) -> Tensor:
         """The critic's values, by a forward pass of their own in which the policy learns nothing."""

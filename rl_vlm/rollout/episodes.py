@@ -341,12 +341,13 @@ class _GroupSampler:
     async def _sample(
         self, name: str, prompt: EncodedSpan, expanded: np.ndarray, budget: int, seeds: Sequence[int], replica: str = ""
     ) -> list[SampledTurn]:
-        task = self.task
+        task, grammar = self.task, self.rollout.grammar
+        limits = budget, task.temperature, task.top_p, task.top_k
         request = GenerationRequest(
             request_id=f"{task.group_id}:{name}",
             prompt_ids=prompt.token_ids,
             images=prompt.images,
-            sampling=SamplingParams(budget, task.temperature, task.top_p, task.top_k, len(seeds), tuple(seeds)),
+            sampling=SamplingParams(*limits, len(seeds), tuple(seeds), grammar=grammar),
             min_version=task.min_version,
             preferred_replica=replica,
         )

@@ -123,18 +123,19 @@ async def compare(
         # In one pass: a text that holds a placeholder is left as it is.
         question = re.sub(r"\{first\}|\{second\}", lambda match: texts[match[0]], settings.question)
         message = Message("user", (*images, question))
-        choices = CHOICES if settings.guided else ()
+        asked = Question((message,), settings.answer_tokens, choices=CHOICES if settings.guided else ())
+        asked = asked.with_reason() if settings.guided == "reason" else asked
         async with gate:
             return await ask_again(
                 ask,
-                lambda attempt: Question((message,), settings.answer_tokens, 0.0, choices, seed=attempt),
+                lambda attempt: replace(asked, seed=attempt),
                 attempts=settings.attempts,
                 deadline_s=settings.deadline_s,
                 who="judge",
             )
 
     replies = await all_or_none([reply(ours, theirs), reply(theirs, ours)])
-    shown_first = [_preference(one.text) for one in replies]
+    shown_first = [_preference(one.lines) for one in replies]
     win = {(1.0, 0.0): 1.0, (0.0, 1.0): 0.0}.get((shown_first[0], shown_first[1]), 0.5)
     given, swapped = (one.probabilities if settings.probabilities else None for one in replies)
     value = (given["1"] + swapped["2"]) / 2 if given and swapped else win

@@ -18,6 +18,7 @@ import numpy as np
 from rl_vlm.asking import HTTPEndpoint
 from rl_vlm.config import PolicyConfig
 from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.engines.grammars import format_matcher
 from rl_vlm.envs.registry import Survey, survey
 from rl_vlm.evaluation.heldout import EvaluationOptions, evaluation_tasks, identity_of, item_prompts, viewed_tasks
 from rl_vlm.evaluation.outcomes import (
@@ -68,6 +69,8 @@ def served_worker(config: PolicyConfig) -> Iterator[tuple[RolloutWorker, PolicyS
     from rl_vlm.runs.ray_session import ray_cluster
     from rl_vlm.serving.service import start_service
 
+    if config.rollout.format:
+        format_matcher(load_text_side(resolve_model(config.model.path)), config.rollout.grammar)
     with ray_cluster(config):
         service = start_service(config)
         worker = RolloutWorker(config, service.run_id, service.model.folder, key=service.key)

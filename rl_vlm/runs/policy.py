@@ -12,6 +12,7 @@ from rl_vlm.algorithms.evaluation import averaged_adapter, evaluate
 from rl_vlm.config import PolicyConfig
 from rl_vlm.config.learner import BUILTIN_LOSSES
 from rl_vlm.config.serving import FLOAT16_UNTRAINABLE
+from rl_vlm.engines.grammars import format_matcher
 from rl_vlm.envs.base import VisionEnv
 from rl_vlm.envs.errors import told
 from rl_vlm.envs.isolation import check_plain
@@ -117,6 +118,7 @@ def inspect_policy_run(config: PolicyConfig) -> dict[str, Any]:
     folder = resolve_model(config.model.path)
     text = load_text_side(folder, config.model.pixels)
     try_parts(config.env.reward, text)
+    format_matcher(text, config.rollout.grammar)
     summary: dict[str, Any] = {"model": str(folder), "env": config.env.title} | check_initial_adapter(config.model)
     sizes: dict[str, int | None] = {}
     for name, part in config.env.parts.items():

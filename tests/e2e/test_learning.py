@@ -145,6 +145,17 @@ def test_the_quickstart_is_learned_in_other_ways(way: str, tmp_path: Path) -> No
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("engine", [(), ("model.path=tiny-wide", "serving.engine=vllm", "serving.num_replicas=1")])
+def test_the_quickstart_is_learned_with_answers_of_one_form(engine: tuple[str, ...], tmp_path: Path) -> None:
+    """A form that leaves 110 numbers; ratios and the agreement of engine and learner are as exact as without it."""
+    run = finished(tmp_path / "run", "rollout.format.regex='<answer>[0-9]{1,2}</answer>'", *engine, timeout=1100)
+    rows = list(csv.DictReader((tmp_path / "run/progress.csv").open()))
+    assert all(float(row["policy/first_ratio_error"]) == 0 and abs(float(row["mismatch/kl"])) < 1e-6 for row in rows)
+    assert run.result()["accuracy_after"] >= 0.9 and run.result()["skipped_steps"] == 0
+
+
+@pytest.mark.acceptance
 def test_two_runs_fit_on_one_machine(tmp_path: Path) -> None:
     short = ("algorithm.iterations=30", "evaluation.num_items=64")
     with TrainingProcess(tmp_path / "a", *short) as one, TrainingProcess(tmp_path / "b", *short, "seed=1") as two:

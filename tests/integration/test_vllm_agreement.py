@@ -34,6 +34,15 @@ def test_engine_and_learner_agree_after_twenty_updates(engine: VLLMEngine, folde
     check_agreement(loop, updates=20)
 
 
+def test_engine_and_learner_agree_within_a_format(engine: VLLMEngine, folder: Path) -> None:
+    form = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}}
+    loop = Loop(folder, 0.7, engine, learner__lr=1e-2, rollout__format=form)
+    for _ in range(5):
+        stats = loop.update(loop.sample())
+        assert stats["policy/first_ratio_error"] == 0.0
+        assert stats.metrics()["mismatch/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+
+
 # --- Engine and learner agree in bfloat16 on a CPU, or the gate of `logprob_gate.py` closes
 
 

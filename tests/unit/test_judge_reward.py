@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -125,6 +126,16 @@ def test_a_judge_that_looks_at_the_place_alone_pays_half_and_is_seen_in_the_figu
     group = panel.pay(lambda first, second: reply, answered(GOOD), answered(BAD))
     assert list(group.rewards) == [0.5, 0.5]
     assert (figures(group)["order_bias"], figures(group)["first_rate"]) == (1.0, first_rate)
+
+
+def test_a_judge_that_gives_a_reason_in_json_is_read_by_its_verdict(panel: Panel) -> None:
+    def reply(first: str, second: str) -> str:
+        return json.dumps({"reason": "Caption 2 names no shape.", "verdict": 1 if first == GOOD else 2})
+
+    group = panel.pay(reply, answered(GOOD), guided="reason", answer_tokens=10)
+    question = panel.endpoint.questions[0]
+    assert group.rewards.tolist() == [1.0] and question.max_new_tokens == 410 and not question.choices
+    assert question.grammar and json.loads(question.grammar.text)["properties"]["verdict"] == {"enum": [1, 2]}
 
 
 def test_probabilities_are_paid_where_the_judge_gives_them(panel: Panel) -> None:

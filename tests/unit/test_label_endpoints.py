@@ -105,6 +105,22 @@ def test_an_endpoint_that_refuses_to_enforce_choices_is_asked_without(
     assert len(caplog.messages) == 1  # it is told once
 
 
+def test_a_reason_and_a_verdict_are_asked_for_as_openai_asks_for_json(caplog: pytest.LogCaptureFixture) -> None:
+    options = LabelsSection(steps=1, both_orders=False, guided="reason")
+    reply = completion('{"reason": "It is upright.", "verdict": 1}')
+    server = Server(reply)
+    assert asked(endpoint(server), options)[0].value == 1
+    (sent,) = server.requests
+    schema = sent["response_format"]["json_schema"]["schema"]
+    assert sent["response_format"]["type"] == "json_schema" and schema["properties"]["verdict"] == {"enum": [0, 1, -1]}
+    assert sent["max_tokens"] == 416 and "structured_outputs" not in sent and "logprobs" not in sent
+    refusing = Server(REFUSED, reply)
+    chosen = endpoint(refusing)
+    assert asked(chosen, options)[0].value == 1 and asked(chosen, options)[0].value == 1
+    assert ["response_format" in request for request in refusing.requests] == [True, False, False]
+    assert "cannot be held to a grammar" in caplog.text
+
+
 def test_the_plain_generate_of_the_fork() -> None:
     server = Server({"text": "<think>hm</think>Image 2 is better."}, {"text": "1"})
     endpoint = HTTPEndpoint(EndpointSection(url="http://vlm:8001/generate"), True, httpx.MockTransport(server))

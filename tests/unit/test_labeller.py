@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,6 +178,29 @@ def test_a_score_that_is_not_understood_is_asked_about_once_more(second: str, va
     (score,) = asyncio.run(labeller.score([segment([3]).frames[0]]))  # type: ignore[index]
     assert score.value == value and bool(score.error) == (second == "open") == bool(labeller.stats.not_understood)
     assert "leans a little" in script.questions[1].messages[0].text
+
+
+def test_a_reason_comes_before_the_label_in_every_guided_answer(endpoint: ServedEndpoint) -> None:
+    labeller = VLMLabeller(endpoint, PROMPTS, one_step(guided="reason", temperature=1.0))
+    for label in asked(labeller, *random_pairs(4)):
+        assert not label.error and label.probabilities is None and len(label.answers) == 2
+        for answer, value in zip(re.findall(r"\\{.*\\}", label.text, re.DOTALL)[:2], label.answers, strict=False):
+            said = json.loads(answer)
+            assert list(said) == ["reason", "verdict"] and len(said["reason"]) <= 400 and said["verdict"] == value
+    assert labeller.stats.not_understood == 0 and labeller.stats.questions == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [('{"reason": "Image 2 is nearer.", "verdict": 1}', 1), ('{"reason": "1\\n0", "verdict": -1}', -1),
+     ('{"reason": "Image 2 is nearer.", "verdict": 0}', -1), ('{"verdict": 0}', -1), ("[0]", 0), ("0", 0)],
+)  # fmt: skip
+def test_a_verdict_that_its_reason_contradicts_is_no_label(text: str, value: int) -> None:
+    script = Scripted(lambda question: text)
+    (label,) = asked(VLMLabeller(script, PROMPTS, one_step(guided="reason", both_orders=False)), pair(3, 20))
+    assert label.value == value
+    assert all(question.grammar and not question.choices for question in script.questions)
+    assert script.questions[0].messages[0].text.endswith('{"reason": "...", "verdict": ...}')
 
 
 def test_identical_pictures_are_not_asked_about() -> None:

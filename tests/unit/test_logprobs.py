@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.learning.losses import Tile, token_logprobs
+from rl_vlm.learning.losses import Allowed, Tile, token_logprobs
 from rl_vlm.models import kernels
 from rl_vlm.models.families.qwen_vl import QwenBackbone
 
@@ -73,6 +73,41 @@ def test_capped_logits_have_the_same_gradients_as_written_out() -> None:
     )
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tile", "softcap"),
+    [(None, None), (None, 0.8), (Tile(1, 1), None), (Tile(5, 7), None), (Tile(100, 13), None), (Tile(4, 100), None)],
+)
+def test_only_what_a_grammar_allows_has_a_part_in_values_and_gradients(
+    tile: Tile | None, softcap: float | None
+) -> None:
+    """Against a distribution per position over the allowed tokens alone, of which there may be a single one."""
+    dtype, tolerance = (torch.float32, 1e-5) if tile is None else (torch.float64, 1e-12)
+    head: Any = Head(dtype, softcap=softcap)
+    hidden, targets = inputs()
+    hidden = hidden.to(dtype).requires_grad_()
+    rng = np.random.default_rng(3)
+    masks = rng.random((COUNT, VOCABULARY)) < rng.choice([0.05, 0.5, 0.95], (COUNT, 1))
+    masks[:3] = False
+    masks[np.arange(COUNT), targets] = True
+    order = rng.permutation(COUNT)  # a mask's place in the table is not the position's
+    packed = torch.from_numpy(np.packbits(masks[order], axis=1, bitorder="little"))
+    allowed = Allowed(packed, torch.from_numpy(np.argsort(order)))
+    found = token_logprobs(head, hidden, targets, 0.7, tile=tile, allowed=allowed)
+    logits = hidden @ head.lm_head.weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    rows = []
+    for row, target, mask in zip(logits / 0.7, targets.tolist(), masks, strict=True):
+        ids = [one for one in np.flatnonzero(mask).tolist() if one not in SUPPRESSED]
+        one = torch.distributions.Categorical(logits=row[ids])
+        rows.append(torch.stack([one.log_prob(torch.tensor(ids.index(target))), one.entropy()]))
+    expected = torch.stack(rows, 1)
+    assert found[1] is not None and found[0][:3].tolist() == [0.0] * 3
+    assert torch.allclose(torch.stack(found), expected, rtol=0, atol=tolerance)
+    theirs = gradients(head, (expected[0], expected[1]), hidden)
+    for one, other in zip(gradients(head, found, hidden), theirs, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
