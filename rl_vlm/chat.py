@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 # Private-use characters mark where texts go in a rendered template; templates do not contain them.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _ASSISTANT_MARK = "\ue002"
+# Calls of tools are made of these (see envs/tools.py), some of which are special tokens in their family.
+_CALL_MARKS = {
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", '<|"|>', "<|python_tag|>",
+    "<start_function_call>", "<end_function_call>", "<escape>",
+}  # fmt: skip
 _REMEMBERED_CHARACTERS = 2000  # ids of texts up to this length are cached
 
 Shape = tuple[tuple[str, str], ...]  # per message: role, and its parts as "t" (text) or "i" (image)
@@ -46,7 +51,7 @@ class ChatCodec:
     """Encodes conversations for one model with its fast tokenizer, its Jinja chat template and the placeholder string
     of an image, such as `<|image_pad|>`. around: plain text that the model's processor puts before and after it.
 
-    The end of a turn, the only special token that the policy may sample, is what the template writes after one.
+    The end of a turn is the special token that the template writes after one.
     """
 
     def __init__(
@@ -103,8 +108,9 @@ class ChatCodec:
         return next((token_id for token_id, token in added.items() if token.content == "</think>"), None)
 
     def suppressed_token_ids(self, vocab_size: int) -> np.ndarray:
-        """The ids that the policy can never sample: special tokens other than end-of-turn, and unused ids."""
-        special = {i for i in self._special_ids.values() if i != self.end_of_turn_id}
+        """The ids that the policy can never sample: unused ids, and special tokens other than the end of a turn and the
+        marks of calls."""
+        special = {i for text, i in self._special_ids.items() if i != self.end_of_turn_id and text not in _CALL_MARKS}
         return np.array(sorted(special | set(range(self.num_known_tokens, vocab_size))), dtype=np.int64)
 
     def uses(self, name: str) -> bool:

@@ -113,14 +113,16 @@ class CallReader:
         if (bare := self._bare_calls(last)) is not None:
             return "", bare
         said, calls, at = "", list[ToolCall](), 0  # what is held before `at` is done
-        while found := [(start, form) for form in _FORMS if (start := self._held.find(form.opens, at)) >= 0]:
-            start, form = min(found, key=lambda each: each[0])
-            inside = start + len(form.opens)
+        while found := _OPENS.search(self._held, at):
+            form, start, inside = _FORMS[found.group()], found.start(), found.end()
             end = self._held.find(form.closes or form.opens, inside)
             if end < 0 and not last:
                 break
+            whole = end >= 0 or form.may_end_open
             end, after = (end, end + len(form.closes)) if end >= 0 else (len(self._held), len(self._held))
             try:
+                if not whole:
+                    raise ToolCallError(f"{form.opens} is not closed by {form.closes}")
                 calls += form.read(self._held[inside:end], self._context)
                 said += self._gap(at, start)
                 self._called = True
@@ -131,7 +133,7 @@ class CallReader:
                 self._called = False
             at = after
         else:
-            start = len(self._held) - (0 if last else max(overlap(self._held[at:], form.opens) for form in _FORMS))
+            start = len(self._held) - (0 if last else max(overlap(self._held[at:], mark) for mark in _FORMS))
         if gap := self._gap(at, start):
             self._called, at = False, start
         self._held = self._held[at:]
@@ -166,15 +168,15 @@ def _tagged(block: str, context: _Context) -> list[ToolCall]:
     """Hermes and Qwen, and the XML of Qwen3-Coder."""
     if (functions := block.lstrip()).startswith("<function="):
         name, closed, body = functions.removeprefix("<function=").partition(">")
-        if not closed:
-            raise ToolCallError("<function= is not closed by >")
+        if not closed or "</function>" not in body:
+            raise ToolCallError("<function= is not closed by </function>")
         return [_xml_call(name, body, context.tools)]
     return [_call(_load(block, "the text between <tool_call> and </tool_call>", context.latex), context.latex)]
 
 
 def _function(block: str, context: _Context) -> list[ToolCall]:
     """Qwen3-Coder where it leaves <tool_call> out."""
-    return _tagged("<function=" + block, context)
+    return _tagged(f"<function={block}</function>", context)
 
 
 def _xml_call(name: str, body: str, tools: Tools) -> ToolCall:
@@ -243,17 +245,19 @@ class _Form(NamedTuple):
     opens: str
     closes: str  # "": the next call, or the end of the answer
     read: Callable[[str, _Context], list[ToolCall]]
+    may_end_open: bool = True  # at the end of an answer: what is inside says whether it is whole
 
 
-_FORMS = (
+_ALL = (
     _Form(OPEN, CLOSE, _tagged),
-    _Form("<function=", "</function>", _function),
+    _Form("<function=", "</function>", _function, may_end_open=False),
     _Form("[TOOL_CALLS]", "", _mistral),
     _Form("<|tool_call>", "<tool_call|>", _gemma),  # Gemma 4
     _Form("<start_function_call>", "<end_function_call>", _gemma),  # FunctionGemma
     _Form("<|python_tag|>", "", _objects),
 )
-CALL_MARKS = frozenset(mark for form in _FORMS for mark in form[:2])
+_FORMS = {form.opens: form for form in _ALL}
+_OPENS = re.compile("|".join(map(re.escape, _FORMS)))
 _BARE, _BARE_CHARS = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"'), 24
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
