@@ -189,6 +189,11 @@ class ChatCodec:
         _check_unicode(text)
         return np.array(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], dtype=np.int32)
 
+    def forms_of_word(self, word: str) -> list[list[int]]:
+        """A word as tokens, and with a blank before it where that is as many tokens, as vLLM forbids it."""
+        plain, spaced = (self.encode_raw(blank + word.lstrip(), False).tolist() for blank in ("", " "))
+        return [plain, spaced] if len(spaced) == len(plain) and spaced[:1] != plain[:1] else [plain]
+
     def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """All ids as text, special ones too."""
         return b"".join(map(self.token_bytes, map(int, token_ids))).decode("utf-8", "replace")

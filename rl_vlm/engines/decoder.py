@@ -234,10 +234,9 @@ class Decoder:
             raise EngineError(f"Request {name}: the prompt is empty or holds ids that the model does not know.")
         with naming(request):
             matcher = self.grammars.matcher(request.sampling)
-            forms = [form for word in request.sampling.bad_words for form in (word, f" {word}")]
-            bad = [self._codec.encode_raw(form, add_special_tokens=False) for form in forms]
+            bad = [tokens for word in request.sampling.bad_words for tokens in self._codec.forms_of_word(word)]
         positions = self._side.images.positions(ids, request.images)
-        return PreparedRequest(request, ids, positions, time.monotonic(), matcher, [one.tolist() for one in bad])
+        return PreparedRequest(request, ids, positions, time.monotonic(), matcher, bad)
 
     def _encode_images(self, prepared: Sequence[PreparedRequest]) -> None:
         images = [image for item in prepared for image in item.request.images]

@@ -166,6 +166,7 @@ class Reply:
     kind: str
     chunk_kind: str
     says_done = True  # a stream ends with [DONE]
+    has_prompts = False  # each choice tells its own prompt
 
     def __init__(self, codec: ChatCodec, asked: Sequence[Asked], model: str, body: Any) -> None:
         self._codec, self._body = codec, body
@@ -191,9 +192,9 @@ class Reply:
             if self._body.return_token_ids:  # and who sampled them: [number of tokens, version] in order
                 pieces = sample.pieces or ((len(sample.token_ids), completion.policy_version),)
                 choice["policy_versions"] = [[count, max(version, 0)] for count, version in pieces]
-            choices.append(choice | self._of_prompt(number, completion, len(completions) > 1))
+            choices.append(choice | (self._of_prompt(completion) if self.has_prompts else {}))
         content = self._content(self.kind, min(one.policy_version for one in completions), choices, self._usage())
-        return content | self._of_prompt(0, completions[0], len(completions) == 1)
+        return content if self.has_prompts else content | self._of_prompt(completions[0])
 
     def chunk(self, new: SampleChunk) -> list[Content]:
         """The events for new tokens of one sample; none while they add no text that is certain."""
@@ -203,7 +204,8 @@ class Reply:
             return []
         content = self._content(self.chunk_kind, new.policy_version, [choice], None)
         if first and self._body.return_token_ids:
-            content["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()
+            told = choice if self.has_prompts else content
+            told["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()
         return [content]
 
     def end(self, version: int) -> list[Content]:
@@ -220,6 +222,8 @@ class Reply:
         sample.logprobs += new.logprobs.tolist()[: len(ids)]
         sample.top += new.top_logprobs[: len(ids)]
         text, places = sample.text.feed(ids, last)
+        if self._body.return_token_ids:  # each token that is told then has its log-probability, as at vLLM
+            places = range(len(sample.token_ids) - len(ids), len(sample.token_ids))
         return sample, text, places
 
     def _choice(self, number: int, new: Sample | SampleChunk, last: bool, whole: bool) -> Content:
@@ -250,12 +254,11 @@ class Reply:
         shared = {**self._head, "system_fingerprint": fingerprint(version)}
         return {**shared, "object": kind, "choices": choices, "usage": usage}
 
-    def _of_prompt(self, number: int, completion: Completion, here: bool) -> Content:
-        """What is told about a prompt: for the whole reply, or where there are several prompts in each choice."""
+    def _of_prompt(self, completion: Completion) -> Content:
         told: Content = {}
-        if here and self._body.return_token_ids:
+        if self._body.return_token_ids:
             told["prompt_token_ids"] = completion.prompt_ids.tolist()
-        if here and self._body.prompt_logprobs is not None:
+        if self._body.prompt_logprobs is not None:
             told["prompt_logprobs"] = [None, *map(self._prompt_place, completion.prompt_logprobs)]
         return told
 
@@ -311,6 +314,7 @@ class TextReply(Reply):
     """OpenAI's legacy `text_completion`."""
 
     kind = chunk_kind = "text_completion"
+    has_prompts = True
 
     def _said(self, sample: _Growing, text: str, last: bool, whole: bool, first: bool) -> Content:
         echo = self._body.echo and first

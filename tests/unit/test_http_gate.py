@@ -312,7 +312,9 @@ def test_a_greedy_query_about_two_images(server: Server, engine: TransformersEng
 def test_defaults(tiny_folder: Path, server: Server) -> None:
     reader = RequestReader(text_side(tiny_folder), server.limits, 1024)
     read = [
-        reader.generate(GenerateRequest(messages=[{"role": "user", "content": "x"}], **given), "r", -1)[0].request.sampling
+        reader.generate(GenerateRequest(messages=[{"role": "user", "content": "x"}], **given), "r", -1)[
+            0
+        ].request.sampling
         for given in ({}, {"temperature": 0, "max_tokens": 16}, {"max_tokens": 100_000})
     ]
     assert (read[0].max_new_tokens, read[0].temperature, read[0].top_p) == (512, 0.7, 0.9)

@@ -284,14 +284,14 @@ def test_token_ids_go_in_and_out_with_images(real: Server) -> None:
     told = post("chat/completions", {**asked, "messages": [message]})
     again = {**asked, "prompt": told["prompt_token_ids"], "images": [url], "logprobs": 0}
     completed = post("completions", again)
-    assert completed["prompt_token_ids"] == told["prompt_token_ids"]
+    assert completed["choices"][0]["prompt_token_ids"] == told["prompt_token_ids"]
     assert completed["choices"][0]["token_ids"] == told["choices"][0]["token_ids"]
     assert completed["choices"][0]["policy_versions"] == [[len(told["choices"][0]["token_ids"]), 0]]
     with httpx.stream(
         "POST", f"{real.url}/v1/completions", json={**again, "stream": True}, timeout=PATIENCE_S
     ) as reply:
         events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
-    assert events[0]["prompt_token_ids"] == told["prompt_token_ids"]
+    assert events[0]["choices"][0]["prompt_token_ids"] == told["prompt_token_ids"]
     streamed = [token for event in events for token in event["choices"][0]["token_ids"]]
     assert streamed == told["choices"][0]["token_ids"]
     two = post("completions", {**asked, "prompt": ["a", "b"], "n": 2, "temperature": 1, "logprobs": None})
