@@ -98,14 +98,16 @@ class ChatCodec:
     @property
     def opens_thought(self) -> bool:
         """Whether the template's prompt leaves a thought open, as those of Thinking models do."""
-        _, opened, rest = self._render((("user", "t"),)).rpartition("<think>")
-        return bool(opened) and "</think>" not in rest
+        return leaves_thought_open(self._render((("user", "t"),)))
 
-    @property
-    def end_of_thought_id(self) -> int | None:
-        """`</think>`, where it is one token."""
+    def prompt_opens_thought(self, thinking: bool | None) -> bool:
+        """The same where `enable_thinking` is set."""
+        return leaves_thought_open(self._render((("user", "t"),), thinking))
+
+    def token_id(self, text: str) -> int | None:
+        """The added token that is this text."""
         added = self._tokenizer.added_tokens_decoder
-        return next((token_id for token_id, token in added.items() if token.content == "</think>"), None)
+        return next((token_id for token_id, token in added.items() if token.content == text), None)
 
     def suppressed_token_ids(self, vocab_size: int) -> np.ndarray:
         """The ids that the policy can never sample: unused ids, and special tokens other than the end of a turn and the
@@ -295,6 +297,11 @@ class ChatCodec:
                 "show images to the user only, by the model's own template."
             )
         return EncodedSpan(token_ids, images)
+
+
+def leaves_thought_open(text: str) -> bool:
+    _, opened, rest = text.rpartition("<think>")
+    return bool(opened) and "</think>" not in rest
 
 
 def _check_unicode(text: str) -> None:

@@ -79,6 +79,8 @@ class HTTPSection(Section):
     max_image_mib: Positive = 10.0  # One image's file.
     max_image_pixels: Count = 16_777_216  # One image; its header is read before it is decoded.
     max_request_pixels: Count = 201_326_592  # All images of a request; 16 photos of 12 megapixels fit.
+    # Hosts whose images clients may name by address; they are fetched from here.
+    image_hosts: list[str] = Field([])
     max_text_chars: Count = 200_000  # All texts of a request; its tokens: serving.max_context.
     max_parts: Count = 1024  # Messages and their parts in one request.
     max_new_tokens: Count = 2048  # Per sample; also the default where a client names none.

@@ -49,7 +49,7 @@ class Grammars:
         if not sampling.opened_thought:
             return f"start: answer\nanswer: {answer}"
         most = "" if sampling.max_thought_tokens is None else f"[max_tokens={sampling.max_thought_tokens}]"
-        end = codec.end_of_thought_id
+        end = codec.token_id("</think>")
         closed = '"</think>"' if end is None else f"<[{end}]>"
         return f"start: thought {closed} /[ \\n]{{0,2}}/ answer\nthought{most}: /(?s:.*)/\nanswer: {answer}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 from PIL import Image
 
-from rl_vlm.chat import EncodedSpan, Ending
+from rl_vlm.chat import EncodedSpan, Ending, leaves_thought_open
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.grammars import Grammars
 from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
@@ -31,7 +32,8 @@ from rl_vlm.http.schema import (
 )
 from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, TextSide, shrunk
 from rl_vlm.numerics import derive_seed
-from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
+from rl_vlm.safe_text import one_line
+from rl_vlm.types import EncodedImage, GenerationRequest, Grammar, Message, SamplingParams, UserInputError, as_rgb
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # by the bytes: clients are often wrong about the media type
 # Below this a sample is the greedy one; engines refuse temperatures between it and 0.
@@ -41,6 +43,8 @@ _AS_SENT = (
     "top_p", "n", "min_p", "min_tokens", "ignore_eos", "repetition_penalty", "frequency_penalty",
     "presence_penalty",
 )  # fmt: skip
+
+_FETCH_S = 10.0
 
 # What a model is told whose template knows no tools, in the form that most models were trained on.
 _TOOLS_TOLD = """# Tools
@@ -85,12 +89,15 @@ class RequestReader:
         )
         span, ids = self._encode(body.messages, chars, body.chat_template_kwargs, body.tools, ending)
         codec = self._text.codec
-        tail = codec.text_of(ids[-16:]) if codec.uses("<think>") else ""
-        opened = "</think>" not in tail.rpartition("<think>")[2] and "<think>" in tail
+        thinks = codec.uses("<think>")
+        opened = thinks and ending == "prompt" and codec.prompt_opens_thought(body.chat_template_kwargs.enable_thinking)
+        if thinks and ending == "open":
+            opened = leaves_thought_open("".join(getattr(part, "text", "") for part in body.messages[-1].content or ()))
         sampling = self._sampling(
             body,
             most,
             ids,
+            grammar=body.grammar or self._strict_calls(body),
             opened_thought=opened,
             max_thought_tokens=body.thinking_token_budget if opened else None,
         )
@@ -98,8 +105,24 @@ class RequestReader:
         tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
         read = body.tools and body.tool_choice != "none"
         forced = None if not read or body.tool_choice == "auto" else body.named_tool
-        thinks = codec.uses("<think>")
         return [Asked(request, ids, thinks, tools if read else None, forced, body.parallel_tool_calls)]
+
+    def _strict_calls(self, body: ChatRequest) -> Grammar | None:
+        """Text with calls that fit the schemas of their tools, where one of these is strict: in Hermes' form, of models
+        whose marks of calls are tokens."""
+        codec = self._text.codec
+        opens, closes = codec.token_id("<tool_call>"), codec.token_id("</tool_call>")
+        strict = body.tool_choice == "auto" and any(tool.function.strict for tool in body.tools)
+        if not strict or opens is None or closes is None or codec.uses("<function=") or body.choices:
+            return None
+        calls = [
+            {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}}
+            for tool in body.tools
+        ]
+        known = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+        choice = " | ".join(f"%json {json.dumps(known | {'properties': call})}" for call in calls)
+        rules = f"start: (/(?s:.+)/ | call)*\ncall: <[{opens}]> /\\s?/ ({choice}) /\\s?/ <[{closes}]>"
+        return Grammar("grammar", rules)
 
     def completions(self, body: CompletionRequest, name: str, version: int) -> list[Asked]:
         """The same for prompts that are encoded, or as their client wrote them."""
@@ -127,7 +150,7 @@ class RequestReader:
             self._check_length(len(expanded), "prompt")
             if not len(ids):
                 raise RequestError(400, "The prompt is empty.", param="prompt")
-            sampling = self._sampling(body, most, expanded)
+            sampling = self._sampling(body, most, expanded, grammar=body.grammar)
             request = GenerationRequest(f"{name}-{number}", ids, sampling, images, min_version=version)
             asked.append(Asked(request, expanded, scores_only=body.max_tokens == 0))
         return asked
@@ -190,7 +213,6 @@ class RequestReader:
             seeds=None if body.seed is None else tuple(derive_seed(body.seed, k) for k in range(body.n)),
             stop=tuple(body.stop),
             choices=body.choices,
-            grammar=body.grammar,
             top_logprobs=body.top or 0,
             prompt_logprobs=scores,
             logit_bias=tuple(bias.items()),
@@ -256,9 +278,10 @@ class RequestReader:
             raise _too_much(f"The request's images are {len(uris)}, and this server takes {limits.max_images}.")
         files: list[bytes] = []
         pixels = tokens = 0
+        deadline = time.monotonic() + _FETCH_S  # of all that must be fetched
         for number, uri in enumerate(uris, 1):
             with _naming(number):
-                files.append(image_file(uri, limits))
+                files.append(image_file(uri, limits, deadline - time.monotonic()))
                 width, height = check_header(files[-1], limits.max_image_pixels, _FORMATS)
             pixels += width * height
             tokens += spec.count_tokens(width, height, str(number))
@@ -284,8 +307,10 @@ class RequestReader:
         )
 
 
-def image_file(uri: str, limits: HTTPSection) -> bytes:
-    """The file inside a data URI. Raises ImageError."""
+def image_file(uri: str, limits: HTTPSection, seconds: float = _FETCH_S) -> bytes:
+    """The file inside a data URI, or at an address of a host that is allowed. Raises ImageError."""
+    if limits.image_hosts and uri[:8].lower().startswith(("https://", "http://")):
+        return _fetched(uri, limits, seconds)
     if uri[:5].lower() != "data:":
         raise ImageError(
             "must be a data URI (data:image/png;base64,...): this server fetches neither files nor addresses"
@@ -293,6 +318,25 @@ def image_file(uri: str, limits: HTTPSection) -> bytes:
     if len(uri) * 3 / 4 > limits.max_image_mib * 2**20 + 100:
         raise ImageError(f"is larger than {limits.max_image_mib:g} MiB: send a smaller file")
     return image_bytes(uri, None)
+
+
+def _fetched(address: str, limits: HTTPSection, seconds: float) -> bytes:
+    """The file at an address, without redirects, which could lead to any host."""
+    import httpx
+
+    most, deadline, file = limits.max_image_mib * 2**20, time.monotonic() + seconds, bytearray()
+    try:
+        if (host := httpx.URL(address).host) not in limits.image_hosts:
+            raise ImageError(f"is at {host[:80]!r}: this server fetches images of {', '.join(limits.image_hosts)} only")
+        with httpx.stream("GET", address, timeout=max(seconds, 0.1)) as reply:
+            reply.raise_for_status()
+            for piece in reply.iter_raw():
+                file += piece
+                if len(file) > most or time.monotonic() > deadline:
+                    raise ImageError(f"is larger than {limits.max_image_mib:g} MiB, or takes more than {_FETCH_S:g} s")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ImageError(f"cannot be fetched ({one_line(error)}): send it as a data URI") from error
+    return bytes(file)
 
 
 def seen_image(file: bytes, spec: ImageLayout, limits: HTTPSection) -> EncodedImage:

@@ -93,8 +93,8 @@ class AnswerReader:
         self._thinking = True if asked.request.sampling.opened_thought else None if asked.thinks else False
         self._held, self._asked, self.num_calls = "", asked, 0
         self._calls = None if asked.tools is None or asked.forced else CallReader(asked.tools)
-        if asked.forced == "":  # a list, as Mistral's models write it behind a mark
-            self.feed(_LIST_MARK, last=False)
+        if asked.forced == "" and self._calls is not None:  # a list, as Mistral's models write it behind a mark
+            self._calls.feed(_LIST_MARK, last=False)
 
     def feed(self, text: str, last: bool) -> Content:
         """The fields of a delta: `reasoning`, `content` and `tool_calls`, those that have grown."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,19 @@ def test_a_call_that_is_asked_for_comes_and_fits_its_schema(real: Server, choice
             jsonschema.validate(json.loads(arguments), PARAMETERS if name == "zoom" else {"type": "object"})
 
 
+def test_calls_of_strict_tools_fit_their_schemas(real: Server) -> None:
+    """A bias for the mark of a call makes a model that answers noise call."""
+    mark = real.text.codec.token_id("<tool_call>")
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    found = []
+    for seed in range(6):
+        (choice,) = chat(real, tools=tools, seed=seed, max_tokens=150, logit_bias={str(mark): 12}).choices
+        found += [json.loads(call.function.arguments) for call in choice.message.tool_calls or ()]
+    assert len(found) >= 3
+    for arguments in found:
+        jsonschema.validate(arguments, PARAMETERS)
+
+
 def test_biases_and_bad_words_change_what_is_sampled(real: Server) -> None:
     codec, create = real.text.codec, client_of(real).chat.completions.create
     token = int(codec.encode_text("3")[0])
@@ -227,6 +242,9 @@ def test_thoughts_are_parted_from_the_answer(thinking: tuple[Scripted, Server]) 
     assert (streamed["reasoning"], streamed["content"]) == ("I see <2 of them>.\n", "\n\nTwo.\nLet me look.\n")
     (silent,) = chat(server, extra_body={"include_reasoning": False}).choices
     assert "reasoning" not in silent.message.model_extra and silent.message.content == choice.message.content
+    backend.says = 'So.</think>\n[{"name": "zoom", "parameters": {"x": 1, "unit": "m"}}]'
+    (forced,) = chat(server, tool_choice="required").choices
+    assert [call.function.name for call in forced.message.tool_calls] == ["zoom"] and forced.message.reasoning == "So."
     backend.says = "I never end"
     (open_end,) = chat(server).choices
     assert (open_end.message.content, open_end.message.reasoning) == (None, "I never end")
@@ -318,6 +336,41 @@ def test_a_bad_prompt_is_refused_by_name(real: Server, body: dict[str, Any], par
     assert reply.status_code == 400
     found = reply.json()["error"]["param"]
     assert found is None if param is None else found.startswith(param)
+
+
+def test_images_are_fetched_from_hosts_that_are_allowed_only(engine: TransformersEngine, tiny_folder: Path) -> None:
+    image = picture(np.random.default_rng(1), 64, 96)
+
+    class Files(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            moved = self.path == "/moved"
+            self.send_response(302 if moved else 200)
+            if moved:
+                self.send_header("Location", "/image.png")
+            self.end_headers()
+            self.wfile.write({"/image.png": image.png, "/large": b"x" * 3_000_000}.get(self.path, b"text"))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        at = f"http://127.0.0.1:{files.server_port}"
+        with serving(EngineBackend(engine), tiny_folder, image_hosts=["127.0.0.1"], max_image_mib=2) as server:
+
+            def status(url: str) -> int:
+                part = {"type": "image_url", "image_url": {"url": url}}
+                body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": [part]}]}
+                return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).status_code
+
+            assert status(f"{at}/image.png") == 200
+            for url in (
+                f"{at}/moved",
+                f"{at}/text",
+                f"{at}/large",
+                "http://127.0.0.1:9/x",
+                "http://localhost/x",
+                "http://[",
+            ):
+                assert status(url) == 400, url
+        files.shutdown()
 
 
 def test_tokens_of_prompts_and_conversations(real: Server) -> None:
