@@ -72,7 +72,7 @@ class ModelApp:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/version", self._show_version),
-            Route("/ping", self._show_health, methods=["GET", "POST"]),
+            Route("/ping", self._show_health),
             Route("/health", self._show_health),
             Route("/metrics", self._show_metrics),
         ]

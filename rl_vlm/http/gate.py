@@ -79,7 +79,7 @@ class Gate:
 
     Args:
         routes: a POST's body is in its scope. Its handler is cancelled when its client disconnects. What handlers raise
-            is answered: OpenAI's errors under `/v1`, `{"detail"}` elsewhere.
+            is answered by OpenAI's errors, with `detail` beside outside of `/v1`.
         token: what clients must send as a bearer token. None: only requests to this machine's own names are answered,
             so that a web page that rebinds its name cannot reach the server through a browser.
         content_type: of bodies. A browser lets a web page send it only to a server that agrees (CORS); this one does
@@ -118,7 +118,7 @@ class Gate:
             await send(message)
 
         async def answer(error: RequestError, more: Mapping[str, str] | None = None) -> None:
-            content = error_body(error) if path.startswith("/v1") else {"detail": str(error)}
+            content = error_body(error) | ({} if path.startswith("/v1") else {"detail": str(error)})
             headers = {**_HEADERS.get(error.status, {}), **(more or {})}
             await JSONResponse(content, error.status, headers)(scope, receive, counted)
 

@@ -312,10 +312,16 @@ def test_alternatives_equal_those_of_the_transformers_engine(
     forbidden = set(text.codec.suppressed_token_ids(text.vocab_size).tolist())
     grammars = {"regex": "[a-f0-9]{1,9}", "json_schema": SCHEMA, "grammar": 'root ::= "yes" | "no" [0-9]+'}
     bound: list[dict[str, Any]] = [{"grammar": Grammar(kind, own)} for kind, own in grammars.items()]  # type: ignore[arg-type]
-    for sampling in ({}, {"top_k": 3}, {"choices": ("12", "13", "no")}, *bound):
+    thought: dict[str, Any] = {"opened_thought": True, "max_thought_tokens": 3, "max_new_tokens": 12}
+    changed = [{"logit_bias": ((18, 5.0), (7, -50.0))}, {"bad_words": ("the", "a", "3")}, {"prompt_logprobs": 2}]
+    for sampling in ({}, {"top_k": 3}, {"choices": ("12", "13", "no")}, *bound, thought, bound[0] | thought, *changed):
         request = ask(text, "alternatives", picture(21), temperature=0.0, top_logprobs=6, **sampling)
         (ours,), (theirs,) = generate(engine, request), generate(other_engine, request)
         np.testing.assert_array_equal(ours.samples[0].token_ids, theirs.samples[0].token_ids)
+        places = [[dict(place) for place in answer.prompt_logprobs] for answer in (ours, theirs)]
+        assert len(places[0]) == (len(ours.prompt_ids) - 1) * ("prompt_logprobs" in sampling)
+        for one, two in zip(*places, strict=True):
+            assert one == pytest.approx(two, abs=TOLERANCE)
         assert len(ours.samples[0].top_logprobs) == len(ours.samples[0].token_ids)
         for one, two in zip(ours.samples[0].top_logprobs, theirs.samples[0].top_logprobs, strict=True):
             assert [token for token, _ in one] == [token for token, _ in two]
