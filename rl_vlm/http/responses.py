@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import model_validator
 
 from rl_vlm.http.replies import Content, Reply
-from rl_vlm.http.schema import ChatRequest, NamedTool
+from rl_vlm.http.schema import ChatRequest, Tool
 from rl_vlm.types import Completion, Sample, SampleChunk, StopReason
 
 
@@ -190,7 +190,7 @@ class ResponseReply(Reply):
     def _response(self) -> Content:
         body, usage = self._body, self._usage()
         choice: Any = body.tool_choice
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, Tool):
             choice = {"type": "function", "name": choice.function.name}
         counted = {
             "input_tokens": usage["prompt_tokens"],

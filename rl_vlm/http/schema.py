@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -72,23 +71,25 @@ def _as_parts(content: Any) -> Any:
 Parts = Annotated[list[Part], Field(max_length=_MAX_ITEMS, fail_fast=True), BeforeValidator(_as_parts)]
 
 
+def _parsed(arguments: Any) -> Any:
+    """As templates want them; as text where they are no JSON."""
+    if not isinstance(arguments, str):
+        raise ValueError("this must be text that holds JSON")
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
 class FunctionCall(_In):
     name: str
-    arguments: str = "{}"  # JSON
+    arguments: Annotated[Any, BeforeValidator(_parsed)] = {}
 
     @property
     def text(self) -> str:
         """As Qwen's chat template writes it, and environments read it."""
-        called = f'{{"name": {json.dumps(self.name)}, "arguments": {self.arguments}}}'
-        return f"\n<tool_call>\n{called}\n</tool_call>"
-
-    @property
-    def parsed(self) -> Any:
-        """The arguments as templates want them; as text where they are no JSON."""
-        try:
-            return json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            return self.arguments
+        arguments = self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments)
+        return f'\n<tool_call>\n{{"name": {json.dumps(self.name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
 class ToolCall(_In):
@@ -116,16 +117,8 @@ class ChatMessage(_In):
     @property
     def fields(self) -> dict[str, Any]:
         """What a chat template reads beside role and content."""
-        plain = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.parsed},
-            }
-            for call in self.tool_calls or ()
-        ]
-        return {name: value for name, value in (plain | {"tool_calls": calls}).items() if value}
+        beside = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"})
+        return {name: value for name, value in beside.items() if value}
 
 
 class Function(_In):
@@ -144,15 +137,6 @@ class Tool(_In):
         """As chat templates write it, key by key as vLLM does."""
         function = self.function.model_dump()
         return {"type": "function", "function": {k: v for k, v in function.items() if k != "strict" or v is not None}}
-
-
-class FunctionName(_In):
-    name: str
-
-
-class NamedTool(_In):
-    type: Literal["function"] = "function"
-    function: FunctionName
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True)]
@@ -254,7 +238,6 @@ class SampledRequest(BaseModel):
     is not supported is an error; one that is unknown is ignored, told in the log and in a header."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
-    usual: ClassVar[Mapping[str, Any]] = _USUAL
 
     model: str | None = Field(None, max_length=256)
     max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
@@ -300,10 +283,10 @@ class SampledRequest(BaseModel):
         for name, value in data.items():
             if value is None or name in _IGNORED - known:
                 continue
-            if name in known or (name in cls.usual and value != cls.usual[name]):
+            if name in known or (name in _USUAL and value != _USUAL[name]):
                 # JSON has one kind of number, and some clients write 6.0 for 6.
                 given[name] = int(value) if isinstance(value, float) and value.is_integer() else value
-            elif name not in cls.usual:
+            elif name not in _USUAL:
                 ignored.append(name if _NAME.fullmatch(name) else "?")
         if new := sorted({*ignored[:16]} - _told) if len(_told) < _MAX_FIELDS else []:
             _told.update(new)
@@ -369,7 +352,7 @@ class ChatRequest(SampledRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Tool] = Field([], max_length=256)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -392,7 +375,7 @@ class ChatRequest(SampledRequest):
 
     @property
     def named_tool(self) -> str:
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else ""
 
     @property
     def top(self) -> int | None:
@@ -427,8 +410,6 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_INT)]], Field(min_l
 
 class CompletionRequest(SampledRequest):
     """OpenAI's legacy request: prompts as text or token ids. `images`: data URIs for the placeholders of one prompt."""
-
-    usual: ClassVar[Mapping[str, Any]] = {k: v for k, v in _USUAL.items() if k not in ("add_special_tokens", "echo")}
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256)]
     images: list[str] = Field([], max_length=_MAX_ITEMS)
