@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk, StopReason, TopLogprobs
+from rl_vlm.types import POLICY, Completion, GenerationRequest, SampleChunk, StopReason, TopLogprobs
 
 
 class ReplyText:
@@ -95,6 +95,7 @@ class ChatReply:
         self, codec: ChatCodec, request: GenerationRequest, model: str, num_prompt_tokens: int, logprobs: bool
     ) -> None:
         self._codec, self.num_prompt_tokens, self._logprobs = codec, num_prompt_tokens, logprobs
+        self._policy = request.policy
         self._head: Content = {"id": request.request_id, "created": int(time.time()), "model": model}
         sampling = request.sampling
         self._samples = [_Sample(ReplyText(codec, sampling.stop, sampling.min_tokens)) for _ in range(sampling.n)]
@@ -146,7 +147,7 @@ class ChatReply:
         return text, {"content": entries, "refusal": None}
 
     def _content(self, kind: str, version: int, choices: list[Content], usage: Content | None) -> Content:
-        shared = {**self._head, "system_fingerprint": fingerprint(version)}
+        shared = {**self._head, "system_fingerprint": fingerprint(version, self._policy)}
         return {**shared, "object": kind, "choices": choices, "usage": usage}
 
     def _token(self, token_id: int, logprob: float) -> Content:
@@ -158,8 +159,8 @@ class ChatReply:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def fingerprint(version: int) -> str:
-    return "base" if version == BASE_MODEL else f"policy-v{version}"
+def fingerprint(version: int, policy: str = POLICY) -> str:
+    return "base" if version == BASE_MODEL else f"{policy}-v{version}"
 
 
 def _choice(number: int, said: Content, logprobs: Content | None, reason: StopReason | None) -> Content:
