@@ -246,6 +246,7 @@ class GenerationRequest:
     min_version: int = 0  # the oldest version of `policy` that may answer; -1: the base model without an adapter
     preferred_replica: str = ""  # usually the one that answered the earlier turns of the conversation
     policy: str = POLICY
+    exact: bool = False  # no newer version may answer either
     trace: str = ""  # the span that the request belongs to (see tracing.py)
 
 

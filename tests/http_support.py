@@ -20,9 +20,9 @@ from PIL import Image
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL, Engine
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.http.app import ModelApp
+from rl_vlm.http.app import ModelApp, ServedModel
 from rl_vlm.http.server import HTTPServer, bind
-from rl_vlm.types import Completion, GenerationRequest, SampleChunk
+from rl_vlm.types import POLICY, Completion, GenerationRequest, SampleChunk
 
 CONTEXT = 1024
 PATIENCE_S = 120.0  # for what comes at once on a quiet machine; the tests also run at a low priority on a busy one
@@ -35,15 +35,16 @@ class EngineBackend:
         self.engine = engine
         self.running = 0  # calls that have not ended
 
-    async def models(self) -> dict[str, int]:
-        version = self.engine.version
-        policy = {"policy": version, f"policy-v{version}": version} if version else {}
-        return policy | {"tiny": BASE_MODEL}
+    async def models(self) -> dict[str, ServedModel]:
+        newest = ServedModel(POLICY, self.engine.version, "tiny")
+        exact = {f"policy-v{newest.version}": newest._replace(exact=True)}
+        policy = {"policy": newest} | exact if newest.version else {}
+        return policy | {"tiny": ServedModel(POLICY, BASE_MODEL)}
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def call(self, requests: list[GenerationRequest]) -> list[Completion]:
         self.running += 1
         try:
-            return (await self.engine.generate([request]))[0]
+            return await self.engine.generate(requests)
         finally:
             self.running -= 1
 

@@ -69,15 +69,20 @@ class CommonConfig(Section, ABC):
         return 1
 
     @property
+    def many_policies(self) -> bool:
+        """Whether replicas serve the adapters of several runs, or such as clients load."""
+        return bool(self.serving.shared or self.http.adapter_root)
+
+    @property
     def max_lora_rank(self) -> int:
         """Of the adapters that the replicas serve."""
-        return (self.serving.sharing.max_lora_rank if self.serving.shared else None) or self.lora_rank
+        return (self.serving.sharing.max_lora_rank if self.many_policies else None) or self.lora_rank
 
     @property
     def lora_slots(self) -> int:
         """Adapter versions that a replica may sample with at the same time (engine vllm)."""
         # Samples of the version before may still run when a new one comes.
-        return self.serving.sharing.lora_slots if self.serving.shared else 2
+        return self.serving.sharing.lora_slots if self.many_policies else 2
 
     @property
     def samples_per_round(self) -> int:

@@ -189,7 +189,7 @@ class PolicyConfig(CommonConfig):
 
     @property
     def lora_slots(self) -> int:
-        if self.serving.shared:
+        if self.many_policies:
             return super().lora_slots
         # Samples of older versions may still run when a new one comes, unless they take it.
         return 1 if self.rollout.in_flight_updates else self.rollout.max_policy_lag + 2

@@ -86,6 +86,10 @@ class HTTPSection(Section):
     max_new_tokens: Count = 2048  # Per sample; also the default where a client names none.
     max_samples: Count = 64  # `n` of one request.
     max_reply_values: Count = 100_000  # Log-probabilities of a reply: n x max_tokens x (1 + top_logprobs).
+    # Clients may load adapters from folders below this one (POST /v1/load_lora_adapter); null: none.
+    adapter_root: FilePath | None = None
+    max_adapters: Count = 16  # That clients have loaded at a time.
+    max_adapter_mib: Positive = 1024.0  # One adapter's file.
     max_queue: Count = 256  # Requests at a time, waiting and running; more are told to come back.
     # At a time; null: four times max_queue, at least 1024. Fewer where descriptors are short.
     max_connections: Count | None = None
@@ -131,7 +135,7 @@ class AutoscalingSection(Section):
 
 
 class SharingSection(Section):
-    """Replicas that several runs share (`serving.shared`). Those of the run that starts the service count."""
+    """Replicas that runs share (those of the run that starts the service count), or that clients load adapters into."""
 
     # The highest model.lora.rank of a run that joins (engine vllm). Null: that of the first.
     max_lora_rank: Count | None = None

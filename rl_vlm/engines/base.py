@@ -36,8 +36,14 @@ class RequestTooLargeError(EngineError):
     """No replica has memory for this request, now or later: the caller must ask for less."""
 
 
+class VersionGoneError(EngineError):
+    """The one version that may answer has been replaced."""
+
+
 def check_version(request: GenerationRequest, version: int) -> None:
-    """Raise EngineError where `version`, which would answer, is older than the request allows."""
+    """Raise EngineError where the request does not allow that `version` answers."""
+    if request.exact and version > request.min_version:
+        raise VersionGoneError(f"Version {request.min_version} of {request.policy} is gone: ask for version {version}.")
     if request.min_version > version:
         raise EngineError(
             f"Request {request.request_id}: policy {request.policy} has no version {request.min_version} here, the "

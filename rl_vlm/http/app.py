@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import generate_latest
 from pydantic_core import to_json
@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL
+from rl_vlm.http.adapters import adapter_routes
 from rl_vlm.http.gate import BODY, DEADLINE, JSON, Gate, RequestError, as_request_error, error_body
 from rl_vlm.http.reader import RequestReader, return_freed_memory
 from rl_vlm.http.replies import Asked, ChatReply, Reply, TextReply
@@ -41,13 +42,12 @@ from rl_vlm.safe_text import one_line, without_thoughts
 from rl_vlm.serving.client import GenerationFailedError, PolicyClient
 from rl_vlm.serving.follower import ReplicaState
 from rl_vlm.serving.replica import ReplicaUnavailableError
-from rl_vlm.types import Completion, GenerationRequest, RLVLMError, SampleChunk
+from rl_vlm.types import POLICY, Completion, GenerationRequest, RLVLMError, SampleChunk
 from rl_vlm.waiting import JITTER
 
 _THREADS = 4  # that read requests: so many images are decoded at a time
 
 B = TypeVar("B", bound=Any)
-T = TypeVar("T")
 
 
 class ModelApp:
@@ -75,6 +75,7 @@ class ModelApp:
             Route("/ping", self._show_health),
             Route("/health", self._show_health),
             Route("/metrics", self._show_metrics),
+            *(adapter_routes(backend) if limits.adapter_root else ()),
         ]
         self.gate = Gate(routes, limits, token)
 
@@ -98,8 +99,8 @@ class ModelApp:
         body, deadline = parse_body(request.scope.pop(BODY), kind), request.scope[DEADLINE]
         headers = {"X-Ignored-Fields": ", ".join(body.ignored_fields)} if body.ignored_fields else {}
         async with self._in_time(deadline):
-            name, version = await self._find(body.model)
-            asked = await self._read(read, body, prefix, version)
+            name, model = await self._find(body.model)
+            asked = await self._read(read, body, prefix, model)
             reply = form(self._codec, asked, name, body)
             if not body.stream:
                 completions = await asyncio.gather(*(self._complete(one.request) for one in asked))
@@ -114,8 +115,8 @@ class ModelApp:
         """A conversation in, a text out; thoughts are removed."""
         body = parse_body(request.scope.pop(BODY), GenerateRequest)
         async with self._in_time(request.scope[DEADLINE]):
-            _, version = await self._find(None)
-            (asked,) = await self._read(self._reader.generate, body, "generate", version)
+            _, model = await self._find(None)
+            (asked,) = await self._read(self._reader.generate, body, "generate", model)
             completion = await self._complete(asked.request)
         return JSONResponse({"text": without_thoughts(self._codec.decode(completion.samples[0].token_ids))})
 
@@ -123,7 +124,7 @@ class ModelApp:
         body = parse_body(request.scope.pop(BODY), TokenizeRequest)
         async with self._in_time(request.scope[DEADLINE]):
             await self._find(body.model)
-            ids = await self._read(lambda body, *_: self._reader.tokens(body), body, "", 0)
+            ids = await asyncio.get_running_loop().run_in_executor(self._threads, self._reader.tokens, body)
         texts = [self._codec.text_of([token]) for token in ids] if body.return_token_strs else None
         told = {"count": len(ids), "max_model_len": self._max_context, "tokens": ids.tolist(), "token_strs": texts}
         return JSONResponse(told)
@@ -138,12 +139,11 @@ class ModelApp:
         return JSONResponse({"version": version("rl_vlm")})
 
     async def _list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in await self._backend.models()]})
+        models = await self._backend.models()
+        return JSONResponse({"object": "list", "data": [self._card(*one) for one in models.items()]})
 
     async def _show_model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        await self._find(name)
-        return JSONResponse(self._card(name))
+        return JSONResponse(self._card(*await self._find(request.path_params["name"])))
 
     async def _show_health(self, _: Request) -> Response:
         state: dict[str, Any] = {"status": "ok", "models": [], "in_flight": self.gate.in_flight, "detail": ""}
@@ -158,9 +158,10 @@ class ModelApp:
         text = generate_latest(self.gate.registry).decode() + await self._backend.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str, of: ServedModel) -> dict[str, Any]:
+        card = {"id": name, "created": self._started, "object": "model", "owned_by": "rl_vlm"}
         can = {"max_model_len": self._max_context, "input_modalities": ["text", "image"], "output_modalities": ["text"]}
-        return {"id": name, "created": self._started, "object": "model", "owned_by": "rl_vlm", **can}
+        return {**card, "root": of.folder or name, "parent": of.parent, **can}
 
     @asynccontextmanager
     async def _in_time(self, deadline: float) -> AsyncIterator[None]:
@@ -171,30 +172,33 @@ class ModelApp:
             late = f"No complete answer within {self._limits.deadline_s:g} s: ask for less, or later."
             raise RequestError(504, late) from error
 
-    async def _find(self, name: str | None) -> tuple[str, int]:
-        """The name and version of a model; those of the first one without a name. Raises RequestError."""
+    async def _find(self, name: str | None) -> tuple[str, ServedModel]:
+        """A model and its name, `NAME@latest` too; the first one without a name. Raises RequestError."""
         models = await self._backend.models()
         if name is None:
             return next(iter(models.items()))
-        if name not in models:
+        newest = {f"{name}@latest": one for name, one in models.items() if one.parent and not one.exact}
+        if (found := (newest | models).get(name)) is None:
             message = f"Model {name!r} is not served here: ask for one of {', '.join(models)}."
             raise RequestError(404, message, code="model_not_found", param="model")
-        return name, models[name]
+        return name, found
 
-    async def _read(self, read: Callable[[B, str, int], T], body: B, prefix: str, version: int) -> T:
+    async def _read(
+        self, read: Callable[[B, str, int], list[Asked]], body: B, prefix: str, model: ServedModel
+    ) -> list[Asked]:
         """What the engine is asked, by a method of the reader on a thread; `prefix` begins the request's id."""
         name = f"{prefix}-{uuid.uuid4().hex}"
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, read, body, name, version)
+            asked = await loop.run_in_executor(self._threads, read, body, name, model.version)
+            return [replace(one, request=replace(one.request, policy=model.policy, exact=model.exact)) for one in asked]
         finally:
             # The handler keeps the body until it has answered, and encoded images may take megabytes.
-            for field in ("messages", "images", "input"):
-                if hasattr(body, field):
-                    setattr(body, field, [])
+            for field in {"messages", "images"} & type(body).model_fields.keys():
+                setattr(body, field, [])
 
     async def _complete(self, asked: GenerationRequest) -> Completion:
-        completion = await self._backend.generate(asked)
+        completion = (await self._backend.call([asked]))[0]
         self._count(len(completion.prompt_ids), sum(len(sample.token_ids) for sample in completion.samples))
         return completion
 
@@ -256,34 +260,55 @@ _REFRESH_S = 0.5  # how old the registry's status may be
 _ANSWER_S = 5.0  # how long the registry may take
 
 
+class ServedModel(NamedTuple):
+    """What a model's name stands for."""
+
+    policy: str
+    version: int
+    parent: str | None = None  # the name of the model that the adapter changes
+    exact: bool = False  # this version and no newer one
+    folder: str = ""  # from which a client has loaded it
+
+
 class ServeBackend(PolicyClient):
     """Answers through a run's Serve application. Its errors are RLVLMErrors.
 
     Args:
-        registry: a handle whose `status.remote()` asks the adapter registry: its actor's, or a deployment's.
+        adapters: a `ServedAdapters`, or what has its methods.
         name: the name of the model without an adapter. `policy` and `policy-vN` are its adapter, once there is one.
         deadline_s: of one request, retries included.
         keeps_base: whether replicas with a version still answer for the model without one.
     """
 
     def __init__(
-        self, handle: Any, registry: Any, name: str, *, run_id: str, deadline_s: float, keeps_base: bool = True
+        self, handle: Any, adapters: Any, name: str, *, run_id: str, deadline_s: float, keeps_base: bool = True
     ) -> None:
         # Answers are long and clients do not wait for each other: one call per request.
         super().__init__(run_id, deadline_s=deadline_s, homes=(), coalesce=False, handle=handle)
-        self._registry, self._name, self._keeps_base = registry, name, keeps_base
+        self._adapters, self._name, self._keeps_base = adapters, name, keeps_base
         self._known: dict[str, Any] | None = None  # the registry's last status
         self._good_until = float("-inf")
         self._asking = asyncio.Lock()
 
-    async def models(self) -> dict[str, int]:
-        """The names that clients may ask for, and their versions: the newest one, if there is one, and the model
-        without one where replicas have that, too. The first is for clients that name none."""
-        base, version = {self._name: BASE_MODEL}, (await self._status())["version"]
-        if not version:
-            return base
-        policy = {"policy": version, f"policy-v{version}": version}
-        return policy | base if self._keeps_base else policy
+    async def models(self) -> dict[str, ServedModel]:
+        """The names that clients may ask for, of what replicas have. The first is for clients that name none."""
+        policies = (await self._status())["policies"].items()
+        every = [ServedModel(name, one["version"], self._name, folder=one["folder"]) for name, one in policies]
+        named = {one.policy: one for one in every if one.version}
+        exact = {f"{name}-v{one.version}": one._replace(exact=True) for name, one in named.items()}
+        first = {name: one for name, one in (named | exact).items() if one.policy == POLICY}
+        base = {self._name: ServedModel(POLICY, BASE_MODEL)} if self._keeps_base or not first else {}
+        # Later ones win: a client may call an adapter policy-a-v1, and the model is called as its owner wants.
+        return first | base | exact | named | base
+
+    async def change(self, name: str, path: str | None) -> None:
+        """Load the adapter in a folder, or forget it: see `ServedAdapters`."""
+        try:
+            await (self._adapters.unload(name) if path is None else self._adapters.load(name, path))
+        except RayTaskError as error:  # where a deployment does it
+            raise error.cause from error
+        finally:
+            self._good_until = float("-inf")
 
     async def _status(self) -> dict[str, Any]:
         """The registry's status, half a second old; the last one while it is being restarted. Raises
@@ -292,10 +317,7 @@ class ServeBackend(PolicyClient):
             if time.monotonic() > self._good_until:
                 try:
                     async with asyncio.timeout(_ANSWER_S):
-                        status = await self._registry.status.remote()
-                    # One that has just been restarted may not have its version again yet: versions only grow.
-                    if self._known is None or status["version"] >= self._known["version"]:
-                        self._known = status
+                        self._known = await self._adapters.status()
                 except (RayError, RayServeException, TimeoutError) as error:
                     logger.warning("The adapter registry does not answer: %s", error)
                 self._good_until = time.monotonic() + _REFRESH_S

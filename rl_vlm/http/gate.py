@@ -20,7 +20,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.base import RequestTooLargeError
+from rl_vlm.engines.base import RequestTooLargeError, VersionGoneError
 from rl_vlm.envs.address import LOOPBACK, url_host
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -51,6 +51,8 @@ def as_request_error(error: Exception) -> RequestError:
     if isinstance(error, RLVLMError):
         # A replica's error is the `cause` of the RayTaskError that ours comes from.
         reason = getattr(error.__cause__, "cause", error)
+        if isinstance(reason, VersionGoneError):
+            return RequestError(404, str(reason), code="model_not_found", param="model")
         of_client = isinstance(error, UserInputError) or isinstance(reason, RequestTooLargeError)
         # The first line only: Ray appends tracebacks.
         sentence = next(iter(str(error).splitlines()), "The engine failed.")

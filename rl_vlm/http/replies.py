@@ -15,7 +15,7 @@ import numpy as np
 from rl_vlm.chat import ChatCodec
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.tools import CallReader, Tools, overlap
-from rl_vlm.types import Completion, GenerationRequest, Sample, SampleChunk, StopReason, TopLogprobs
+from rl_vlm.types import POLICY, Completion, GenerationRequest, Sample, SampleChunk, StopReason, TopLogprobs
 
 
 class ReplyText:
@@ -169,7 +169,7 @@ class Reply:
     has_prompts = False  # each choice tells its own prompt
 
     def __init__(self, codec: ChatCodec, asked: Sequence[Asked], model: str, body: Any) -> None:
-        self._codec, self._body = codec, body
+        self._codec, self._body, self._policy = codec, body, asked[0].request.policy
         self._head: Content = {"id": asked[0].request.request_id, "created": int(time.time()), "model": model}
         self._samples = [self._growing(one) for one in asked for _ in range(one.request.sampling.n)]
         self.num_prompt_tokens = sum(len(one.prompt_ids) for one in asked)
@@ -251,7 +251,7 @@ class Reply:
         return "tool_calls" if sample.answer.num_calls and not sample.asked.forced else "stop"
 
     def _content(self, kind: str, version: int, choices: list[Content], usage: Content | None) -> Content:
-        shared = {**self._head, "system_fingerprint": fingerprint(version)}
+        shared = {**self._head, "system_fingerprint": fingerprint(version, self._policy)}
         return {**shared, "object": kind, "choices": choices, "usage": usage}
 
     def _of_prompt(self, completion: Completion) -> Content:
@@ -343,5 +343,5 @@ class TextReply(Reply):
         return told
 
 
-def fingerprint(version: int) -> str:
-    return "base" if version == BASE_MODEL else f"policy-v{version}"
+def fingerprint(version: int, policy: str = POLICY) -> str:
+    return "base" if version == BASE_MODEL else f"{policy}-v{version}"

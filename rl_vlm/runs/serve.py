@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,21 +23,14 @@ from rl_vlm.http.server import HTTPServer, bind, check_exposure
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import check_quantization, check_weights, load_text_side, quiet_libraries
 from rl_vlm.models.reference import ModelReference
-from rl_vlm.models.weights import (
-    AdapterPayload,
-    WeightPayload,
-    check_finite,
-    find_trained,
-    in_language_model,
-    read_payload,
-    trained_folder,
-)
+from rl_vlm.models.weights import AdapterPayload, WeightPayload, find_trained, read_payload, trained_folder
 from rl_vlm.runs.evaluate import run_for
 from rl_vlm.runs.ray_session import ray_cluster
 from rl_vlm.runs.surroundings import check_vllm_is_installed
+from rl_vlm.serving.adapters import RESERVED, ServedAdapters, check_servable
 from rl_vlm.serving.deploy import initial_replicas
 from rl_vlm.serving.registry import app_name, registry_name
-from rl_vlm.serving.service import PolicyService, ServingError
+from rl_vlm.serving.service import PolicyService
 from rl_vlm.types import UserInputError
 
 
@@ -94,20 +87,15 @@ def plan(
         config = _with_usual_context(config, model)
     given = model == Path(config.model.path).expanduser()  # and no built-in model with a folder of its name beside it
     name = config.http.model_name or (model.name if given else config.model.path)
-    if re.fullmatch(r"policy(-v\d+)?", name):
+    if RESERVED.fullmatch(name):
         raise UserInputError(f"The name {name!r} is that of the trained versions: set http.model_name to another one.")
     adapter = adapter or find_trained(config.model.adapter)
     payload = read_payload(adapter, version=1) if adapter is not None else None
-    if adapter is not None:
-        config = run_for(config, adapter)
+    config = run_for(config.model_copy(update={"http": config.http.model_copy(update={"model_name": name})}), adapter)
+    config = _for_serving(config)
     if isinstance(payload, AdapterPayload):
-        names = payload.state()  # raises when the file is damaged
-        check_finite(names, f"The adapter {adapter}")
-        if _for_serving(config).serving.engine == "vllm" and not all(map(in_language_model, names)):
-            raise UserInputError(
-                "The adapter changes the vision tower, which vLLM would ignore: set serving.engine=transformers."
-            )
-    return ServeTarget(_for_serving(config), model, payload, adapter, name, token)
+        check_servable(payload, config, f"The adapter {adapter}")
+    return ServeTarget(config, model, payload, adapter, name, token)
 
 
 def _with_usual_context(config: PolicyConfig, model: Path) -> PolicyConfig:
@@ -131,7 +119,7 @@ def _for_serving(config: PolicyConfig) -> PolicyConfig:
         update={
             "deterministic": False,
             "serving": config.serving.model_copy(update={"engine": engine, "shared": None}),
-            "rollout": config.rollout.model_copy(update={"cpus_per_env_runner": 0.0}),
+            "rollout": config.rollout.model_copy(update={"cpus_per_env_runner": 0.0, "in_flight_updates": None}),
             "learner": LearnerSection(),
         }
     )
@@ -143,11 +131,11 @@ def keeps_base_model(config: PolicyConfig) -> bool:
 
 
 def http_app(
-    config: PolicyConfig, name: str, run_id: str, handle: Any, registry: Any, text: TextSide, token: str | None
+    config: PolicyConfig, name: str, run_id: str, handle: Any, adapters: Any, text: TextSide, token: str | None
 ) -> Gate:
-    """The HTTP application in front of a Serve application's replicas and registry."""
+    """The HTTP application in front of a Serve application's replicas and its `ServedAdapters`."""
     deadline_s, keeps_base = config.http.deadline_s, keeps_base_model(config)
-    backend = ServeBackend(handle, registry, name, run_id=run_id, deadline_s=deadline_s, keeps_base=keeps_base)
+    backend = ServeBackend(handle, adapters, name, run_id=run_id, deadline_s=deadline_s, keeps_base=keeps_base)
     return ModelApp(backend, text, config.http, max_context=config.serving.max_context, token=token).gate
 
 
@@ -163,27 +151,15 @@ def run_server(plan: ServeTarget, announce: Callable[[str], None]) -> None:
             service = PolicyService(config, run_id, ModelReference.of(str(plan.model)))
             try:
                 service.wait_until_ready()
-                registry = ray.get_actor(registry_name(run_id))
+                adapters = ServedAdapters(ray.get_actor(registry_name(run_id)), config, plan.model)
                 if plan.adapter is not None:
-                    service.publish(plan.adapter)
-                    _wait_for_adapter(registry, config)
+                    asyncio.run(adapters.publish(plan.adapter))
                 handle = serve.get_deployment_handle("policy", app_name(run_id))
-                app = http_app(config, plan.name, run_id, handle, registry, text, plan.token)
+                app = http_app(config, plan.name, run_id, handle, adapters, text, plan.token)
                 port = sock.getsockname()[1]
                 HTTPServer(app, sock, limits, lambda: announce(banner(plan, port))).run([sock])
             finally:
                 service.stop()
-
-
-def _wait_for_adapter(registry: Any, config: PolicyConfig) -> None:
-    """Raise ServingError unless all replicas load the adapter."""
-    seconds, replicas = config.serving.publish_timeout_s, initial_replicas(config.serving)
-    report = ray.get(registry.report.remote(1, replicas, seconds), timeout=seconds + 10)
-    if len(report.acked) < replicas:
-        raise ServingError(
-            f"{len(report.acked)} of {replicas} replicas loaded the adapter within {seconds:g} s: was it made for "
-            "this model?"
-        )
 
 
 def banner(plan: ServeTarget, port: int) -> str:

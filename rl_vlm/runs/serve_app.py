@@ -8,10 +8,10 @@ load.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -28,13 +28,13 @@ from rl_vlm.models.loading import load_text_side
 from rl_vlm.models.reference import ModelReference
 from rl_vlm.models.weights import read_payload
 from rl_vlm.runs.serve import http_app, plan
+from rl_vlm.serving.adapters import ServedAdapters
 from rl_vlm.serving.deploy import build_app
 from rl_vlm.serving.registry import Published, start_registry
 from rl_vlm.types import POLICY
 
 _NAMESPACE = "rl_vlm"  # of the registry
 _EVERY_ADDRESS = "0.0.0.0"  # where Serve's proxies listen on a cluster: a token is needed, whatever http.host says
-_ANSWER_S = 15.0  # how long the registry may take for a call
 _START_S = 60.0  # for the registry to start
 
 
@@ -56,7 +56,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     model = ModelReference.of(str(planned.model))
     policy = build_app(model, config, run_id, _NAMESPACE)
     registry = serve.deployment(RegistryOwner).options(
-        name="registry", num_replicas=1, ray_actor_options={"num_cpus": 0}, health_check_period_s=5.0
+        name="registry", max_ongoing_requests=1024, ray_actor_options={"num_cpus": 0}, health_check_period_s=5.0
     )
     ingress = serve.deployment(serve.ingress()(HTTPIngress)).options(
         name="http",
@@ -66,43 +66,37 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=config.http.drain_s + 5,
         ray_actor_options={"num_cpus": 0},
     )
-    owner = registry.bind(run_id, planned.adapter_folder)
+    owner = registry.bind(run_id, config, planned.model, planned.adapter_folder)
     return ingress.bind(policy, owner, config, planned.model, planned.name, run_id)  # type: ignore[no-any-return]
 
 
-class RegistryOwner:
-    """A deployment that owns the adapter registry and publishes one adapter: replicas that start later get it there."""
+class RegistryOwner(ServedAdapters):
+    """A deployment that owns the adapter registry: replicas that start later get its adapters there."""
 
-    def __init__(self, run_id: str, adapter: Path | None) -> None:
-        self._registry = start_registry(run_id, _NAMESPACE)
-        self._published: Published | None = None
+    def __init__(self, run_id: str, config: PolicyConfig, model: Path, adapter: Path | None) -> None:
+        registry, newest = start_registry(run_id, _NAMESPACE), None
         if adapter is not None:
             payload = read_payload(adapter, version=1)
-            self._published = Published(payload.version, payload.sha256, ray.put(payload))
-        ray.get(self._registry.join.remote(POLICY, self._published), timeout=_START_S)
+            newest = Published(payload.version, payload.sha256, ray.put(payload))
+        super().__init__(registry, config, model, newest)
+        ray.get(registry.join.remote(POLICY, newest), timeout=_START_S)
 
-    async def status(self) -> dict[str, Any]:
-        async with asyncio.timeout(_ANSWER_S):
-            return await self._registry.status.remote()  # type: ignore[no-any-return]
-
-    async def check_health(self) -> None:
-        """Join again, for a registry that was restarted. Serve replaces this deployment when it does not answer."""
-        async with asyncio.timeout(_ANSWER_S):
-            await self._registry.join.remote(POLICY, self._published)
+    check_health = ServedAdapters.status  # Serve replaces this deployment when it does not answer
 
 
 class HTTPIngress:
     """A deployment that answers HTTP requests with the application of `rl-vlm serve`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, policy: Any, registry: Any, config: PolicyConfig, model: Path, name: str, run_id: str
+        self, policy: Any, owner: Any, config: PolicyConfig, model: Path, name: str, run_id: str
     ) -> None:
         self._token = os.environ.get(TOKEN_VARIABLE) or None
         check_exposure(_EVERY_ADDRESS, self._token)
-        self._policy, self._registry, self._config, self._name, self._run_id = policy, registry, config, name, run_id
+        self._policy, self._config, self._name, self._run_id = policy, config, name, run_id
+        self._adapters = SimpleNamespace(status=owner.status.remote, load=owner.load.remote, unload=owner.unload.remote)
         self._text = load_text_side(model, config.model.pixels)
         # Once it answers, the adapter is published, and requests wait for replicas that have it.
-        await registry.status.remote()
+        await owner.status.remote()
 
     def __serve_build_asgi_app__(self) -> Gate:
-        return http_app(self._config, self._name, self._run_id, self._policy, self._registry, self._text, self._token)
+        return http_app(self._config, self._name, self._run_id, self._policy, self._adapters, self._text, self._token)

@@ -441,6 +441,8 @@ class Follower:
         self.tally.publish_s = seconds or self.tally.publish_s
 
     async def _drop(self, policy: FollowedPolicy) -> None:
+        if policy.error:
+            self.life.load()  # what could not be loaded need not be any more
         async with self._one_load:
             if policy.name not in self.policies or not self.policies[policy.name].loaded:
                 await self.engine.drop_policy(policy.name)

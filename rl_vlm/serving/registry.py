@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Published:
     sha256: str
     ref: ObjectRef
     policy: str = POLICY
+    folder: str = ""  # from which a client has loaded it, as it was named
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ class Registry:
     def __init__(self, lease_s: float = math.inf) -> None:
         self._lease_s = lease_s
         self._tenants: dict[str, Tenant] = {}  # by policy
-        self._left: set[str] = set()  # policies that had a tenant and have none now
+        self._left: deque[str] = deque(maxlen=1000)  # policies that had a tenant and have none now, the last of them
         self._revision: Revision = (uuid.uuid4().hex, 0)  # which grows with every change
         self._reports: dict[str, dict[str, Any]] = {}  # replica -> its last report
         self._seen: dict[str, float] = {}  # replica -> when it last asked
@@ -141,7 +143,7 @@ class Registry:
             taken = {tenant.home for tenant in self._tenants.values()}
             home = next(place for place in range(len(taken) + 1) if place not in taken)
             self._tenants[policy] = Tenant(home, time.monotonic() + self._lease_s)
-            self._left.discard(policy)
+            self._left = deque((name for name in self._left if name != policy), maxlen=1000)
             await self._notify(self._tenants[policy])
         if newest is not None:
             await self.publish(newest)
@@ -156,7 +158,7 @@ class Registry:
     async def leave(self, policy: str) -> None:
         """Forget a tenant and, on every replica, its versions."""
         if self._tenants.pop(policy, None) is not None:
-            self._left.add(policy)
+            self._left.append(policy)
             self._grow()
             await self._notify()
 
@@ -186,9 +188,9 @@ class Registry:
         known = self._tenants[policy].reports.values() if policy in self._tenants else ()
         return next((report for report in reversed(known) if report.acked), None)
 
-    async def report(self, version: int, expected: int, timeout_s: float) -> PublishReport:
-        """The report of a version of a run's own service, once `expected` replicas have it or `timeout_s` is over."""
-        known = self._tenants[POLICY].reports[version]
+    async def report(self, version: int, expected: int, timeout_s: float, policy: str = POLICY) -> PublishReport:
+        """The report of a version, once `expected` replicas have it or `timeout_s` is over."""
+        known = self._tenants[policy].reports[version]
         await self._wait(lambda: len(known.acked) >= expected, timeout_s)
         return known
 
@@ -250,6 +252,7 @@ class Registry:
             policy: {
                 "version": newest.version if (newest := tenant.newest) else 0,
                 "sha256": newest.sha256 if newest else "",
+                "folder": newest.folder if newest else "",
                 "home": tenant.home,
                 "lease_left_s": tenant.deadline - now,
             }

@@ -53,8 +53,8 @@ def keep_to_loopback() -> None:
     """On a node whose address is loopback, as of a private cluster, let this process's replica listen there alone.
 
     Serve opens a port for calls between deployments on every interface, where whoever has Ray's token may send pickles.
-    It has no setting for that; this replaces a function of Serve's, which is why Ray's version is pinned exactly. Serve
-    opens the port after it has made the deployment's object, so call this from the constructor.
+    It has no setting for that; this replaces a private function of Serve's, which is why Ray's version is pinned
+    exactly. Serve opens the port after it has made the deployment's object, so call this from the constructor.
     """
     if ray.is_initialized() and ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
         listen = replica.add_port_to_grpc_server
@@ -108,7 +108,7 @@ def build_engine(model: Path, config: CommonConfig) -> Engine:
         full=config.trains_full,
         head_dtype=config.model.head_dtype,
         image_cache_bytes=config.model.image_cache_bytes,
-        merged_bytes=serving.sharing.merged_gib * 2**30 if serving.shared else math.inf,
+        merged_bytes=serving.sharing.merged_gib * 2**30 if config.many_policies else math.inf,
     )
 
 

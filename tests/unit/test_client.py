@@ -313,15 +313,14 @@ class Registry:
     def __init__(self, *replies: int | Exception) -> None:
         self.replies, self.asked = list(replies), 0
         self.free = asyncio.Event()
-        self.status = SimpleNamespace(remote=self._status)
 
-    async def _status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         self.asked += 1
         await self.free.wait()
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         if isinstance(reply, Exception):
             raise reply
-        return {"version": reply, "reports": {}, "replicas": ["r"]}
+        return {"policies": {"policy": {"version": reply, "folder": ""}}, "reports": {}, "replicas": ["r"]}
 
 
 def backend_of(registry: Registry, keeps_base: bool = True) -> ServeBackend:
@@ -357,14 +356,36 @@ async def test_without_an_answer_nothing_is_served_in_place_of_the_adapter() -> 
 
 
 @in_loop
-async def test_a_registry_that_was_restarted_does_not_take_a_version_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_a_registry_is_restarted_the_last_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REFRESH_S", 0.0)
 
-    registry = Registry(2, 0, RayActorError(), 3)
+    registry = Registry(2, RayActorError(), 3)
     registry.free.set()
     backend = backend_of(registry)
-    found = [(await names(backend))[1] for _ in range(4)]
-    assert found == ["policy-v2", "policy-v2", "policy-v2", "policy-v3"]
+    found = [(await names(backend))[1] for _ in range(3)]
+    assert found == ["policy-v2", "policy-v2", "policy-v3"]
+
+
+@in_loop
+async def test_names_of_adapters_never_stand_for_the_models_own() -> None:
+    registry = Registry(3)
+    registry.free.set()
+    status = await registry.status()
+    for name, version in (("tiny", 5), ("a", 4), ("a-v4", 6), ("late", 0)):
+        status["policies"][name] = {"version": version, "folder": "f"}
+    backend = backend_of(SimpleNamespace(status=answering(status)))  # type: ignore[arg-type]
+    found = {name: (one.policy, one.version, one.exact) for name, one in (await backend.models()).items()}
+    assert found == {
+        "policy": ("policy", 3, False), "policy-v3": ("policy", 3, True), "tiny": ("policy", -1, False),
+        "tiny-v5": ("tiny", 5, True), "a-v4": ("a-v4", 6, False), "a-v4-v6": ("a-v4", 6, True), "a": ("a", 4, False),
+    }  # fmt: skip
+
+
+def answering(reply: Any) -> Any:
+    async def answer() -> Any:
+        return reply
+
+    return answer
 
 
 @in_loop

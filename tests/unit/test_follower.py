@@ -117,6 +117,21 @@ async def test_a_load_that_fails_is_tried_again(
         await task
 
 
+@in_loop
+async def test_an_adapter_that_could_not_be_loaded_and_left_does_not_count_against_the_replica(
+    engine: TransformersEngine, payloads: list[AdapterPayload]
+) -> None:
+    setting = Setting(engine, *[EngineError("vLLM refused it")] * 1000)
+    await setting.publish(payloads[0])
+    task = asyncio.create_task(setting.follower.run())
+    await until(lambda: len(setting.failures) < 999)
+    assert "vLLM refused it" in setting.life.load_error
+    await setting.registry.leave(POLICY)
+    await until(lambda: setting.life.load_error == "" and POLICY not in setting.follower.policies)
+    assert setting.life._failing_since is None
+    task.cancel()
+
+
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), UserInputError("does not fit")])
 @in_loop
 async def test_a_replica_that_can_never_load_its_first_adapter_dies_unless_the_adapter_is_at_fault(

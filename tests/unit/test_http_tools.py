@@ -21,7 +21,8 @@ from http_support import PATIENCE_S, EngineBackend, Server, data_uri, serving, t
 
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.engines.transformers_engine import TransformersEngine
-from rl_vlm.types import Completion, GenerationRequest, Sample, SampleChunk, StopReason
+from rl_vlm.http.app import ServedModel
+from rl_vlm.types import POLICY, Completion, GenerationRequest, Sample, SampleChunk, StopReason
 
 PARAMETERS = {
     "type": "object",
@@ -46,17 +47,17 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         self.codec, self.says, self.asked = text_side(folder).codec, "", [GenerationRequest.__new__(GenerationRequest)]
 
-    async def models(self) -> dict[str, int]:
-        return {"tiny": BASE_MODEL}
+    async def models(self) -> dict[str, ServedModel]:
+        return {"tiny": ServedModel(POLICY, BASE_MODEL)}
 
     def _ids(self, request: GenerationRequest) -> np.ndarray:
         self.asked.append(request)
         return np.append(self.codec.encode_text(self.says), np.int32(self.codec.end_of_turn_id))
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        ids = self._ids(request)
+    async def call(self, requests: list[GenerationRequest]) -> list[Completion]:
+        ids = self._ids(requests[0])
         sample = Sample(ids, np.zeros(len(ids), np.float32), StopReason.END_OF_TURN)
-        return Completion(request.request_id, request.prompt_ids, (sample,), 3)
+        return [Completion(requests[0].request_id, requests[0].prompt_ids, (sample,), 3)]
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
         for token in (ids := self._ids(request)):

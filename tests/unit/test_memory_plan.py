@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,9 +34,7 @@ from rl_vlm.models.memory.needs import (
     shares_gpu,
 )
 from rl_vlm.models.memory.shape import ELEMENT, GIB, PATCHES_AT_ONCE, PATCHES_ON_CPU, ModelShape
-from rl_vlm.runs import serve as module
 from rl_vlm.runs.memory import make_plan, object_store_mib, shape_of
-from rl_vlm.serving.deploy import initial_replicas
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OTHERS = json.loads((Path(__file__).parents[1] / "fixtures/other_shapes.json").read_text())
@@ -367,17 +364,3 @@ def test_keys_and_values_get_what_a_replica_has_memory_for(tiny_folder: Path) ->
     )
     assert whole < 0.85 * 8 * GIB // each and whole - half == pytest.approx(0.85 * 4 * GIB / each, rel=1e-6)
     assert limit(free=1) == 4096  # one sample
-
-
-def test_the_adapter_is_waited_for_on_the_replicas_that_there_are(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, asked = load_config(None, [f"model.path={tiny_folder}", *FEWER]), []
-
-    def report(version: int, replicas: int, seconds: float) -> Any:
-        asked.append(replicas)
-        return SimpleNamespace(acked=["a", "b"])
-
-    monkeypatch.setattr(module.ray, "get", lambda value, timeout: value)
-    module._wait_for_adapter(SimpleNamespace(report=SimpleNamespace(remote=report)), run)
-    assert asked == [2] == [initial_replicas(run.serving)]

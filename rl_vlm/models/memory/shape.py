@@ -249,24 +249,12 @@ class CountedTower(_Counted, TowerShape):
 
 
 def count_shape(config: Mapping[str, Any]) -> ModelShape:
-    """From the content of config.json of any family, by the model that transformers makes of it, without memory. Raises
-    UserInputError for a model type that it does not know."""
-    import torch
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
+    """From the content of config.json of any family, by transformers' model of it. Raises as `empty_model`."""
     from rl_vlm.models.families import text_model, towers
     from rl_vlm.models.lora import adaptable_linears
 
-    try:
-        family = str(config["model_type"])
-        settings = AutoConfig.for_model(**config)
-        with torch.device("meta"):
-            model: Any = AutoModelForImageTextToText.from_config(settings)
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise UserInputError(
-            f"transformers makes no vision-language model of this {config.get('model_type')!r} config.json: {error}"
-        ) from error
+    model = empty_model(config)
+    family, settings = str(config["model_type"]), model.config
     text, vision = settings.get_text_config(), settings.vision_config
     parts: dict[bool, Counter[tuple[str, int, int, bool]]] = {True: Counter(), False: Counter()}
     language = {id(module) for module in text_model(model).modules()}
@@ -300,6 +288,21 @@ def count_shape(config: Mapping[str, Any]) -> ModelShape:
         }),
         bool(settings.tie_word_embeddings),
     )  # fmt: skip
+
+
+def empty_model(config: Mapping[str, Any]) -> Any:
+    """transformers' model of a config.json, without memory. Raises UserInputError for a type that it does not know."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        raise UserInputError(
+            f"transformers makes no vision-language model of this {config.get('model_type')!r} config.json: {error}"
+        ) from error
 
 
 def _side(size: Any) -> int:

@@ -1,0 +1,183 @@
+"""`rl-vlm serve` for trainers that know nothing of us: they load adapters by HTTP, sample, and see which version
+answered; and the same through Ray Serve's own proxy."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from accelerate import PartialState
+from core_support import adapted_policy, text_side
+from peft import LoraConfig, PeftModel, get_peft_model
+from ports import free_ports
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+from runs import REGISTRY, REPLICA, CommandProcess, ServeProcess
+
+pytestmark = pytest.mark.timeout(400)
+
+QUESTION: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
+TOKEN = "s3cret"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, root: Path) -> Iterator[ServeProcess]:
+    settings = ("http.model_name=base", "serving.num_replicas=2", "serving.cpus_per_replica=0.1", "http.max_adapters=2")
+    with ServeProcess(tiny_folder, *settings, f"http.adapter_root={root}") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServeProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def train(model_folder: Path, seed: int) -> PeftModel:
+    """A trainer's step: its adapter is another one."""
+    model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32).eval()
+    torch.manual_seed(seed)
+    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return peft
+
+
+def sample(client: openai.OpenAI, folder: Path, **options: Any) -> tuple[str | None, list[int], list[float]]:
+    """The version that answered, its tokens and their log-probabilities."""
+    asked = {"messages": QUESTION, "temperature": 1.0, "max_tokens": 24, "logprobs": True, "seed": 3, **options}
+    answer = client.chat.completions.create(**asked)
+    codec = text_side(folder).codec
+    ids = {codec.token_bytes(number): number for number in reversed(range(text_side(folder).vocab_size))}
+    content = answer.choices[0].logprobs.content
+    return answer.system_fingerprint, [ids[bytes(one.bytes)] for one in content], [one.logprob for one in content]
+
+
+def scored(peft: PeftModel, folder: Path, token_ids: list[int]) -> np.ndarray:
+    """The tokens' log-probabilities by peft's own forward pass."""
+    tokenizer, text = AutoTokenizer.from_pretrained(folder), text_side(folder)
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        logits = peft(input_ids=torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1].float()
+    logits[:, torch.from_numpy(text.codec.suppressed_token_ids(text.vocab_size))] = float("-inf")
+    return logits.log_softmax(-1)[torch.arange(len(token_ids)), torch.tensor(token_ids)].numpy()
+
+
+def test_a_trainer_loads_its_adapters_and_samples_with_each(
+    server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
+) -> None:
+    seen = []
+    for number, seed in enumerate((1, 2), 1):
+        peft = train(tiny_folder, seed)
+        peft.save_pretrained(root / f"step-{seed}")
+        body = {"lora_name": "mine", "lora_path": f"step-{seed}", "load_inplace": True}
+        reply = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120)
+        assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'mine' added successfully.")
+        for name in ("mine", "mine@latest", f"mine-v{number}"):
+            version, token_ids, logprobs = sample(client, tiny_folder, model=name)
+            assert version == f"mine-v{number}"
+        assert len(token_ids) > 4
+        np.testing.assert_allclose(logprobs, scored(peft, tiny_folder, token_ids), atol=1e-3)
+        seen.append((token_ids, logprobs))
+    assert seen[0] != seen[1]
+    with pytest.raises(openai.NotFoundError, match="mine-v2") as caught:
+        sample(client, tiny_folder, model="mine-v1")  # it is gone, and the error says what there is
+    assert caught.value.code == "model_not_found"
+    base = sample(client, tiny_folder, model="base")
+    assert base[0] == "base" and base[1:] not in seen
+    cards = {model.id: model for model in client.models.list()}
+    assert [*cards] == ["base", "mine-v2", "mine"]
+    assert (cards["mine"].parent, cards["mine"].root, cards["base"].parent) == ("base", "step-2", None)  # type: ignore[attr-defined]
+
+
+def test_trls_own_client_publishes_each_version_under_a_new_name(
+    server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
+) -> None:
+    trl = pytest.importorskip("trl.experimental.async_grpo.vllm_client")
+    PartialState(cpu=True)  # as its trainers make one
+    outside = trl.VLLMClient(server.url)
+    outside.wait_for_server_ready()
+    assert outside.get_max_model_len() == 4096
+    outside.unload_lora_adapter("mine")  # also where there is none
+    for version in (1, 2, 3):  # of two that may be loaded
+        folder = root / f"trl-policy-v{version}"
+        train(tiny_folder, version).save_pretrained(folder)
+        outside.load_lora_adapter(f"trl-policy-v{version}", str(folder))
+        assert (sample(client, tiny_folder, model=f"trl-policy-v{version}")[0] or "").startswith(
+            f"trl-policy-v{version}-v"
+        )
+        outside.unload_lora_adapter(f"trl-policy-v{version - 1}")
+    names = [model.id for model in client.models.list()]
+    assert "trl-policy-v3" in names and "trl-policy-v2" not in names
+    outside.unload_lora_adapter("trl-policy-v3")
+    assert [model.id for model in client.models.list()] == ["base"]
+
+
+def test_replicas_and_registries_that_die_get_the_adapters_again(
+    server: ServeProcess, client: openai.OpenAI, root: Path, tiny_folder: Path
+) -> None:
+    train(tiny_folder, 5).save_pretrained(root / "kept")
+    httpx.post(f"{server.url}/v1/load_lora_adapter", json={"lora_name": "kept", "lora_path": "kept"}, timeout=120)
+    before = sample(client, tiny_folder, model="kept")
+    for title, count in ((REGISTRY, 1), (REPLICA, 2)):
+        dead = {server.kill(title)}
+        server.wait_until(
+            lambda title=title, count=count, dead=dead: len({a.pid for a in server.actors(title)} - dead) == count,
+            title,
+        )
+        assert {str(sample(client, tiny_folder, model="kept")) for _ in range(6)} == {str(before)}
+
+
+class ServeRun(CommandProcess):
+    program = (Path(sys.executable).parent / "serve", "run", "--address", "local")
+
+
+def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(tiny_folder: Path, root: Path) -> None:
+    adapted_policy(tiny_folder, seed=1).payload(1).write(root / "policy")
+    train(tiny_folder, 7).save_pretrained(root / "loaded")
+    (port,) = free_ports(1)
+    overrides = ["serving.engine=transformers", "serving.num_replicas=1", "serving.cpus_per_replica=0.1"]
+    arguments = {
+        "model": str(tiny_folder), "adapter": str(root / "policy"),
+        "overrides": [*overrides, "http.model_name=base", f"http.adapter_root={root}"],
+    }  # fmt: skip
+    application = {"name": "vlm", "import_path": "rl_vlm.runs.serve_app:build", "args": arguments}
+    config = root / "serve.yaml"
+    config.write_text(str({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
+    with ServeRun(config, RL_VLM_API_TOKEN=TOKEN) as process:
+        url = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            try:
+                return httpx.get(f"{url}/health", timeout=5).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        process.wait_until(answers, "the application", timeout=240)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=120)
+
+        def load(path: str, **headers: str) -> httpx.Response:
+            body = {"lora_name": "mine", "lora_path": path}
+            return httpx.post(f"{url}/v1/load_lora_adapter", json=body, headers=headers, timeout=120)
+
+        assert load("loaded").status_code == 401
+        assert load("../policy", Authorization=f"Bearer {TOKEN}").status_code == 400
+        assert load("loaded", Authorization=f"Bearer {TOKEN}").status_code == 200
+        found = {name: sample(client, tiny_folder, model=name, temperature=0) for name in ("base", "policy", "mine")}
+        assert [version for version, *_ in found.values()] == ["base", "policy-v1", "mine-v1"]
+        assert len({tuple(token_ids) for _, token_ids, _ in found.values()}) == 3
+        process.process.send_signal(signal.SIGINT)
