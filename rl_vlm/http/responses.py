@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import model_validator
 
 from rl_vlm.http.replies import Content, Reply
-from rl_vlm.http.schema import ChatRequest, Tool
+from rl_vlm.http.schema import ChatRequest
 from rl_vlm.types import Completion, Sample, SampleChunk, StopReason
 
 
@@ -137,61 +137,53 @@ class ResponseReply(Reply):
         """Let the last item grow, or a new one begin."""
         events: list[Content] = []
         if not self._open or self._items[-1]["type"] != kind or (call is not None and "id" in call):
-            events = self._close()
-            item: Content = {"id": f"{kind}-{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
-            if call is not None:
-                item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-            elif kind == "message":
-                item |= {"role": "assistant", "content": []}
-            else:
-                item |= {"summary": [], "content": []}
-            self._items.append(item)
-            self._open = True
-            events.append(self._event("output_item.added", output_index=len(self._items) - 1, item=_copied(item)))
-            if call is None:
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                item["content"].append(part if kind == "message" else {"type": "reasoning_text", "text": ""})
-                events.append(self._part_event("content_part.added", part=dict(item["content"][0])))
+            events = [*self._close(), *self._begin(kind, call)]
         item = self._items[-1]
+        grows, key = (item, "arguments") if call is not None else (item["content"][0], "text")
+        grows[key] += text
+        if kind != "message":
+            return [*events, self._at(f"{_GROWS[kind]}.delta", delta=text)]
+        grows["logprobs"] += logprobs
+        return [*events, self._at("output_text.delta", delta=text, logprobs=list(logprobs))]
+
+    def _begin(self, kind: str, call: Mapping[str, Any] | None) -> list[Content]:
+        item: Content = {"id": f"{kind}-{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if call is not None:
-            item["arguments"] += text
-            return [*events, self._part_event("function_call_arguments.delta", delta=text)]
-        part = item["content"][0]
-        part["text"] += text
-        if kind == "reasoning":
-            return [*events, self._part_event("reasoning_text.delta", delta=text)]
-        part["logprobs"] += logprobs
-        return [*events, self._part_event("output_text.delta", delta=text, logprobs=list(logprobs))]
+            item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+        else:
+            item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
+        self._items.append(item)
+        self._open = True
+        events = [self._event("output_item.added", output_index=len(self._items) - 1, item=_copied(item))]
+        if call is None:
+            part = {"type": _GROWS[kind], "text": ""}
+            item["content"] = [part | ({"annotations": [], "logprobs": []} if kind == "message" else {})]
+            events.append(self._at("content_part.added", part=dict(item["content"][0])))
+        return events
 
     def _close(self) -> list[Content]:
         if not self._open:
             return []
         item, self._open = self._items[-1], False
         item["status"] = "incomplete" if self._status == "incomplete" else "completed"
-        if item["type"] == "function_call":
-            name, arguments = item["name"], item["arguments"]
-            events = [self._part_event("function_call_arguments.done", name=name, arguments=arguments)]
-        else:
-            part = item["content"][0]
-            done = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {})
-            events = [
-                self._part_event(("output_text" if item["type"] == "message" else "reasoning_text") + ".done", **done),
-                self._part_event("content_part.done", part=dict(part)),
-            ]
+        (part,) = item.get("content", [item])
+        done = {key: part[key] for key in ("text", "logprobs", "name", "arguments") if key in part}
+        events = [self._at(f"{_GROWS[item['type']]}.done", **done)]
+        if part is not item:
+            events.append(self._at("content_part.done", part=dict(part)))
         return [*events, self._event("output_item.done", output_index=len(self._items) - 1, item=_copied(item))]
 
     def _event(self, kind: str, **fields: Any) -> Content:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
 
-    def _part_event(self, kind: str, **fields: Any) -> Content:
-        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return self._event(kind, **where, **({} if "arguments" in kind else {"content_index": 0}), **fields)
+    def _at(self, kind: str, **fields: Any) -> Content:
+        """An event about the last item."""
+        item = self._items[-1]
+        where = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        return self._event(kind, **where, **({"content_index": 0} if "content" in item else {}), **fields)
 
     def _response(self) -> Content:
-        body, usage = self._body, self._usage()
-        choice: Any = body.tool_choice
-        if isinstance(choice, Tool):
-            choice = {"type": "function", "name": choice.function.name}
+        body, usage, choice = self._body, self._usage(), self._body.tool_choice
         counted = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
@@ -199,28 +191,26 @@ class ResponseReply(Reply):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
-        content = self._content("response", self._version, [], None)
-        return {
-            "id": content["id"],
-            "object": "response",
-            "created_at": content["created"],
-            "model": content["model"],
-            "system_fingerprint": content["system_fingerprint"],
+        content = self._content("response", self._version, [], counted if self._status != "in_progress" else None)
+        del content["choices"]
+        return content | {
+            "created_at": content.pop("created"),
             "status": self._status,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "error": None,
             "output": [_copied(item) for item in self._items],
-            "usage": counted if self._status != "in_progress" else None,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
             "max_output_tokens": body.max_new_tokens,
             "tools": [{"type": "function", **tool.function.model_dump()} for tool in body.tools],
-            "tool_choice": choice,
-            "parallel_tool_calls": body.parallel_tool_calls,
+            "tool_choice": {"type": "function", "name": body.named_tool} if body.named_tool else choice,
             "instructions": None,
             "metadata": {},
             "store": False,
+            **{name: getattr(body, name) for name in ("temperature", "top_p", "parallel_tool_calls")},
         }
+
+
+# What grows in an item of each type.
+_GROWS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
 
 
 def _copied(item: Content) -> Content:
