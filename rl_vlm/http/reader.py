@@ -84,11 +84,8 @@ class RequestReader:
         """What the engine is asked. Raises RequestError and UserInputError."""
         most = self._most_new_tokens(body, 1)
         chars = sum(map(len, (*body.stop, *body.choices, *body.bad_words)))
-        ending: Ending = (
-            "open" if body.continue_final_message else "prompt" if body.add_generation_prompt else "nothing"
-        )
+        ending, codec = _ending(body), self._text.codec
         span, ids = self._encode(body.messages, chars, body.chat_template_kwargs, body.tools, ending)
-        codec = self._text.codec
         thinks = codec.uses("<think>")
         opened = thinks and ending == "prompt" and codec.prompt_opens_thought(body.chat_template_kwargs.enable_thinking)
         if thinks and ending == "open":
@@ -170,10 +167,7 @@ class RequestReader:
         """A prompt's tokens int32 [T], with all those of its images."""
         if body.messages is None:
             return self._text.codec.encode_raw(body.prompt or "", body.add_special_tokens)
-        ending: Ending = (
-            "open" if body.continue_final_message else "prompt" if body.add_generation_prompt else "nothing"
-        )
-        return self._encode(body.messages, 0, body.chat_template_kwargs, body.tools, ending)[1]
+        return self._encode(body.messages, 0, body.chat_template_kwargs, body.tools, _ending(body))[1]
 
     def _most_new_tokens(self, body: SampledRequest, prompts: int) -> int:
         """How many new tokens a sample may have. Raises RequestError where the request asks for more."""
@@ -367,6 +361,10 @@ def _naming(number: int) -> Iterator[None]:
 
 def _too_much(message: str) -> RequestError:
     return RequestError(400, message, param="messages")
+
+
+def _ending(body: ChatRequest | TokenizeRequest) -> Ending:
+    return "open" if body.continue_final_message else "prompt" if body.add_generation_prompt else "nothing"
 
 
 def _temperature(value: float) -> float:
