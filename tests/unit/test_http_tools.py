@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jinja2
 import jsonschema
 import numpy as np
 import openai
@@ -195,6 +196,17 @@ def test_biases_and_bad_words_change_what_is_sampled(real: Server) -> None:
     assert banned[0] == "3" and "33" not in banned
 
 
+def test_one_form_in_the_words_of_two_servers_is_one_form(real: Server) -> None:
+    """As guidance's client sends it, beside a field that nobody knows any more."""
+    more = {"guided_grammar": 'start: "ab"', "structured_outputs": {"grammar": 'start: "ab"'}}
+    create = client_of(real).chat.completions.create
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK}
+    told = create(**asked, extra_body={**more, "guided_decoding_backend": "guidance"})
+    assert told.choices[0].message.content == "ab"
+    with pytest.raises(openai.BadRequestError, match="one of them"):
+        create(**asked, extra_body={**more, "guided_grammar": 'start: "cd"'})
+
+
 # --- Thoughts
 
 
@@ -333,6 +345,12 @@ def test_tokens_of_prompts_and_conversations(real: Server) -> None:
     assert httpx.post(f"{real.url}/detokenize", json={"tokens": [99999]}, timeout=60).status_code == 400
     assert httpx.get(f"{real.url}/version", timeout=60).json()["version"]
     assert httpx.get(f"{real.url}/ping", timeout=60).status_code == 200
+    # A client that encodes here writes conversations itself.
+    info, turn = httpx.get(f"{real.url}/tokenizer_info", timeout=60).json(), [{"role": "user", "content": "Where?"}]
+    rendered = jinja2.Template(info["chat_template"]).render(messages=turn, add_generation_prompt=True)
+    as_text = post("tokenize", {"prompt": rendered, "add_special_tokens": False})["tokens"]
+    assert as_text == post("tokenize", {"messages": turn})["tokens"]
+    assert post("tokenize", {"prompt": info["eos_token"], "add_special_tokens": False})["count"] == 1
     card = httpx.get(f"{real.url}/v1/models/tiny", timeout=60).json()
     assert card["max_model_len"] == 1024 and "image" in card["input_modalities"]
 
