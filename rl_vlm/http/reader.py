@@ -153,16 +153,16 @@ class RequestReader:
         return self._encode(body.messages, 0, body.chat_template_kwargs, body.tools, ending)[1]
 
     def _most_new_tokens(self, body: SampledRequest, prompts: int) -> int:
-        """How many new tokens a sample may have. Raises RequestError where the request asks for more."""
+        """How many new tokens a sample may have. Raises RequestError where the request asks for more log-probabilities
+        than a reply may hold. max_tokens is an upper bound, and clients' own defaults are high: it is cut."""
         limits, count, wanted = self._limits, body.n * prompts, body.max_new_tokens
-        for param, given, bound in (("n", count, limits.max_samples), ("max_tokens", wanted, limits.max_new_tokens)):
-            if given is not None and given > bound:
-                message = f"{param} is {given} and this server gives at most {bound}."
-                raise RequestError(400, message, param=param)
+        if count > limits.max_samples:
+            message = f"n is {count} and this server gives at most {limits.max_samples}."
+            raise RequestError(400, message, param="n")
         most = limits.max_new_tokens
         if body.top is not None:
             most = min(most, limits.max_reply_values // (count * (1 + body.top)))
-        if (wanted or 1) > most:
+        if min(wanted or 1, limits.max_new_tokens) > most:
             raise RequestError(
                 400,
                 f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: "
@@ -175,8 +175,9 @@ class RequestReader:
         """What is asked of each prompt, int32 [P] with all tokens of its images. Raises RequestError and
         UserInputError."""
         wanted, left = body.max_new_tokens, self._max_context - len(prompt_ids)
+        wanted = None if wanted is None else min(wanted, self._limits.max_new_tokens)
         if wanted is not None and wanted > left:
-            raise self._too_long(f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more")
+            raise self._too_long(f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more", "max_tokens")
         scores = body.scores
         if scores is not None and len(prompt_ids) * (1 + scores) > self._limits.max_reply_values:
             raise RequestError(400, f"The prompt's log-probabilities are more than {self._limits.max_reply_values}.")
