@@ -81,7 +81,12 @@ def _as_lark(grammar: Grammar) -> str:
     """The right-hand side of a rule."""
     if grammar.kind == "json_schema":
         try:
-            return f"%json {json.dumps(json.loads(grammar.text))}"
+            schema = json.loads(grammar.text)
+            if isinstance(
+                schema, dict
+            ):  # unions with a discriminator, as pydantic and zod write them, are read as anyOf
+                schema = {"x-guidance": {"coerce_one_of": True}, **schema}
+            return f"%json {json.dumps(schema)}"
         except (ValueError, RecursionError) as error:
             raise UserInputError(f"The JSON schema is not JSON: {_first_line(error)}.") from error
     if grammar.kind == "regex":

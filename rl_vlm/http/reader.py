@@ -177,7 +177,9 @@ class RequestReader:
         wanted, left = body.max_new_tokens, self._max_context - len(prompt_ids)
         wanted = None if wanted is None else min(wanted, self._limits.max_new_tokens)
         if wanted is not None and wanted > left:
-            raise self._too_long(f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more", "max_tokens")
+            raise self._too_long(
+                f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more", "max_tokens"
+            )
         scores = body.scores
         if scores is not None and len(prompt_ids) * (1 + scores) > self._limits.max_reply_values:
             raise RequestError(400, f"The prompt's log-probabilities are more than {self._limits.max_reply_values}.")

@@ -409,7 +409,8 @@ class ChatRequest(SampledRequest):
         if self.tool_choice in ("none", "auto") or not forced:
             return super()._forms
         schema = forced[0].parameters or {"type": "object"} if self.named_tool else self._calls(forced)
-        return [*super()._forms, ("tool_choice", Grammar("json_schema", json.dumps(schema)))]
+        others = [form for form in super()._forms if form[0] != "response_format"]  # that of answers, which this is not
+        return [*others, ("tool_choice", Grammar("json_schema", json.dumps(schema)))]
 
     def _calls(self, functions: list[Function]) -> dict[str, Any]:
         """The schema of a list of calls, as vLLM asks for it. References within parameters point to its root."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jinja2
@@ -184,6 +184,37 @@ def test_a_call_that_is_asked_for_comes_and_fits_its_schema(real: Server, choice
         assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop") and calls
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), PARAMETERS if name == "zoom" else {"type": "object"})
+
+
+def test_a_call_that_is_asked_for_is_in_no_answers_form(real: Server) -> None:
+    """An agent has a form for its last answer, and has to call a tool first."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "boolean"}}}
+    (choice,) = chat(real, tool_choice="required", response_format=form, max_tokens=200, seed=1).choices
+    assert choice.message.tool_calls or choice.message.content.startswith("[")
+
+
+def test_unions_with_a_discriminator_hold(real: Server) -> None:
+    class Left(pydantic.BaseModel):
+        kind: Literal["left"]
+
+    class Right(pydantic.BaseModel):
+        kind: Literal["right"]
+        far: bool
+
+    class Move(pydantic.BaseModel):
+        to: Left | Right = pydantic.Field(discriminator="kind")
+
+    schema = Move.model_json_schema()
+    assert "oneOf" in json.dumps(schema)
+    tool = {"type": "function", "function": {"name": "move", "parameters": schema}}
+    choice = {"type": "function", "function": {"name": "move"}}
+    form = {"type": "json_schema", "json_schema": {"name": "move", "schema": schema}}
+    for seed in range(3):
+        asked = {"seed": seed, "max_tokens": 250, "tools": [tool]}
+        (call,) = chat(real, **asked, tool_choice=choice).choices
+        (answer,) = chat(real, **asked, tool_choice="none", response_format=form).choices
+        assert call.finish_reason == "length" or Move.model_validate_json(call.message.tool_calls[0].function.arguments)
+        assert answer.finish_reason == "length" or Move.model_validate_json(answer.message.content)
 
 
 def test_biases_and_bad_words_change_what_is_sampled(real: Server) -> None:
