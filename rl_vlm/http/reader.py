@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from jinja2 import TemplateError
@@ -239,8 +240,17 @@ class RequestReader:
             if conversation[0].role == "system":
                 told = f"{conversation.pop(0).text}\n\n{told}"
             conversation.insert(0, Message.of("system", told))
+        encode = partial(
+            codec.encode_prompt, thinking=template.enable_thinking if template else None, tools=shown, ending=ending
+        )
         try:
-            span = codec.encode_prompt(conversation, template.enable_thinking if template else None, shown, ending)
+            try:
+                span = encode(conversation)
+            except (TemplateError, UserInputError):
+                rules = [message for message in conversation if message.role == "system"]
+                if not rules or rules == conversation[:1] or any(message.images for message in rules):
+                    raise
+                span = encode(_system_first(conversation))
         except TemplateError as error:
             raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
         ids = self._text.expand(span.token_ids, span.images)
@@ -285,6 +295,12 @@ class RequestReader:
             code="context_length_exceeded",
             param=param,
         )
+
+
+def _system_first(conversation: Sequence[Message]) -> list[Message]:
+    """For templates that have a place for one system message: all of them in one. Agents add some on their way."""
+    told = "\n\n".join(message.text for message in conversation if message.role == "system")
+    return [Message.of("system", told), *(message for message in conversation if message.role != "system")]
 
 
 def image_file(uri: str, limits: HTTPSection) -> bytes:

@@ -217,6 +217,23 @@ def test_unions_with_a_discriminator_hold(real: Server) -> None:
         assert answer.finish_reason == "length" or Move.model_validate_json(answer.message.content)
 
 
+def test_what_the_system_says_later_is_not_lost(scripted: tuple[Scripted, Server]) -> None:
+    """Agents add a system message when they ask again; the template writes the first message's alone."""
+    backend, server = scripted
+    backend.says = "Two."
+    again = [{"role": "assistant", "content": "5"}, {"role": "system", "content": "Mind."}, *ASK]
+    for turns in ([{"role": "system", "content": "Look."}, {"role": "developer", "content": "Mind."}, *ASK],
+                  [{"role": "system", "content": "Look."}, *ASK, *again], [*ASK, *again]):  # fmt: skip
+        chat(server, messages=turns)
+        text = backend.codec.text_of(backend.asked[-1].prompt_ids)
+        system = text.partition("<|im_end|>")[0]
+        assert text.startswith("<|im_start|>system\n") and text.count("Mind.") == 1 and "Mind." in system
+        assert ("Look.\n\nMind." in system) == (turns[0]["role"] == "system")
+    image = {"type": "image_url", "image_url": {"url": data_uri(picture(np.random.default_rng(0), 64, 64).png)}}
+    with pytest.raises(openai.BadRequestError, match="drops or repeats"):
+        chat(server, messages=[*ASK, {"role": "system", "content": ["Mind.", image]}])
+
+
 def test_biases_and_bad_words_change_what_is_sampled(real: Server) -> None:
     codec, create = real.text.codec, client_of(real).chat.completions.create
     token = int(codec.encode_text("3")[0])
