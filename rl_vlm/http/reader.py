@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from PIL import Image
 
 from rl_vlm.chat import EncodedSpan, Ending
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.grammars import Grammars
+from rl_vlm.engines.grammars import Grammars, as_lark
 from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.replies import Asked
@@ -32,7 +33,7 @@ from rl_vlm.http.schema import (
 )
 from rl_vlm.models.images import ImageLayout, ImageProcessorSpec, TextSide, shrunk
 from rl_vlm.numerics import derive_seed
-from rl_vlm.types import EncodedImage, GenerationRequest, Message, SamplingParams, UserInputError, as_rgb
+from rl_vlm.types import EncodedImage, GenerationRequest, Grammar, Message, SamplingParams, UserInputError, as_rgb
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # by the bytes: clients are often wrong about the media type
 # Below this a sample is the greedy one; engines refuse temperatures between it and 0.
@@ -55,6 +56,12 @@ For each call, write a JSON object with the function's name and its arguments:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+
+# Of Qwen's kind, or as told above: what an answer is, or calls.
+_FORM_OR_CALLS = r"""start: form | call+
+form: {form}
+call: {opened} "\n" called "\n" {closed} "\n"?
+called: %json {called}"""
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _LARGE = 1 << 20  # bytes
@@ -94,6 +101,7 @@ class RequestReader:
             ids,
             opened_thought=opened,
             max_thought_tokens=body.thinking_token_budget if opened else None,
+            grammar=self._form_or_calls(body),
         )
         request = GenerationRequest(name, span.token_ids, sampling, span.images, min_version=version)
         tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
@@ -101,6 +109,24 @@ class RequestReader:
         forced = None if not read or body.tool_choice == "auto" else body.named_tool
         thinks = codec.uses("<think>")
         return [Asked(request, ids, thinks, tools if read else None, forced, body.parallel_tool_calls)]
+
+    def _form_or_calls(self, body: ChatRequest) -> Grammar | None:
+        """The form of an answer; agents have one for their last answer, and before it call tools of their choice."""
+        grammar, codec = body.grammar, self._text.codec
+        if grammar is None or grammar.kind != "json_schema" or not body.tools or body.tool_choice != "auto":
+            return grammar
+        if codec.uses("tools") and (codec.uses("<function=") or not codec.uses("<tool_call>")):
+            return grammar  # calls are no JSON there
+        names = [tool.function.name for tool in body.tools]
+        called = {
+            "type": "object", "properties": {"name": {"enum": names}, "arguments": {"type": "object"}},
+            "required": ["name", "arguments"], "additionalProperties": False,
+        }  # fmt: skip
+        holes = {"{called}": json.dumps(called), "{form}": as_lark(grammar)}
+        for hole, mark in (("{opened}", "<tool_call>"), ("{closed}", "</tool_call>")):
+            tokens = codec.encode_text(mark)  # a single one is no text to llguidance
+            holes[hole] = f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
+        return Grammar("grammar", re.sub("{(called|form|opened|closed)}", lambda hole: holes[hole[0]], _FORM_OR_CALLS))
 
     def completions(self, body: CompletionRequest, name: str, version: int) -> list[Asked]:
         """The same for prompts that are encoded, or as their client wrote them."""
@@ -194,13 +220,12 @@ class RequestReader:
             seeds=None if body.seed is None else tuple(derive_seed(body.seed, k) for k in range(body.n)),
             stop=tuple(body.stop),
             choices=body.choices,
-            grammar=body.grammar,
             top_logprobs=body.top or 0,
             prompt_logprobs=scores,
             logit_bias=tuple(bias.items()),
             bad_words=tuple(body.bad_words),
             **{name: getattr(body, name) for name in _AS_SENT},
-            **more,  # type: ignore[arg-type]
+            **{"grammar": body.grammar, **more},  # type: ignore[arg-type]
         )
         # Here it is the client's error; the engine would fail later.
         self._grammars.matcher(sampling)

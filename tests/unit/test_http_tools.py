@@ -193,6 +193,24 @@ def test_a_call_that_is_asked_for_is_in_no_answers_form(real: Server) -> None:
     assert choice.message.tool_calls or choice.message.content.startswith("[")
 
 
+def test_a_form_of_answers_leaves_calls_open(real: Server) -> None:
+    """An agent that may call tools has a form for its last answer, as at vLLM."""
+    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {**schema, "additionalProperties": False}},
+    }
+    mark = str(int(real.text.codec.encode_text("<tool_call>")[0]))
+    for seed in range(4):
+        asked = {"response_format": form, "max_tokens": 200, "seed": seed}
+        (answer,) = chat(real, **asked, logit_bias={mark: -100}).choices
+        assert answer.finish_reason == "length" or "yes" in json.loads(answer.message.content)
+        (call,) = chat(real, **asked, logit_bias={mark: 100}).choices
+        for one in call.message.tool_calls or ():
+            assert one.function.name in ("zoom", "stop") and isinstance(json.loads(one.function.arguments), dict)
+        assert call.message.tool_calls or call.message.content.startswith("<tool_call>\n{")
+
+
 def test_unions_with_a_discriminator_hold(real: Server) -> None:
     class Left(pydantic.BaseModel):
         kind: Literal["left"]
