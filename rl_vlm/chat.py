@@ -95,6 +95,11 @@ class ChatCodec:
         """The tokenizer with its special tokens, as the library tokenizers writes it."""
         return self._tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined,no-any-return]
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What clients read that encode by a server's `/tokenize`: special tokens and chat template."""
+        named = {name: token for name, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        return {"tokenizer_class": type(self._tokenizer).__name__, **named, "chat_template": self._template}
+
     @property
     def opens_thought(self) -> bool:
         """Whether the template's prompt leaves a thought open, as those of Thinking models do."""

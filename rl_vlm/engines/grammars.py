@@ -41,7 +41,7 @@ class Grammars:
             tokens = choice_tokens(sampling, codec.encode_text, codec.decode)
             answer = " | ".join(" ".join(f"<[{token}]>" for token in choice) for choice in tokens)
         elif sampling.grammar is not None:
-            answer = _as_lark(sampling.grammar)
+            answer = as_lark(sampling.grammar)
         elif sampling.max_thought_tokens is not None:
             answer = "<[*]>*"
         else:
@@ -77,11 +77,14 @@ class Grammars:
         return LLMatcher(self._tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)
 
 
-def _as_lark(grammar: Grammar) -> str:
+def as_lark(grammar: Grammar) -> str:
     """The right-hand side of a rule."""
     if grammar.kind == "json_schema":
         try:
-            return f"%json {json.dumps(json.loads(grammar.text))}"
+            schema = json.loads(grammar.text)
+            if isinstance(schema, dict):  # a union with a discriminator, as pydantic and zod write it, is an anyOf
+                schema = {"x-guidance": {"coerce_one_of": True}, **schema}
+            return f"%json {json.dumps(schema)}"
         except (ValueError, RecursionError) as error:
             raise UserInputError(f"The JSON schema is not JSON: {_first_line(error)}.") from error
     if grammar.kind == "regex":

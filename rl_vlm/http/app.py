@@ -69,6 +69,7 @@ class ModelApp:
             Route("/generate", self._generate, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self._show_tokenizer),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._show_model),
             Route("/version", self._show_version),
@@ -134,6 +135,9 @@ class ModelApp:
         if max(body.tokens, default=0) >= self._codec.num_known_tokens:
             raise RequestError(400, f"{max(body.tokens)} is no token's id.", param="tokens")
         return JSONResponse({"prompt": self._codec.text_of(body.tokens)})
+
+    async def _show_tokenizer(self, _: Request) -> Response:
+        return JSONResponse(self._codec.tokenizer_info())
 
     async def _show_version(self, _: Request) -> Response:
         return JSONResponse({"version": version("rl_vlm")})

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from jinja2 import TemplateError
@@ -15,7 +16,7 @@ from PIL import Image
 
 from rl_vlm.chat import EncodedSpan, Ending, leaves_thought_open
 from rl_vlm.config import HTTPSection
-from rl_vlm.engines.grammars import Grammars
+from rl_vlm.engines.grammars import Grammars, as_lark
 from rl_vlm.envs.images import ImageError, check_header, decoded, image_bytes
 from rl_vlm.http.gate import RequestError
 from rl_vlm.http.replies import Asked
@@ -94,7 +95,7 @@ class RequestReader:
             body,
             most,
             ids,
-            grammar=body.grammar or self._strict_calls(body),
+            grammar=self._grammar(body),
             opened_thought=opened,
             max_thought_tokens=body.thinking_token_budget if opened else None,
         )
@@ -104,22 +105,25 @@ class RequestReader:
         forced = None if not read or body.tool_choice == "auto" else body.named_tool
         return [Asked(request, ids, thinks, tools if read else None, forced, body.parallel_tool_calls)]
 
-    def _strict_calls(self, body: ChatRequest) -> Grammar | None:
-        """Text with calls that fit the schemas of their tools, where one of these is strict: in Hermes' form, of models
-        whose marks of calls are tokens."""
-        codec = self._text.codec
-        opens, closes = codec.token_id("<tool_call>"), codec.token_id("</tool_call>")
-        strict = body.tool_choice == "auto" and any(tool.function.strict for tool in body.tools)
-        if not strict or opens is None or closes is None or codec.uses("<function=") or body.choices:
-            return None
-        calls = [
-            {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}}
-            for tool in body.tools
-        ]
-        known = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        choice = " | ".join(f"%json {json.dumps(known | {'properties': call})}" for call in calls)
-        rules = f"start: (/(?s:.+)/ | call)*\ncall: <[{opens}]> /\\s?/ ({choice}) /\\s?/ <[{closes}]>"
-        return Grammar("grammar", rules)
+    def _grammar(self, body: ChatRequest) -> Grammar | None:
+        """The form of an answer. Where tools may be called, it is that or calls: agents have a form for their last one.
+        Calls fit the schemas of their tools if one of these is strict. For Hermes' form of calls alone, Qwen's too."""
+        grammar, codec, strict = body.grammar, self._text.codec, any(tool.function.strict for tool in body.tools)
+        if not body.tools or body.tool_choice != "auto" or body.choices or not (strict or grammar):
+            return grammar
+        marks = [codec.token_id(mark) for mark in ("<tool_call>", "</tool_call>")]
+        other = codec.uses("tools") and (codec.uses("<function=") or not codec.uses("<tool_call>"))
+        if other or None in marks or (grammar and grammar.kind != "json_schema"):
+            return grammar
+        calls = []
+        for function in (tool.function for tool in body.tools):
+            arguments = function.parameters if strict and function.parameters else {"type": "object"}
+            fields = {"name": {"const": function.name}, "arguments": arguments}
+            call = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+            calls.append(as_lark(Grammar("json_schema", json.dumps(call))))
+        start = f"form | call+\nform: {as_lark(grammar)}" if grammar else "(/(?s:.+)/ | call)*"
+        inside = f"/\\s?/ ({' | '.join(calls)}) /\\s?/"
+        return Grammar("grammar", f"start: {start}\ncall: <[{marks[0]}]> {inside} <[{marks[1]}]> /\\s?/")
 
     def completions(self, body: CompletionRequest, name: str, version: int) -> list[Asked]:
         """The same for prompts that are encoded, or as their client wrote them."""
@@ -170,16 +174,16 @@ class RequestReader:
         return self._encode(body.messages, 0, body.chat_template_kwargs, body.tools, _ending(body))[1]
 
     def _most_new_tokens(self, body: SampledRequest, prompts: int) -> int:
-        """How many new tokens a sample may have. Raises RequestError where the request asks for more."""
+        """How many new tokens a sample may have. Raises RequestError where the request asks for more log-probabilities
+        than a reply may hold. max_tokens is an upper bound, and clients' own defaults are high: it is cut."""
         limits, count, wanted = self._limits, body.n * prompts, body.max_new_tokens
-        for param, given, bound in (("n", count, limits.max_samples), ("max_tokens", wanted, limits.max_new_tokens)):
-            if given is not None and given > bound:
-                message = f"{param} is {given} and this server gives at most {bound}."
-                raise RequestError(400, message, param=param)
+        if count > limits.max_samples:
+            message = f"n is {count} and this server gives at most {limits.max_samples}."
+            raise RequestError(400, message, param="n")
         most = limits.max_new_tokens
         if body.top is not None:
             most = min(most, limits.max_reply_values // (count * (1 + body.top)))
-        if (wanted or 1) > most:
+        if min(wanted or 1, limits.max_new_tokens) > most:
             raise RequestError(
                 400,
                 f"n ({count}) x max_tokens ({wanted}) x (1 + top_logprobs) is more than {limits.max_reply_values}: "
@@ -192,8 +196,11 @@ class RequestReader:
         """What is asked of each prompt, int32 [P] with all tokens of its images. Raises RequestError and
         UserInputError."""
         wanted, left = body.max_new_tokens, self._max_context - len(prompt_ids)
+        wanted = None if wanted is None else min(wanted, self._limits.max_new_tokens)
         if wanted is not None and wanted > left:
-            raise self._too_long(f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more")
+            raise self._too_long(
+                f"The prompt has {len(prompt_ids)} tokens and max_tokens is {wanted}: together more", "max_tokens"
+            )
         scores = body.scores
         if scores is not None and len(prompt_ids) * (1 + scores) > self._limits.max_reply_values:
             raise RequestError(400, f"The prompt's log-probabilities are more than {self._limits.max_reply_values}.")
@@ -252,8 +259,17 @@ class RequestReader:
             if conversation[0].role == "system":
                 told = f"{conversation.pop(0).text}\n\n{told}"
             conversation.insert(0, Message.of("system", told))
+        encode = partial(
+            codec.encode_prompt, thinking=template.enable_thinking if template else None, tools=shown, ending=ending
+        )
         try:
-            span = codec.encode_prompt(conversation, template.enable_thinking if template else None, shown, ending)
+            try:
+                span = encode(conversation)
+            except (TemplateError, UserInputError):
+                rules = [message for message in conversation if message.role == "system"]
+                if not rules or rules == conversation[:1] or any(message.images for message in rules):
+                    raise
+                span = encode(_system_first(conversation))
         except TemplateError as error:
             raise UserInputError(f"The model's chat template refuses this conversation: {error}.") from error
         ids = self._text.expand(span.token_ids, span.images)
@@ -299,6 +315,12 @@ class RequestReader:
             code="context_length_exceeded",
             param=param,
         )
+
+
+def _system_first(conversation: Sequence[Message]) -> list[Message]:
+    """For templates that have a place for one system message: all of them in one. Agents add some on their way."""
+    told = "\n\n".join(message.text for message in conversation if message.role == "system")
+    return [Message.of("system", told), *(message for message in conversation if message.role != "system")]
 
 
 def image_file(uri: str, limits: HTTPSection, seconds: float = _FETCH_S) -> bytes:

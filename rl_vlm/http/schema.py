@@ -299,7 +299,8 @@ class SampledRequest(BaseModel):
             raise ValueError("stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs are not streamed: leave stream out")
-        if len(self._forms) > 1:
+        # Some clients say the same in the words of older and of newer servers.
+        if len({form for _, form in self._forms}) > 1:
             raise ValueError(f"{' and '.join(name for name, _ in self._forms)} constrain the answer: give one of them")
         return self
 
@@ -391,7 +392,8 @@ class ChatRequest(SampledRequest):
         if self.tool_choice in ("none", "auto") or not forced:
             return super()._forms
         schema = forced[0].parameters or {"type": "object"} if self.named_tool else self._calls(forced)
-        return [*super()._forms, ("tool_choice", Grammar("json_schema", json.dumps(schema)))]
+        others = [form for form in super()._forms if form[0] != "response_format"]  # that of answers, which this is not
+        return [*others, ("tool_choice", Grammar("json_schema", json.dumps(schema)))]
 
     def _calls(self, functions: list[Function]) -> dict[str, Any]:
         """The schema of a list of calls, as vLLM asks for it. References within parameters point to its root."""

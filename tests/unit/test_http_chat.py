@@ -200,6 +200,17 @@ def test_finish_reasons(client: openai.OpenAI, engine: TransformersEngine, text:
     assert chat(client, max_tokens=None, temperature=0).choices[0].finish_reason == "stop"
 
 
+def test_a_bound_above_the_servers_own_is_cut_to_it(engine: TransformersEngine, tiny_folder: Path) -> None:
+    """Evaluation suites send 16384 by default."""
+    with serving(EngineBackend(engine), tiny_folder, max_new_tokens=7) as server, endless(engine, server.text):
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        for given in ({"max_tokens": 16384}, {"max_tokens": None, "max_completion_tokens": 16384}):
+            answer = chat(client, **given)
+            assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 7
+        completed = client.completions.create(model="tiny", prompt="a", max_tokens=16384)
+        assert completed.usage.completion_tokens == 7
+
+
 def test_models_are_chosen_by_name(client: openai.OpenAI, engine: TransformersEngine, text: TextSide) -> None:
     assert [model.id for model in client.models.list()] == ["policy", "policy-v3", "tiny"]
     assert client.models.retrieve("policy-v3").id == "policy-v3"

@@ -8,9 +8,10 @@ import json
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import jinja2
 import jsonschema
 import numpy as np
 import openai
@@ -201,6 +202,72 @@ def test_calls_of_strict_tools_fit_their_schemas(real: Server) -> None:
         jsonschema.validate(arguments, PARAMETERS)
 
 
+def test_a_call_that_is_asked_for_is_in_no_answers_form(real: Server) -> None:
+    """An agent has a form for its last answer, and has to call a tool first."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "boolean"}}}
+    (choice,) = chat(real, tool_choice="required", response_format=form, max_tokens=200, seed=1).choices
+    assert choice.message.tool_calls or choice.message.content.startswith("[")
+
+
+def test_a_form_of_answers_leaves_calls_open(real: Server) -> None:
+    """An agent that may call tools has a form for its last answer, as at vLLM."""
+    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {**schema, "additionalProperties": False}},
+    }
+    mark = str(int(real.text.codec.encode_text("<tool_call>")[0]))
+    for seed in range(4):
+        asked = {"response_format": form, "max_tokens": 200, "seed": seed}
+        (answer,) = chat(real, **asked, logit_bias={mark: -100}).choices
+        assert answer.finish_reason == "length" or "yes" in json.loads(answer.message.content)
+        (call,) = chat(real, **asked, logit_bias={mark: 100}).choices
+        for one in call.message.tool_calls or ():
+            assert one.function.name in ("zoom", "stop") and isinstance(json.loads(one.function.arguments), dict)
+        assert call.message.tool_calls or call.message.content.startswith("<tool_call>\n{")
+
+
+def test_unions_with_a_discriminator_hold(real: Server) -> None:
+    class Left(pydantic.BaseModel):
+        kind: Literal["left"]
+
+    class Right(pydantic.BaseModel):
+        kind: Literal["right"]
+        far: bool
+
+    class Move(pydantic.BaseModel):
+        to: Left | Right = pydantic.Field(discriminator="kind")
+
+    schema = Move.model_json_schema()
+    assert "oneOf" in json.dumps(schema)
+    tool = {"type": "function", "function": {"name": "move", "parameters": schema}}
+    choice = {"type": "function", "function": {"name": "move"}}
+    form = {"type": "json_schema", "json_schema": {"name": "move", "schema": schema}}
+    for seed in range(3):
+        asked = {"seed": seed, "max_tokens": 250, "tools": [tool]}
+        (call,) = chat(real, **asked, tool_choice=choice).choices
+        (answer,) = chat(real, **asked, tool_choice="none", response_format=form).choices
+        assert call.finish_reason == "length" or Move.model_validate_json(call.message.tool_calls[0].function.arguments)
+        assert answer.finish_reason == "length" or Move.model_validate_json(answer.message.content)
+
+
+def test_what_the_system_says_later_is_not_lost(scripted: tuple[Scripted, Server]) -> None:
+    """Agents add a system message when they ask again; the template writes the first message's alone."""
+    backend, server = scripted
+    backend.says = "Two."
+    again = [{"role": "assistant", "content": "5"}, {"role": "system", "content": "Mind."}, *ASK]
+    for turns in ([{"role": "system", "content": "Look."}, {"role": "developer", "content": "Mind."}, *ASK],
+                  [{"role": "system", "content": "Look."}, *ASK, *again], [*ASK, *again]):  # fmt: skip
+        chat(server, messages=turns)
+        text = backend.codec.text_of(backend.asked[-1].prompt_ids)
+        system = text.partition("<|im_end|>")[0]
+        assert text.startswith("<|im_start|>system\n") and text.count("Mind.") == 1 and "Mind." in system
+        assert ("Look.\n\nMind." in system) == (turns[0]["role"] == "system")
+    image = {"type": "image_url", "image_url": {"url": data_uri(picture(np.random.default_rng(0), 64, 64).png)}}
+    with pytest.raises(openai.BadRequestError, match="drops or repeats"):
+        chat(server, messages=[*ASK, {"role": "system", "content": ["Mind.", image]}])
+
+
 def test_biases_and_bad_words_change_what_is_sampled(real: Server) -> None:
     codec, create = real.text.codec, client_of(real).chat.completions.create
     token = int(codec.encode_text("3")[0])
@@ -209,6 +276,17 @@ def test_biases_and_bad_words_change_what_is_sampled(real: Server) -> None:
     assert biased.message.content == "3333"
     banned = create(**asked, logit_bias={str(token): 100}, extra_body={"bad_words": ["33"]}).choices[0].message.content
     assert banned[0] == "3" and "33" not in banned
+
+
+def test_one_form_in_the_words_of_two_servers_is_one_form(real: Server) -> None:
+    """As guidance's client sends it, beside a field that nobody knows any more."""
+    more = {"guided_grammar": 'start: "ab"', "structured_outputs": {"grammar": 'start: "ab"'}}
+    create = client_of(real).chat.completions.create
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK}
+    told = create(**asked, extra_body={**more, "guided_decoding_backend": "guidance"})
+    assert told.choices[0].message.content == "ab"
+    with pytest.raises(openai.BadRequestError, match="one of them"):
+        create(**asked, extra_body={**more, "guided_grammar": 'start: "cd"'})
 
 
 # --- Thoughts
@@ -387,6 +465,12 @@ def test_tokens_of_prompts_and_conversations(real: Server) -> None:
     assert httpx.post(f"{real.url}/detokenize", json={"tokens": [99999]}, timeout=60).status_code == 400
     assert httpx.get(f"{real.url}/version", timeout=60).json()["version"]
     assert httpx.get(f"{real.url}/ping", timeout=60).status_code == 200
+    # A client that encodes here writes conversations itself.
+    info, turn = httpx.get(f"{real.url}/tokenizer_info", timeout=60).json(), [{"role": "user", "content": "Where?"}]
+    rendered = jinja2.Template(info["chat_template"]).render(messages=turn, add_generation_prompt=True)
+    as_text = post("tokenize", {"prompt": rendered, "add_special_tokens": False})["tokens"]
+    assert as_text == post("tokenize", {"messages": turn})["tokens"]
+    assert post("tokenize", {"prompt": info["eos_token"], "add_special_tokens": False})["count"] == 1
     card = httpx.get(f"{real.url}/v1/models/tiny", timeout=60).json()
     assert card["max_model_len"] == 1024 and "image" in card["input_modalities"]
 
