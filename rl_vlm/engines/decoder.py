@@ -6,9 +6,11 @@ No threads and no asyncio: `transformers_engine.py` drives it. New prompts may j
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_vlm.engines.base import EngineError, NewTokens, expand_prompt, naming
-from rl_vlm.engines.grammars import Grammars, restrict_to_grammars
+from rl_vlm.engines.grammars import Grammars, forbidden_tokens
 from rl_vlm.engines.model_text import ModelText
 from rl_vlm.engines.rows import (
     Chosen,
@@ -44,6 +46,7 @@ from rl_vlm.types import Completion, GenerationRequest, StopReason, TopLogprobs,
 
 _STATIC_ROPE = ("default", "linear", "yarn")  # frequencies that do not depend on the length of the sequence
 KeysValues = list[tuple[Tensor, Tensor]]
+_AHEAD, _WIDE = ThreadPoolExecutor(1, "grammars"), 2**14  # grammars beside the model; not worth it for fewer tokens
 _SCORED = 512  # prompt tokens whose logits are in memory at a time
 
 
@@ -270,7 +273,7 @@ class Decoder:
             item.features = []  # the backbone's own cache may still hold them
         self._rows.append(prepared, [self._seeds_of(item.request) for item in prepared])
         self.counts["prompt_tokens"] += sum(len(item.prompt_ids) for item in prepared)
-        return self._choose(logits[source_t], first)
+        return self._choose(logits[source_t], first, self._forbidden(first))
 
     def _forward(
         self, sequences: Sequence[tuple[np.ndarray, np.ndarray, list[ImageFeatures]]]
@@ -337,7 +340,7 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[PreparedRequest]:
         """Decode one token for every running sample; returns the requests that this finishes."""
-        rows = self._rows
+        rows, forbidden = self._rows, self._forbidden(0)
         last_tokens = rows.tokens[np.arange(len(rows)), rows.produced - 1].astype(np.int64)
         # The token sampled last has no key and value yet: this step writes them at `length`.
         lengths = torch.from_numpy(rows.length).to(self._device)
@@ -351,15 +354,21 @@ class Decoder:
         rows.position += 1
         self.counts["steps"] += 1
         self.counts["step_rows"] += len(rows)
-        return self._choose(self._backbone.logits(hidden), 0)
+        return self._choose(self._backbone.logits(hidden), 0, forbidden)
 
-    def _choose(self, logits: Tensor, first: int) -> list[PreparedRequest]:
+    def _forbidden(self, first: int) -> Callable[[], np.ndarray] | None:
+        """What the grammars of the rows from `first` on forbid; None where none has one."""
+        matchers, size = [state.matcher for state in self._rows.states[first:]], len(self._backbone.token_bias)
+        work = functools.partial(forbidden_tokens, matchers, size)
+        return (_AHEAD.submit(work).result if size >= _WIDE else work) if any(matchers) else None
+
+    def _choose(self, logits: Tensor, first: int, forbidden: Callable[[], np.ndarray] | None) -> list[PreparedRequest]:
         """Sample one token for the rows from `first` on (logits [R, V]) and retire what is finished."""
         rows = self._rows
         new = slice(first, len(rows))
         special = [row for row in range(first, len(rows)) if not rows.states[row].plain]
-        matchers = {row - first: own for row in special if (own := rows.states[row].matcher) is not None}
-        restrict_to_grammars(logits, matchers)
+        if forbidden is not None:
+            logits.masked_fill_(torch.from_numpy(forbidden()).to(self._device), float("-inf"))
         self._restrict_by_past(logits, special, first)
 
         def moved(values: np.ndarray) -> Tensor:
@@ -434,8 +443,8 @@ class Decoder:
                 if any(text.find(string, max(len(before) - len(string) + 1, 0)) >= 0 for string in stop):
                     stops[row] = StopReason.STOP
             token = int(rows.tokens[row, last])
-            if state.matcher is not None:
-                state.matcher.consume_token(token)
+            if state.matcher is not None and not state.matcher.consume_token(token):
+                stops[row] = StopReason.LENGTH  # llguidance gave up beyond one of its limits, and lets nothing through
             if (stream := state.prepared.stream) is not None:
                 new = NewTokens([token], [float(rows.logprobs[row, last])], state.top_logprobs[-1:], stops.get(row))
                 stream.put(state.number, new)

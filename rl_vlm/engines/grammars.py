@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +21,12 @@ from rl_vlm.types import Grammar, SamplingParams, TrajectoryError, UserInputErro
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from torch import Tensor
 
 _REMEMBERED = 256  # grammars
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords of names
+_VALUES = ("const", "enum", "default", "example", "examples", "x-guidance")  # keywords of what is no schema
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"
+_DATE = {"pattern": f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{_LEAP})"}
 _SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # one that is not escaped
 
 
@@ -61,7 +64,7 @@ class Grammars:
         with self._lock:  # a hostile grammar is built once, not by all threads
             matcher = self._built(grammar)
         if error := matcher.get_error():
-            raise UserInputError(f"The grammar cannot be followed: {_first_line(error)}.")
+            raise UserInputError(f"The grammar cannot be followed: {_sentence(error)}.")
         return matcher.deep_copy()
 
     @cached_property
@@ -81,12 +84,12 @@ def as_lark(grammar: Grammar) -> str:
     """The right-hand side of a rule."""
     if grammar.kind == "json_schema":
         try:
-            schema = json.loads(grammar.text)
-            if isinstance(schema, dict):  # a union with a discriminator, as pydantic and zod write it, is an anyOf
+            schema = _sealed(json.loads(grammar.text))
+            if '"discriminator"' in grammar.text:  # branches of a union, as pydantic writes it, of which one can fit
                 schema = {"x-guidance": {"coerce_one_of": True}, **schema}
             return f"%json {json.dumps(schema)}"
-        except (ValueError, RecursionError) as error:
-            raise UserInputError(f"The JSON schema is not JSON: {_first_line(error)}.") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserInputError(f"The JSON schema cannot be read: {_sentence(error)}.") from error
     if grammar.kind == "regex":
         pattern = _SLASH.sub(r"\1\\/", grammar.text).replace("\n", r"\n")
         return f"/{pattern}/"
@@ -95,21 +98,51 @@ def as_lark(grammar: Grammar) -> str:
     try:
         return f"%lark {{\n{grammar_from('grammar', grammar.text)}\n}}"
     except (ValueError, RecursionError) as error:
-        raise UserInputError(f"The grammar cannot be read: {_first_line(error)}.") from error
+        raise UserInputError(f"The grammar cannot be read: {_sentence(error)}.") from error
 
 
-def _first_line(error: object) -> str:
-    return str(error).partition("\n")[0].strip(" .")[:200]
+def _sealed(schema: Any, names: bool = False) -> Any:
+    """The same schema, so written that llguidance lets through what fits it alone. It does not see that a name with
+    escapes, as \\u0061, is one of `properties`, counts a name again that comes again, and lets every year leap."""
+    if not isinstance(schema, dict):
+        return [_sealed(one) for one in schema] if isinstance(schema, list) else schema
+    new = {k: _sealed(v, not names and k in _MAPS) if names or k not in _VALUES else v for k, v in schema.items()}
+    if names:
+        return new
+    new |= {"allOf": [*new.get("allOf", ()), _DATE]} if new.get("format") in ("date", "date-time") else {}
+    more, named = new.get("additionalProperties", True), new.get("properties")
+    if more is not False and "patternProperties" in new:
+        raise UserInputError("The JSON schema has patternProperties, which need additionalProperties: false.")
+    if new.get("minProperties", 0) > len(new.get("required", ())) + 1:
+        raise UserInputError("The JSON schema has minProperties beyond one more than required, which names may repeat.")
+    if more is not False and named:  # a pattern is matched without escapes
+        new["patternProperties"] = {"" if more in (True, {}) else f"^{_others(named)}$": more}
+        new["additionalProperties"] = False
+    return new
 
 
-def restrict_to_grammars(logits: Tensor, matchers: Mapping[int, LLMatcher]) -> None:
-    """Set the tokens that may not come next to -inf, in the rows of logits [R, V] that `matchers` names."""
-    import torch
+def _others(names: Collection[str]) -> str:
+    """A regular expression of all texts that are none of these."""
+    tails: dict[str, list[str]] = {}
+    for name in filter(None, names):
+        tails.setdefault(name[0], []).append(name[1:])
+    ways = [re.escape(head) + _others(rest) for head, rest in tails.items()]
+    ways.append(f"[^{''.join(map(re.escape, tails))}](?s:.)*" if tails else "(?s:.)+")
+    return f"({'|'.join(ways + [''] * ('' not in names))})"
 
-    for row, matcher in matchers.items():
-        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        forbidden = torch.from_numpy(allowed[: logits.shape[1]] == 0).to(logits.device)
-        logits[row].masked_fill_(forbidden, float("-inf"))
+
+def _sentence(error: object) -> str:
+    """What llguidance says first, without where in our Lark that is, and its reason, which may come lines later."""
+    first, _, rest = re.sub(r"^(at \d+\(\d+\): |panic: .*)", "", str(error)).partition("\n")
+    why = re.search(r"^error: (.+)$", rest, re.MULTILINE)
+    text = first.replace("regex parse error:", why[1] if why else "").strip(" .") or "it is too large"
+    return text if len(text) <= 200 else f"{text[:80]} ... {text[-115:]}"
+
+
+def forbidden_tokens(matchers: Sequence[LLMatcher | None], size: int) -> np.ndarray:
+    """Which of `size` tokens may not come next, bool [R, size]; rows without a matcher are free."""
+    masks = b"".join(own.compute_bitmask() if own else b"\xff" * (-(-size // 32) * 4) for own in matchers)
+    return np.unpackbits(~np.frombuffer(masks, np.uint8).reshape(len(matchers), -1), 1, size, "little").view(bool)
 
 
 def format_matcher(text: TextSide, grammar: Grammar | None) -> LLMatcher | None:

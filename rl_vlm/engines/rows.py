@@ -87,7 +87,7 @@ def choose_tokens(
 
 def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Token ids int64 [R] at which the running sum of the probabilities [R, V] passes uniform [R]."""
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)  # so that a tail of small ones is not lost
+    cumulative = torch.softmax(logprobs, -1).cumsum(-1, dtype=torch.float64)  # keeps small tails; exp is slow at -inf
     total = cumulative[:, -1:].contiguous()
     drawn = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
     # Rounding can put u·total on the total itself: stay on the last token that has any probability.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import psutil
 import pytest
@@ -329,6 +332,28 @@ def test_alternatives_equal_those_of_the_transformers_engine(
             np.testing.assert_allclose([value for _, value in one], [value for _, value in two], atol=TOLERANCE)
     (plain,) = generate(engine, ask(text, "plain"))
     assert plain.samples[0].top_logprobs == ()
+
+
+def test_schemas_are_kept_and_refused_as_by_the_transformers_engine(engine: VLLMEngine, text: TextSide) -> None:
+    suite = json.loads((Path(__file__).parents[1] / "fixtures/answers/json_schemas.json").read_text())
+
+    def asked(name: str, schema: Any) -> GenerationRequest:
+        grammar = Grammar("json_schema", json.dumps(schema))
+        return ask(text, name, temperature=1.0, n=4, max_new_tokens=120, grammar=grammar)
+
+    some = list(suite["followed"].items())[::6]
+    done = 0
+    for (name, schema), answer in zip(some, generate(engine, *(asked(*one) for one in some)), strict=True):
+        for sample in answer.samples:
+            if sample.stop_reason is StopReason.END_OF_TURN:
+                said = json.loads(text.codec.decode(sample.token_ids[:-1]))
+                kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+                assert kind(schema).is_valid(said), (name, said)
+                done += 1
+    assert done > 2 * len(some)
+    for name, (word, schema) in list(suite["refused"].items())[::6]:
+        with pytest.raises(EngineError, match=re.escape(word)):
+            generate(engine, asked(name, schema))
 
 
 @pytest.mark.parametrize("more", [{"top_logprobs": 2}, {"stop": ("e", "t")}, {"choices": CHOICES}])

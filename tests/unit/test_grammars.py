@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,8 +18,9 @@ from test_engine_sampling import decoder, run
 
 from rl_vlm.engines.base import EngineError
 from rl_vlm.engines.decoder import Decoder
+from rl_vlm.engines.grammars import Grammars
 from rl_vlm.models.images import TextSide
-from rl_vlm.types import Grammar, StopReason, UserInputError
+from rl_vlm.types import Grammar, SamplingParams, StopReason, UserInputError
 
 __all__ = ["decoder"]
 NUMBER = r"-?(0|[1-9][0-9]{0,3})(\.[0-9]{1,2})?"
@@ -56,26 +59,110 @@ def test_log_probabilities_are_those_of_the_tokens_that_the_pattern_allows(
             said += texts[token]
 
 
-SCHEMAS: dict[str, dict[str, Any]] = json.loads("""{
-  "enum": {"enum": ["red", 5, null]},
-  "nested": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
-             "required": ["a"], "additionalProperties": false},
-  "any": {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 3}]},
-  "reference": {"$defs": {"n": {"type": "integer", "minimum": 1, "maximum": 3}}, "type": "object",
-                "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"], "additionalProperties": false},
-  "pattern": {"type": "string", "pattern": "^[a-c]{2}$"}
-}""")
+SCHEMAS: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "fixtures/answers/json_schemas.json").read_text(), parse_float=Decimal
+)
+FORMATS = {  # that jsonschema knows with further packages only
+    "time": r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(z|[+-]([01]\d|2[0-3]):[0-5]\d)",
+    "email": r"[^@]+@[^@]+", "uri": r"[a-z][a-z0-9+.-]*:\S*",
+    "hostname": r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\.?",
+    "duration": r"p(?!$)(\d+w|(\d+y)?(\d+m)?(\d+d)?(t(?!$)(\d+h)?(\d+m)?(\d+s)?)?)",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_finished_samples_fit_their_schema(text: TextSide, decoder: Decoder, name: str) -> None:
-    (answer,) = run(
-        decoder, ask(text, "json_schema", json.dumps(SCHEMAS[name]), n=16, temperature=1.0, max_new_tokens=120)
+def validator(schema: Any) -> Any:
+    """jsonschema's, by the draft that the schema names; numbers are decimal, as they are written."""
+    checker = jsonschema.FormatChecker(["date", "ipv4", "ipv6", "uuid"])
+    for name, pattern in FORMATS.items():
+        checker.checks(name)(lambda value, form=pattern: regex.fullmatch(form, value, regex.I) is not None)
+    checker.checks("date-time")(  # a date and a time
+        lambda value: (
+            checker.conforms(value[:10], "date") and value[10] in "tT" and checker.conforms(value[11:], "time")
+        )
     )
-    done = [one for one in answer.samples if one.stop_reason is StopReason.END_OF_TURN]
-    for sample in done:
-        jsonschema.validate(json.loads(text.codec.decode(sample.token_ids[:-1])), SCHEMAS[name])
-    assert len(done) >= 8
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    return kind(schema, format_checker=checker)
+
+
+def as_json(schema: Any) -> str:
+    return json.dumps(schema, default=float)
+
+
+def test_finished_samples_fit_their_schemas(text: TextSide, decoder: Decoder) -> None:
+    """Every schema that llguidance follows, sixteen samples each at temperature 1."""
+    finished = {}
+    followed = list(SCHEMAS["followed"].items())
+    for start in range(0, len(followed), 65):
+        asked = [
+            ask(
+                text,
+                "json_schema",
+                as_json(schema),
+                name=name,
+                n=16,
+                seeds=tuple(range(16)),
+                temperature=1.0,
+                max_new_tokens=120,
+            )
+            for name, schema in followed[start : start + 65]
+        ]
+        for (name, schema), answer in zip(followed[start:], run(decoder, *asked), strict=False):
+            done = [one for one in answer.samples if one.stop_reason is StopReason.END_OF_TURN]
+            for sample in done:
+                said = text.codec.decode(sample.token_ids[:-1])
+                errors = [
+                    error.message for error in validator(schema).iter_errors(json.loads(said, parse_float=Decimal))
+                ]
+                assert not errors, (name, said, errors)
+            finished[name] = len(done)
+    assert sum(finished.values()) > 12 * len(finished)
+    assert len([name for name, count in finished.items() if not count]) < 5
+
+
+@pytest.mark.parametrize("name", SCHEMAS["refused"])
+def test_a_schema_that_cannot_be_followed_is_refused_in_one_sentence(text: TextSide, name: str) -> None:
+    word, schema = SCHEMAS["refused"][name]
+    with pytest.raises(UserInputError) as caught:
+        Grammars(text).matcher(SamplingParams(8, grammar=Grammar("json_schema", as_json(schema))))
+    said = str(caught.value)
+    assert said.startswith("The ") and word in said and "at 2(" not in said and "\n" not in said and len(said) < 260
+
+
+@pytest.mark.parametrize("section", ["accepted", "not accepted"])
+def test_only_what_fits_can_be_said(text: TextSide, section: str) -> None:
+    """Names with escapes, days that leap: what samples of noise rarely hold."""
+    for schema, said in SCHEMAS[section]:
+        assert validator(schema).is_valid(json.loads(said, parse_float=Decimal)) == (section == "accepted")
+        matcher = Grammars(text).matcher(SamplingParams(8, grammar=Grammar("json_schema", as_json(schema))))
+        assert matcher is not None
+        tokens = text.codec.encode_text(said).tolist()
+        accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert accepted == (section == "accepted"), (schema, said)
+
+
+def test_a_sample_that_llguidance_gives_up_is_not_a_finished_one(text: TextSide, decoder: Decoder) -> None:
+    (answer,) = run(decoder, ask(text, "regex", "a{1000000}"))
+    assert answer.samples[0].stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sentence"),
+    [
+        ("(", 'invalid regex "(" (in regex): unclosed group.'),
+        (
+            "(?=a)b",
+            'invalid regex "(?=a)b" (in regex): look-around, including look-ahead and look-behind, is not supported.',
+        ),
+        ("(" + "ab" * 400, "(in regex): unclosed group."),
+    ],
+)
+def test_a_bad_pattern_gets_one_sentence_that_says_why(text: TextSide, pattern: str, sentence: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        Grammars(text).matcher(SamplingParams(8, grammar=Grammar("regex", pattern)))
+    assert (
+        str(caught.value).startswith("The grammar cannot be followed: invalid regex") and len(str(caught.value)) < 260
+    )
+    assert str(caught.value).endswith(sentence)
 
 
 def test_rows_with_and_without_grammars_run_together_and_penalties_hold(text: TextSide, decoder: Decoder) -> None:
