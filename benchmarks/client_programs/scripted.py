@@ -9,10 +9,10 @@ import numpy as np
 
 from rl_vlm.config import HTTPSection
 from rl_vlm.engines.base import BASE_MODEL
-from rl_vlm.http.app import ModelApp
+from rl_vlm.http.app import ModelApp, ServedModel
 from rl_vlm.http.server import HTTPServer, bind
 from rl_vlm.models.loading import load_text_side
-from rl_vlm.types import Completion, GenerationRequest, Sample, SampleChunk, StopReason
+from rl_vlm.types import POLICY, Completion, GenerationRequest, Sample, SampleChunk, StopReason
 from rl_vlm.zoo.tiny.model import tiny_model_path
 
 ANSWER = {"yes": True, "size": 3}
@@ -24,8 +24,8 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         self.text = load_text_side(folder)
 
-    async def models(self) -> dict[str, int]:
-        return {"tiny": BASE_MODEL}
+    async def models(self) -> dict[str, ServedModel]:
+        return {"tiny": ServedModel(POLICY, BASE_MODEL)}
 
     def _said(self, request: GenerationRequest) -> np.ndarray:
         codec = self.text.codec
@@ -44,10 +44,11 @@ class Scripted:
             said = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
         return np.append(codec.encode_text(said), np.int32(codec.end_of_turn_id))
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def call(self, requests: list[GenerationRequest]) -> list[Completion]:
+        (request,) = requests
         ids = self._said(request)
         sample = Sample(ids, np.zeros(len(ids), np.float32), StopReason.END_OF_TURN)
-        return Completion(request.request_id, request.prompt_ids, (sample,) * request.sampling.n, BASE_MODEL)
+        return [Completion(request.request_id, request.prompt_ids, (sample,) * request.sampling.n, BASE_MODEL)]
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[SampleChunk, None]:
         ids = self._said(request)
