@@ -129,6 +129,13 @@ TEXTS: dict[str, tuple[str, int]] = {
     "template code": ("{{ messages }}{% raise %}", 200),
     "empty": ("", 200),
 }
+
+
+def _body_of(said: str, system: list[Any]) -> bytes:
+    turns = [{"role": "user", "content": said}, {"role": "system", "content": system}]
+    return json.dumps({"messages": turns}).encode()
+
+
 BODIES: dict[str, bytes] = {
     "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xc3\x28"}]}',
@@ -143,7 +150,9 @@ BODIES: dict[str, bytes] = {
     "a text": b'"text"',
     "no number": json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}).encode(),
     "below zero": json.dumps({"messages": [{"role": "user", "content": "x"}], "temperature": -1}).encode(),
-    "late system": b'{"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "too late"}]}',
+    "late system with an image": _body_of(
+        "x", ["too late", {"type": "image", "image": data_uri(Image.new("RGB", (32, 32)))}]
+    ),
     "nothing": b"",
     "null": b"null",
     "repeated keys": b'{"messages": 1, "messages": "x"}',
