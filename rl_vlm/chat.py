@@ -62,6 +62,7 @@ class ChatCodec:
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
         self._plain.encode_special_tokens = True
         added = tokenizer.added_tokens_decoder
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         if image_token not in self._special_ids:
             raise UserInputError(f"The tokenizer lacks {image_token}: the model folder's files do not fit each other.")
@@ -103,7 +104,7 @@ class ChatCodec:
     @property
     def opens_thought(self) -> bool:
         """Whether the template's prompt leaves a thought open, as those of Thinking models do."""
-        return leaves_thought_open(self._render((("user", "t"),)))
+        return self.prompt_opens_thought(None)
 
     def prompt_opens_thought(self, thinking: bool | None) -> bool:
         """The same where `enable_thinking` is set."""
@@ -111,8 +112,7 @@ class ChatCodec:
 
     def token_id(self, text: str) -> int | None:
         """The added token that is this text."""
-        added = self._tokenizer.added_tokens_decoder
-        return next((token_id for token_id, token in added.items() if token.content == text), None)
+        return self._added_ids.get(text)
 
     def suppressed_token_ids(self, vocab_size: int) -> np.ndarray:
         """The ids that the policy can never sample: unused ids, and special tokens other than the end of a turn and the

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,10 +63,13 @@ class ModelApp:
         self._reader, self._max_context = RequestReader(text, limits, max_context), max_context
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="http-read")
         self._started = int(time.time())
+        answered: dict[str, tuple[Any, ...]] = {
+            "/v1/chat/completions": (ChatRequest, self._reader.chat, "chatcmpl", ChatReply),
+            "/v1/completions": (CompletionRequest, self._reader.completions, "cmpl", TextReply),
+            "/v1/responses": (ResponsesRequest, self._reader.chat, "resp", ResponseReply),
+        }
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/responses", self._responses, methods=["POST"]),
+            *(Route(path, partial(self._answer, *how), methods=["POST"]) for path, how in answered.items()),
             Route("/generate", self._generate, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
@@ -80,22 +84,13 @@ class ModelApp:
         ]
         self.gate = Gate(routes, limits, token)
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest, self._reader.chat, "chatcmpl", ChatReply)
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest, self._reader.completions, "cmpl", TextReply)
-
-    async def _responses(self, request: Request) -> Response:
-        return await self._answer(request, ResponsesRequest, self._reader.chat, "resp", ResponseReply)
-
     async def _answer(
         self,
-        request: Request,
         kind: type[B],
         read: Callable[[B, str, int], list[Asked]],
         prefix: str,
         form: type[Reply],
+        request: Request,
     ) -> Response:
         body, deadline = parse_body(request.scope.pop(BODY), kind), request.scope[DEADLINE]
         headers = {"X-Ignored-Fields": ", ".join(body.ignored_fields)} if body.ignored_fields else {}

@@ -6,6 +6,7 @@ import codecs
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,7 @@ class ReplyText:
             end, last = min(cuts)[not self._keep_stop], True
             del self._bytes[end:]
         elif not last:
-            end -= max((overlap(bytes(self._bytes), stop) for stop in self._stops), default=0)
+            end -= max((overlap(bytes(self._bytes[-len(stop) :]), stop) for stop in self._stops), default=0)
         text = self._utf8.decode(bytes(self._bytes[self._sent : end]), final=last)
         self._sent, self._over = max(end, self._sent), last
         first = self._tokens_sent
@@ -157,16 +158,13 @@ class _Growing:
     num_chars: int = 0  # of the tokens that are told
 
 
-class Reply:
+class Reply(ABC):
     """The reply to one request of one or more prompts, whose samples are numbered through, whole or in chunks.
 
     Subclasses give its form; `body` says what the client wants to be told, `model` which model answers.
     """
 
-    kind: str
-    chunk_kind: str
     says_done = True  # a stream ends with [DONE]
-    has_prompts = False  # each choice tells its own prompt
 
     def __init__(self, codec: ChatCodec, asked: Sequence[Asked], model: str, body: Any) -> None:
         self._codec, self._body, self._policy = codec, body, asked[0].request.policy
@@ -183,36 +181,17 @@ class Reply:
     def num_sampled(self) -> int:
         return sum(len(sample.token_ids) for sample in self._samples)
 
+    @abstractmethod
     def whole(self, completions: Sequence[Completion]) -> Content:
-        samples = [(completion, sample) for completion in completions for sample in completion.samples]
-        choices = []
-        for number, (completion, sample) in enumerate(samples):
-            self._samples[number].scores = completion.prompt_logprobs
-            choice = self._choice(number, sample, last=True, whole=True)
-            if self._body.return_token_ids:  # and who sampled them: [number of tokens, version] in order
-                pieces = sample.pieces or ((len(sample.token_ids), completion.policy_version),)
-                choice["policy_versions"] = [[count, max(version, 0)] for count, version in pieces]
-            choices.append(choice | (self._of_prompt(completion) if self.has_prompts else {}))
-        content = self._content(self.kind, min(one.policy_version for one in completions), choices, self._usage())
-        return content if self.has_prompts else content | self._of_prompt(completions[0])
+        """The reply to a request that is not streamed."""
 
+    @abstractmethod
     def chunk(self, new: SampleChunk) -> list[Content]:
         """The events for new tokens of one sample; none while they add no text that is certain."""
-        first = not self._samples[new.number].token_ids
-        choice = self._choice(new.number, new, last=new.stop_reason is not None, whole=False)
-        if not first and not self._tells(choice):
-            return []
-        content = self._content(self.chunk_kind, new.policy_version, [choice], None)
-        if first and self._body.return_token_ids:
-            told = choice if self.has_prompts else content
-            told["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()
-        return [content]
 
+    @abstractmethod
     def end(self, version: int) -> list[Content]:
-        """The last events: the usage, where it is asked for, without choices."""
-        options = self._body.stream_options
-        wanted = options is not None and options.include_usage
-        return [self._content(self.chunk_kind, version, [], self._usage())] if wanted else []
+        """The last events."""
 
     def _grow(self, number: int, new: Sample | SampleChunk, last: bool) -> tuple[_Growing, str, range]:
         """A sample with new tokens, its text that is certain now, and which of its tokens begin in that."""
@@ -226,49 +205,9 @@ class Reply:
             places = range(len(sample.token_ids) - len(ids), len(sample.token_ids))
         return sample, text, places
 
-    def _choice(self, number: int, new: Sample | SampleChunk, last: bool, whole: bool) -> Content:
-        first = not self._samples[number].token_ids
-        sample, text, places = self._grow(number, new, last)
-        logprobs = self._logprobs(sample, places) if self._body.top is not None else None
-        choice = {"index": number, **self._said(sample, text, last, whole, first), "logprobs": logprobs}
-        choice["finish_reason"] = None if new.stop_reason is None else self._finish_reason(sample, new.stop_reason)
-        return choice | ({"token_ids": new.token_ids.tolist()} if self._body.return_token_ids else {})
-
-    def _said(self, sample: _Growing, text: str, last: bool, whole: bool, first: bool) -> Content:
-        raise NotImplementedError
-
-    def _logprobs(self, sample: _Growing, places: range) -> Content:
-        raise NotImplementedError
-
-    def _tells(self, choice: Content) -> bool:
-        """Whether a chunk has anything to say."""
-        said = choice.get("delta") or choice.get("text") or (choice["logprobs"] and any(choice["logprobs"].values()))
-        return bool(said or choice["finish_reason"] or choice.get("token_ids"))
-
-    def _finish_reason(self, sample: _Growing, reason: StopReason) -> str:
-        if reason is StopReason.LENGTH:
-            return "length"
-        return "tool_calls" if sample.answer.num_calls and not sample.asked.forced else "stop"
-
     def _content(self, kind: str, version: int, choices: list[Content], usage: Content | None) -> Content:
         shared = {**self._head, "system_fingerprint": fingerprint(version, self._policy)}
         return {**shared, "object": kind, "choices": choices, "usage": usage}
-
-    def _of_prompt(self, completion: Completion) -> Content:
-        told: Content = {}
-        if self._body.return_token_ids:
-            told["prompt_token_ids"] = completion.prompt_ids.tolist()
-        if self._body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = [None, *map(self._prompt_place, completion.prompt_logprobs)]
-        return told
-
-    def _prompt_place(self, place: TopLogprobs) -> Content:
-        """As vLLM tells it: the prompt's own token first; the rank only of those that are among the most likely."""
-        ranks = {token: rank for rank, (token, _) in enumerate(place[1:], 1)}
-        return {
-            str(token): {"logprob": value, "rank": ranks.get(token), "decoded_token": self._text_of(token)}
-            for token, value in place
-        }
 
     def _text_of(self, token_id: int) -> str:
         if self._body.return_tokens_as_token_ids:
@@ -289,7 +228,87 @@ class Reply:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-class ChatReply(Reply):
+class ChoicesReply(Reply):
+    """A reply with a choice for each sample."""
+
+    kind: str
+    chunk_kind: str
+    has_prompts = False  # each choice tells its own prompt
+
+    def whole(self, completions: Sequence[Completion]) -> Content:
+        samples = [(completion, sample) for completion in completions for sample in completion.samples]
+        choices = []
+        for number, (completion, sample) in enumerate(samples):
+            self._samples[number].scores = completion.prompt_logprobs
+            choice = self._choice(number, sample, last=True, whole=True)
+            if self._body.return_token_ids:  # and who sampled them: [number of tokens, version] in order
+                pieces = sample.pieces or ((len(sample.token_ids), completion.policy_version),)
+                choice["policy_versions"] = [[count, max(version, 0)] for count, version in pieces]
+            choices.append(choice | (self._of_prompt(completion) if self.has_prompts else {}))
+        content = self._content(self.kind, min(one.policy_version for one in completions), choices, self._usage())
+        return content if self.has_prompts else content | self._of_prompt(completions[0])
+
+    def chunk(self, new: SampleChunk) -> list[Content]:
+        first = not self._samples[new.number].token_ids
+        choice = self._choice(new.number, new, last=new.stop_reason is not None, whole=False)
+        if not first and not self._tells(choice):
+            return []
+        content = self._content(self.chunk_kind, new.policy_version, [choice], None)
+        if first and self._body.return_token_ids:
+            told = choice if self.has_prompts else content
+            told["prompt_token_ids"] = self._samples[new.number].asked.prompt_ids.tolist()
+        return [content]
+
+    def end(self, version: int) -> list[Content]:
+        # The usage, where it is asked for, without choices.
+        options = self._body.stream_options
+        wanted = options is not None and options.include_usage
+        return [self._content(self.chunk_kind, version, [], self._usage())] if wanted else []
+
+    def _choice(self, number: int, new: Sample | SampleChunk, last: bool, whole: bool) -> Content:
+        first = not self._samples[number].token_ids
+        sample, text, places = self._grow(number, new, last)
+        logprobs = self._logprobs(sample, places) if self._body.top is not None else None
+        choice = {"index": number, **self._said(sample, text, last, whole, first), "logprobs": logprobs}
+        choice["finish_reason"] = None if new.stop_reason is None else self._finish_reason(sample, new.stop_reason)
+        return choice | ({"token_ids": new.token_ids.tolist()} if self._body.return_token_ids else {})
+
+    @abstractmethod
+    def _said(self, sample: _Growing, text: str, last: bool, whole: bool, first: bool) -> Content:
+        """The fields of a choice that hold new text."""
+
+    @abstractmethod
+    def _logprobs(self, sample: _Growing, places: range) -> Content:
+        """The log-probabilities of some of the sample's tokens."""
+
+    def _tells(self, choice: Content) -> bool:
+        """Whether a chunk has anything to say."""
+        said = choice.get("delta") or choice.get("text") or (choice["logprobs"] and any(choice["logprobs"].values()))
+        return bool(said or choice["finish_reason"] or choice.get("token_ids"))
+
+    def _finish_reason(self, sample: _Growing, reason: StopReason) -> str:
+        if reason is StopReason.LENGTH:
+            return "length"
+        return "tool_calls" if sample.answer.num_calls and not sample.asked.forced else "stop"
+
+    def _of_prompt(self, completion: Completion) -> Content:
+        told: Content = {}
+        if self._body.return_token_ids:
+            told["prompt_token_ids"] = completion.prompt_ids.tolist()
+        if self._body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = [None, *map(self._prompt_place, completion.prompt_logprobs)]
+        return told
+
+    def _prompt_place(self, place: TopLogprobs) -> Content:
+        """As vLLM tells it: the prompt's own token first; the rank only of those that are among the most likely."""
+        ranks = {token: rank for rank, (token, _) in enumerate(place[1:], 1)}
+        return {
+            str(token): {"logprob": value, "rank": ranks.get(token), "decoded_token": self._text_of(token)}
+            for token, value in place
+        }
+
+
+class ChatReply(ChoicesReply):
     """OpenAI's `chat.completion`."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -310,7 +329,7 @@ class ChatReply(Reply):
         return {"content": [self._token_of(sample, place) for place in places], "refusal": None}
 
 
-class TextReply(Reply):
+class TextReply(ChoicesReply):
     """OpenAI's legacy `text_completion`."""
 
     kind = chunk_kind = "text_completion"

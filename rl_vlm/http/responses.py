@@ -88,7 +88,6 @@ def _messages(items: Any) -> Iterator[dict[str, Any]]:
 class ResponseReply(Reply):
     """A `response`, whole or as its events."""
 
-    kind = "response"
     says_done = False
 
     def __init__(self, *given: Any) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,3 +189,18 @@ class ServeProcess(CommandProcess):
         time.sleep(seconds)
         after = replica.cpu_times()
         return float(after.user + after.system - before.user - before.system) / seconds
+
+
+class ServeRun(CommandProcess):
+    """`serve run CONFIG` in a private cluster."""
+
+    program = (Path(sys.executable).parent / "serve", "run", "--address", "local")
+
+    def wait_until_healthy(self, url: str) -> None:
+        def answers() -> bool:
+            try:
+                return httpx.get(f"{url}/health", timeout=5).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        self.wait_until(answers, "the application", timeout=240)

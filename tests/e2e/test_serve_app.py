@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import yaml
 from core_support import adapted_policy
 from ports import free_ports
-from runs import REGISTRY, ROOT, CommandProcess
+from runs import REGISTRY, ROOT, ServeRun
 
 pytestmark = pytest.mark.acceptance
 
 HI: list[Any] = [{"role": "user", "content": "How many shapes are there?"}]
 HERE = ("serving.engine=transformers", "serving.num_replicas=1", "serving.cpus_per_replica=0.1", "http.model_name=base")
-
-
-class ServeRun(CommandProcess):
-    """`serve run CONFIG` in a private cluster."""
-
-    program = (Path(sys.executable).parent / "serve", "run", "--address", "local")
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +39,7 @@ def server(config: Path) -> Iterator[tuple[ServeRun, str]]:
     options = yaml.safe_load(config.read_text())["http_options"]
     url = f"http://{options['host']}:{options['port']}"
     with ServeRun(config, RL_VLM_API_TOKEN="s3cret") as process:
-
-        def answers() -> bool:
-            try:
-                return httpx.get(f"{url}/health", timeout=5).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        process.wait_until(answers, "the application", timeout=240)
+        process.wait_until_healthy(url)
         yield process, url
 
 

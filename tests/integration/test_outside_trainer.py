@@ -21,7 +21,7 @@ from ports import free_ports
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
-from runs import REGISTRY, REPLICA, CommandProcess, ServeProcess
+from runs import REGISTRY, REPLICA, ServeProcess, ServeRun
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -142,10 +142,6 @@ def test_replicas_and_registries_that_die_get_the_adapters_again(
         assert {str(sample(client, tiny_folder, model="kept")) for _ in range(6)} == {str(before)}
 
 
-class ServeRun(CommandProcess):
-    program = (Path(sys.executable).parent / "serve", "run", "--address", "local")
-
-
 def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(tiny_folder: Path, root: Path) -> None:
     adapted_policy(tiny_folder, seed=1).payload(1).write(root / "policy")
     train(tiny_folder, 7).save_pretrained(root / "loaded")
@@ -160,14 +156,7 @@ def test_serves_own_proxy_reaches_the_model_the_policy_and_a_loaded_adapter(tiny
     config.write_text(str({"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}))
     with ServeRun(config, RL_VLM_API_TOKEN=TOKEN) as process:
         url = f"http://127.0.0.1:{port}"
-
-        def answers() -> bool:
-            try:
-                return httpx.get(f"{url}/health", timeout=5).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        process.wait_until(answers, "the application", timeout=240)
+        process.wait_until_healthy(url)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=120)
 
         def load(path: str, **headers: str) -> httpx.Response:
