@@ -16,7 +16,7 @@ SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit sbom dist clean
+.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit docs sbom dist clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
@@ -94,6 +94,10 @@ audit: install ## Look all pinned packages up in the advisories of OSV (ADVISORI
 		fi; \
 		cat $$log; exit 1; \
 	done
+
+docs: install ## Build the site of the documentation into build/docs; unknown links are errors
+	$(UVX) --from sphinx==9.0.4 --with myst-parser==5.2.0 --with furo==2025.12.19 sphinx-build --quiet --fail-on-warning \
+		--builder html docs build/docs && echo "build/docs/index.html"
 
 sbom: install ## Write the bill of materials (CycloneDX) of each pinned requirement file into build/sbom
 	@mkdir -p build/sbom
