@@ -35,7 +35,8 @@ _TITLES = {
 # Types of our own as a reader knows them.
 _TYPES = {
     "Count": "int >= 1", "Natural": "int >= 0", "Positive": "float > 0", "NonNegative": "float >= 0",
-    "Share": "float >= 0, <= 1", "Beta": "float >= 0, < 1", "Name": "str", "FilePath": "path", "Plugin": "module or file",
+    "Share": "float >= 0, <= 1", "Beta": "float >= 0, < 1", "Name": "str", "FilePath": "path",
+    "Plugin": "module or file",
 }  # fmt: skip
 _OWN = re.compile(rf"\b({'|'.join(_TYPES)})\b")
 _LITERAL = re.compile(r"Literal\[(.*?)\]")
