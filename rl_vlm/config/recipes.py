@@ -6,7 +6,7 @@ expected. `rl-vlm recipes` prints these, so they stand nowhere else:
     # Count shapes in drawings: the first run.
     # Needs: 2 CPU cores
     # Takes: 1 minute
-    # Expect: accuracy .25 -> 1.00
+    # Expect: accuracy 0.25 → 1.00
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_recipes_are_listed(empty_folder: Path, capsys: pytest.CaptureFixture[st
     assert rl_vlm(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{name}: " in listed for name in recipe_names())
-    assert "tiny | 2 CPU cores | takes: 1 minute | expect: accuracy .25 → 1.00" in listed
+    assert "tiny | 2 CPU cores | takes: 1 minute | expect: accuracy 0.25 → 1.00" in listed
     assert rl_vlm(["recipes", "--json"]) == 0
     (first,) = (one for one in json.loads(capsys.readouterr().out) if one["name"] == "quickstart")
     assert first["takes"] == "1 minute" and first["model"] == "tiny"
