@@ -2,8 +2,8 @@
 # a second run installs nothing.
 
 # A supported Python that is here, the system's own first; `make PYTHON=... test` chooses another.
-PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(shell command -v $(p) >/dev/null 2>&1 && \
-	$(p) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' >/dev/null 2>&1 && echo $(p))))
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell command -v $(p) >/dev/null 2>&1 && \
+	$(p) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13))' >/dev/null 2>&1 && echo $(p))))
 REQUIREMENTS ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo requirements/gpu.txt; else echo requirements/cpu.txt; fi)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -28,8 +28,8 @@ help: ## Show the commands
 install: $(STAMP) ## Create the environment with everything that the tests need
 
 $(STAMP): $(REQUIREMENTS) requirements/kustomize.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' || { echo "error: $(PYTHON) is not Python 3.11 or 3.12: name one of these with PYTHON=..."; exit 2; }
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11, 3.12 or 3.13 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13))' || { echo "error: $(PYTHON) is not Python 3.11, 3.12 or 3.13: name one of these with PYTHON=..."; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.8'
@@ -40,7 +40,7 @@ $(STAMP): $(REQUIREMENTS) requirements/kustomize.txt pyproject.toml
 	@rm -f $(VENV)/installed-*.txt && touch $(STAMP)
 
 quickstart: install ## Train the tiny VLM on shapes, offline, in minutes
-	$(BIN)/rl-vlm train configs/quickstart.yaml --overwrite
+	$(BIN)/rl-vlm train quickstart --overwrite
 
 lint: install ## Check style, types and which way imports point
 	$(BIN)/ruff check .
