@@ -51,6 +51,9 @@ CACHE_BYTES = 256 * 2**20  # of recent row groups, per set of rows
 
 FREE_BYTES = 256 * 2**20  # that a read may take whatever the size of the file
 MAX_BYTES = 2**31  # that a read may take at most
+MAX_CSV_BYTES = (
+    32 * 2**20
+)  # of a file that is kept in memory, where a row of empty cells takes a hundred times its size
 MAX_RATIO = 100  # bytes in memory for a byte of the file; pictures have 1, tables of text up to 30
 _ROWS_AT_ONCE = 64
 # What pyarrow raises on a damaged file: its own errors, the system's, and bad UTF-8 when a value becomes a string.
@@ -235,8 +238,10 @@ class CsvRows(Rows):
     def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
         self._path, self._folder = path, path.parent
         try:
-            if path.stat().st_size > FREE_BYTES:
-                raise UserInputError(f"{path} has more than {FREE_BYTES >> 20} MiB: write it as parquet or JSON lines.")
+            if path.stat().st_size > MAX_CSV_BYTES:
+                raise UserInputError(
+                    f"{path} is larger than {MAX_CSV_BYTES >> 20} MiB: write it as parquet or JSON lines."
+                )
             with path.open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file)
                 self._rows: list[dict[str, Any]] = list(reader)
@@ -272,6 +277,10 @@ class ImageFolderRows(CsvRows):
 
 def _class_images(folder: Path) -> list[Path]:
     return sorted(file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _holds_classes(folder: Path) -> bool:
+    return len({file.parent for file in _class_images(folder)}) > 1
 
 
 _KINDS: dict[str, type[JsonLinesRows] | type[CsvRows]] = {".jsonl": JsonLinesRows, ".csv": CsvRows}
@@ -356,12 +365,13 @@ def other_file(folder: Path, split: str, suffixes: Sequence[str] = (".jsonl", ".
 
     What lies in `folder` itself, and not in a subfolder named by the split, is its train split.
     """
-    places = [folder / split, *([folder] if split == "train" else [])]
+    own, beside = folder / split, [folder] if split == "train" else []
     for suffix in suffixes:
-        for file in (folder / f"{split}{suffix}", *(place / f"metadata{suffix}" for place in places)):
+        for file in (folder / f"{split}{suffix}", *(place / f"metadata{suffix}" for place in (own, *beside))):
             if file.is_file():
                 return file
-    return next((place for place in places if ".csv" in suffixes and _class_images(place)), None)
+    by_class = [own] if own.is_dir() else beside
+    return next((place for place in by_class if ".csv" in suffixes and _holds_classes(place)), None)
 
 
 def split_slice(source: str) -> tuple[str, slice]:

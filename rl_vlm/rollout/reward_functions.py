@@ -44,7 +44,7 @@ def _named(function: str) -> Callable[..., Any]:
     if not split_spec(function)[1]:
         raise UserInputError(
             f"env.reward: {function!r} is not a reward function; there are {', '.join(FUNCTIONS)}, and your own as "
-            "file.py:function or package.module:function."
+            "file.py:function or package.module:function. One that rl_vlm.train was given must be given again."
         )
     found = load_object(function)
     try:

@@ -158,6 +158,12 @@ def test_chat_messages_are_a_prompt_as_trl_has_it(tmp_path: Path) -> None:
     assert info["prompt"][1] == prompt[1] and info["columns"] == {"solution": "2", "answer": "2"}
 
 
+def test_plain_questions_are_shown_to_functions_as_messages_where_they_want_these(tmp_path: Path) -> None:
+    env = only(tmp_path, {"image": "a.png", "question": "How many?", "answer": 2}, conversational=True)
+    shown = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    assert env.reset(options={"index": 0})[1]["prompt"] == [{"role": "user", "content": shown}]
+
+
 def test_conversations_of_sft_are_asked_and_their_last_message_is_the_answer(tmp_path: Path) -> None:
     write_example(tmp_path / "data")
     env = QAEnv(str(tmp_path / "data"))
@@ -243,6 +249,13 @@ def test_files_of_their_own_are_splits_and_two_ways_to_split_are_one_too_many(tm
         QAEnv(data, test_share=0.999, **OWN).num_items("test")
     with pytest.raises(UserInputError, match="names no test split"):
         QAEnv(data, **OWN).num_items("test")
+
+
+def test_a_folder_of_images_by_split_is_not_taken_for_one_by_class(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        png_files(tmp_path / "own" / split)
+    with pytest.raises(UserInputError, match="neither train.parquet nor"):
+        QAEnv(str(tmp_path / "own"), question="?").num_items("train")
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Example:
     where: str
 
 
-def _read(named: Mapping[str, tuple[str, ...]], question: str | None, row: Row) -> Example:
+def _read(named: Mapping[str, tuple[str, ...]], question: str | None, conversational: bool, row: Row) -> Example:
     roles = {part: _columns_of(part, row, named.get(part)) for part in NAMES}
     if question is None:
         question = _only(row, "question", roles["question"])
@@ -76,7 +76,7 @@ def _read(named: Mapping[str, tuple[str, ...]], question: str | None, row: Row) 
     columns.setdefault("answer", answer)
     if not plain_values({"columns": columns}):
         raise BadRowError("its cells beside the images have more than 65536 characters in all: leave some columns out.")
-    prompt = _shown(turns) if chat else cell_text(question)
+    prompt = _shown(turns) if chat or conversational else cell_text(question)
     return Example(tuple(messages), prompt, _accepted(answer), columns, row.where)
 
 
@@ -136,8 +136,10 @@ def _accepted(answer: Any) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)  # equal schemas are one, so that environments of a process share tables
-def _schema(named: tuple[tuple[str, tuple[str, ...]], ...], question: str | None) -> Schema[Example]:
-    return Schema(partial(_read, dict(named), question), None)
+def _schema(
+    named: tuple[tuple[str, tuple[str, ...]], ...], question: str | None, conversational: bool
+) -> Schema[Example]:
+    return Schema(partial(_read, dict(named), question, conversational), None)
 
 
 class Examples(TableSet[Example]):
@@ -148,6 +150,7 @@ class Examples(TableSet[Example]):
         data: DataSource,
         columns: Mapping[Part, str | Sequence[str] | None],
         question: str | None,
+        conversational: bool,
         split_column: str | None,
         test_share: float,
     ) -> None:
@@ -157,7 +160,7 @@ class Examples(TableSet[Example]):
                 "give one of them."
             )
         named = {part: (one,) if isinstance(one, str) else tuple(one or ()) for part, one in columns.items()}
-        super().__init__(_schema(tuple(sorted(named.items())), question), data)
+        super().__init__(_schema(tuple(sorted(named.items())), question, conversational), data)
         self._data, self._split_column, self._test_share = data, split_column, test_share
 
     def _open(self, split: Split) -> RowTable[Example]:

@@ -22,9 +22,9 @@ class QAEnv(EpisodeEnv):
 
     data: a parquet, JSON-lines or CSV file, an image folder, a hub name, or one of these for each split. columns: which
     columns hold the `image`, `question` and `answer`, where their names do not say so; null where there is none.
-    question: asked of every row, in place of a column. system: the system message. split_column: the column that says
-    train or test. test_share: the share of rows that are the test split. image_size: longest side of an image in pixels
-    at most.
+    question: asked of every row, in place of a column. system: the system message. conversational: reward functions are
+    given messages where the data have plain texts, too. split_column: the column that says train or test. test_share:
+    the share of rows that are the test split. image_size: longest side of an image in pixels at most.
 
     `info` holds `answer` (what was said), `truth`, `correct`, `where` (file and row), `columns` (the row's cells) and
     `prompt`; without answers in the data, no `truth` and no `correct`.
@@ -39,11 +39,12 @@ class QAEnv(EpisodeEnv):
         columns: dict[Part, str | list[str] | None] | None = None,
         question: str | None = None,
         system: str = "",
+        conversational: bool = False,
         split_column: str | None = None,
         test_share: Annotated[float, Field(ge=0, lt=1)] = 0.0,
         image_size: Count | None = None,
     ) -> None:
-        super().__init__(rows=Examples(data, columns or {}, question, split_column, test_share))
+        super().__init__(rows=Examples(data, columns or {}, question, conversational, split_column, test_share))
         self._system, self._image_size = system, image_size
 
     def open(self, item: Item) -> tuple[Observation, Info]:
