@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
@@ -51,9 +52,6 @@ CACHE_BYTES = 256 * 2**20  # of recent row groups, per set of rows
 
 FREE_BYTES = 256 * 2**20  # that a read may take whatever the size of the file
 MAX_BYTES = 2**31  # that a read may take at most
-MAX_CSV_BYTES = (
-    32 * 2**20
-)  # of a file that is kept in memory, where a row of empty cells takes a hundred times its size
 MAX_RATIO = 100  # bytes in memory for a byte of the file; pictures have 1, tables of text up to 30
 _ROWS_AT_ONCE = 64
 # What pyarrow raises on a damaged file: its own errors, the system's, and bad UTF-8 when a value becomes a string.
@@ -175,13 +173,41 @@ def _value(cell: pa.Scalar) -> Any:
 def file_rows(files: Sequence[Path], columns: Sequence[str] | None, optional: Sequence[str] = ()) -> Rows:
     """The rows of parquet files, of which nothing but the end is read yet, or of one file or folder of another kind.
     Raises UserInputError."""
-    kind = ImageFolderRows if files[0].is_dir() else _KINDS.get(files[0].suffix)
-    if kind is None:
-        return Rows(block for file in files for block in _blocks(file, columns, optional))
-    rows = kind(files[0], (*(columns or ()), *optional))
-    if len(rows):
-        chosen_columns(rows.names, files[0], columns, optional)
-    return rows
+    path = files[0]
+    if path.suffix == ".jsonl":
+        rows = JsonLinesRows(path, (*(columns or ()), *optional))
+        if len(rows):
+            chosen_columns(rows.names, path, columns, optional)
+        return rows
+    if path.is_dir() or path.suffix == ".csv":
+        table = _image_classes(path) if path.is_dir() else _csv_table(path)
+        table = table.select(chosen_columns(table.column_names, path, columns, optional))
+        return Rows([Block(path, 0, len(table), lambda: table, path if path.is_dir() else path.parent)])
+    return Rows(block for file in files for block in _blocks(file, columns, optional))
+
+
+def _csv_table(path: Path) -> pa.Table:
+    """A .csv file with a line of names; all cells are texts."""
+    try:
+        if path.stat().st_size > FREE_BYTES:
+            raise UserInputError(f"{path} is larger than {FREE_BYTES >> 20} MiB: write it as parquet or JSON lines.")
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            texts = dict.fromkeys(next(csv.reader(file), ()), pa.string())
+        return pa_csv.read_csv(
+            path,
+            parse_options=pa_csv.ParseOptions(newlines_in_values=True),
+            convert_options=pa_csv.ConvertOptions(column_types=texts),
+        )
+    except (csv.Error, *_READ_ERRORS) as error:
+        raise UserInputError(f"{path} is not a readable CSV file ({one_line(error)}).") from error
+
+
+def _image_classes(folder: Path) -> pa.Table:
+    """The images of a folder whose subfolders are named by class: the columns `image` (a path) and `label`."""
+    files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES)
+    return pa.table(
+        {"image": [str(file.relative_to(folder)) for file in files], "label": [file.parent.name for file in files]}
+    )
 
 
 class JsonLinesRows(Rows):
@@ -230,60 +256,6 @@ class JsonLinesRows(Rows):
 
     def folder(self, index: int) -> Path:
         return self._path.parent
-
-
-class CsvRows(Rows):
-    """The rows of a .csv file with a line of names, in memory; paths of images are relative to the file."""
-
-    def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
-        self._path, self._folder = path, path.parent
-        try:
-            if path.stat().st_size > MAX_CSV_BYTES:
-                raise UserInputError(
-                    f"{path} is larger than {MAX_CSV_BYTES >> 20} MiB: write it as parquet or JSON lines."
-                )
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                reader = csv.DictReader(file)
-                self._rows: list[dict[str, Any]] = list(reader)
-                self.names = list(reader.fieldnames or ())
-        except (OSError, ValueError, csv.Error) as error:
-            raise UserInputError(f"{path} is not a readable CSV file ({one_line(error)}).") from error
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> dict[str, Any]:
-        row = self._rows[index]
-        if None in row:  # where csv puts what has no name
-            raise BadRowError(f"{self.where(index)}: more cells than the {len(self.names)} columns.")
-        return row
-
-    def where(self, index: int) -> str:
-        return f"{self._path}, row {index}"
-
-    def folder(self, index: int) -> Path:
-        return self._folder
-
-
-class ImageFolderRows(CsvRows):
-    """The images of a folder whose subfolders are named by class: the columns `image` and `label`."""
-
-    names: ClassVar[list[str]] = ["image", "label"]  # type: ignore[misc]
-
-    def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
-        self._path = self._folder = path
-        self._rows = [{"image": str(file.relative_to(path)), "label": file.parent.name} for file in _class_images(path)]
-
-
-def _class_images(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES)
-
-
-def _holds_classes(folder: Path) -> bool:
-    return len({file.parent for file in _class_images(folder)}) > 1
-
-
-_KINDS: dict[str, type[JsonLinesRows] | type[CsvRows]] = {".jsonl": JsonLinesRows, ".csv": CsvRows}
 
 
 def _blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Block]:
@@ -371,7 +343,7 @@ def other_file(folder: Path, split: str, suffixes: Sequence[str] = (".jsonl", ".
             if file.is_file():
                 return file
     by_class = [own] if own.is_dir() else beside
-    return next((place for place in by_class if ".csv" in suffixes and _holds_classes(place)), None)
+    return next((one for one in by_class if ".csv" in suffixes and len(set(_image_classes(one)["label"])) > 1), None)
 
 
 def split_slice(source: str) -> tuple[str, slice]:

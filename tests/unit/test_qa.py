@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import rl_vlm
-from rl_vlm.envs.data import BadRowError
 from rl_vlm.supervised.sources import write_example
 from rl_vlm.types import UserInputError
 from rl_vlm.zoo.qa.data import NAMES
@@ -260,7 +259,7 @@ def test_a_folder_of_images_by_split_is_not_taken_for_one_by_class(tmp_path: Pat
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "own.csv").write_text("image,question,answer\na.png,?,1,2\n")
-    with pytest.raises(BadRowError, match="own.csv, row 0: more cells than the 3 columns"):
+    with pytest.raises(UserInputError, match=r"own.csv is not a readable CSV file \(.*Expected 3 columns, got 4"):
         QAEnv(str(tmp_path / "own.csv")).reset(options={"index": 0})
     (tmp_path / "bad.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserInputError, match="bad.csv is not a readable CSV file"):
