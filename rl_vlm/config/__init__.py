@@ -30,6 +30,7 @@ from rl_vlm.config.rollout import (
     EnvPart,
     EnvSection,
     JudgeSection,
+    RewardFunction,
     RewardSection,
     RolloutSection,
 )

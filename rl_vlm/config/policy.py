@@ -114,7 +114,7 @@ class PolicyConfig(CommonConfig):
 
     @property
     def _judges(self) -> list[JudgeSection]:
-        return [part.reward.judge for part in self.env.parts.values() if "judge" in part.reward.weights]
+        return [part.reward.judge for part in self.env.parts.values() if "judge" in part.reward.all_weights]
 
     @property
     def _takes_turns(self) -> bool:

@@ -7,10 +7,18 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import (
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from rl_vlm.config.labels import EndpointSection
 from rl_vlm.config.section import Count, Natural, NonNegative, OnlyWith, Positive, Section
+from rl_vlm.files import resolved
 from rl_vlm.types import Grammar, InFlightUpdates, Split
 
 
@@ -53,13 +61,74 @@ class JudgeSection(Section):
         return question
 
 
+class RewardFunction(Section):
+    """A function of completions and the data's columns, as TRL calls them, or a part that `weights` may name."""
+
+    # `file.py:function`, `package.module:function`, or a name: exact, math, choice, format, iou, anls, judge, ...
+    function: str = Field(min_length=1)
+    weight: float = 1.0
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # Arguments beside those of the data.
+
+    # The object itself where Python gives it and no name leads to it; a saved configuration holds its name alone.
+    _given: Any = PrivateAttr(None)
+
+    @field_validator("function")
+    @classmethod
+    def _absolute(cls, function: str) -> str:
+        target, colon, name = function.rpartition(":")
+        return f"{resolved(target)}:{name}" if colon and target.endswith(".py") else function
+
+    @property
+    def name(self) -> str:
+        """Of the part of the reward: `reward/part/<name>`."""
+        return self.function.rpartition(":")[2]
+
+    @property
+    def given(self) -> Any:
+        return self._given
+
+    @classmethod
+    def of(cls, function: Any, name: str) -> RewardFunction:
+        """An object of this process, which is pickled on its way to others."""
+        made = cls(function=name)
+        made._given = function
+        return made
+
+
 class RewardSection(Section):
-    """The reward as a weighted sum of parts: the environment's own, built-in ones, and those of plugins."""
+    """The reward as a weighted sum of parts: the environment's own, reward functions, built-in ones, and those of
+    plugins."""
+
+    # Reward functions, paid at the end of an episode; `env.reward: my.py:score` and a list of these are short for it.
+    functions: tuple[RewardFunction, ...] = ()
 
     # Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it is.
     weights: dict[str, float] = Field(default_factory=dict)
     length_budget: Natural = 0  # Sampled tokens of an episode that the part `length` does not count.
     judge: JudgeSection = JudgeSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_alone(cls, given: Any) -> Any:
+        """`my.py:score`, or a list of such names and of functions with their weights."""
+        if isinstance(given, str | RewardFunction):
+            given = [given]
+        return {"functions": given} if isinstance(given, list | tuple) else given
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        return [{"function": one} if isinstance(one, str) else one for one in given]
+
+    def problems(self) -> Iterator[str]:
+        names = [*{*self.weights, "env"}, *(one.name for one in self.functions)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield f"env.reward: the name {twice[0]} stands twice, and metrics are told apart by it: rename a function"
+
+    @property
+    def all_weights(self) -> dict[str, float]:
+        """Part -> weight, reward functions included."""
+        return self.weights | {one.name: one.weight for one in self.functions}
 
 
 class EnvPart(Section):
@@ -69,7 +138,7 @@ class EnvPart(Section):
     data: str | dict[Split, str] | None = None
     kwargs: dict[str, Any] = Field(default_factory=dict)  # Arguments of the environment's class.
     num_items: Count | None = None  # Use only the first items of the training split.
-    reward: RewardSection = RewardSection()
+    reward: RewardSection = RewardSection()  # Or `my.py:score`, or a list of such functions.
 
     def make_kwargs(self, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The arguments that the environment is made with."""

@@ -1,7 +1,8 @@
-"""Data sets with images: rows of parquet files or of the hub, read and checked when they are asked for.
+"""Data sets with images: rows of files, image folders or the hub, read and checked when they are asked for.
 
-`open_table(QUESTIONS, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file, `"owner/name"` a
-data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first hundred rows of any of them.
+`open_table(QUESTIONS, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file (parquet, JSON lines
+or CSV), `"owner/name"` a data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first
+hundred rows of any of them.
 
 A file from elsewhere cannot make us take memory without bound: every read has a budget. pyarrow reads the files; the
 library `datasets` takes two seconds to import, copies each file into a cache first and knows no budget, so it serves
@@ -11,8 +12,11 @@ the hub only.
 from __future__ import annotations
 
 import bisect
+import copy
+import csv
 import filecmp
 import itertools
+import json
 import logging
 import math
 import re
@@ -28,6 +32,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
@@ -37,7 +42,8 @@ from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 logger = logging.getLogger(__name__)
 
-HUB_NAME = re.compile(r"(?!.*\.parquet$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"(?!.*\.(?:parquet|jsonl|csv)$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
 _ENDS = re.compile(r"\s*(-?\d{1,12})?\s*:\s*(-?\d{1,12})?\s*")
 SHOWN_FINDINGS = 3
@@ -164,12 +170,95 @@ def _value(cell: pa.Scalar) -> Any:
     return value if value is None or short is None else float(str(short(value)))
 
 
-def file_rows(files: Sequence[Path], columns: Sequence[str], optional: Sequence[str] = ()) -> Rows:
-    """The rows of parquet files, of which nothing but the end is read yet. Raises UserInputError."""
+def file_rows(files: Sequence[Path], columns: Sequence[str] | None, optional: Sequence[str] = ()) -> Rows:
+    """The rows of parquet files, of which nothing but the end is read yet, or of one file or folder of another kind.
+    Raises UserInputError."""
+    path = files[0]
+    if path.suffix == ".jsonl":
+        rows = JsonLinesRows(path, (*(columns or ()), *optional))
+        if len(rows):
+            chosen_columns(rows.names, path, columns, optional)
+        return rows
+    if path.is_dir() or path.suffix == ".csv":
+        table = _image_classes(path) if path.is_dir() else _csv_table(path)
+        table = table.select(chosen_columns(table.column_names, path, columns, optional))
+        return Rows([Block(path, 0, len(table), lambda: table, path if path.is_dir() else path.parent)])
     return Rows(block for file in files for block in _blocks(file, columns, optional))
 
 
-def _blocks(file: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[Block]:
+def _csv_table(path: Path) -> pa.Table:
+    """A .csv file with a line of names; all cells are texts."""
+    try:
+        if path.stat().st_size > FREE_BYTES:
+            raise UserInputError(f"{path} is larger than {FREE_BYTES >> 20} MiB: write it as parquet or JSON lines.")
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            texts = dict.fromkeys(next(csv.reader(file), ()), pa.string())
+        return pa_csv.read_csv(
+            path,
+            parse_options=pa_csv.ParseOptions(newlines_in_values=True),
+            convert_options=pa_csv.ConvertOptions(column_types=texts),
+        )
+    except (csv.Error, *_READ_ERRORS) as error:
+        raise UserInputError(f"{path} is not a readable CSV file ({one_line(error)}).") from error
+
+
+def _image_classes(folder: Path) -> pa.Table:
+    """The images of a folder whose subfolders are named by class: the columns `image` (a path) and `label`."""
+    files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES)
+    return pa.table(
+        {"image": [str(file.relative_to(folder)) for file in files], "label": [file.parent.name for file in files]}
+    )
+
+
+class JsonLinesRows(Rows):
+    """The lines of a .jsonl file; only their places are kept in memory. Empty lines are passed over.
+
+    A line that lacks one of `columns` has None there.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
+        self._path, self._columns = path, columns
+        self._places: list[tuple[int, int]] = []  # (line number from 1, offset)
+        try:
+            with path.open("rb") as file:
+                offset = 0
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        self._places.append((number, offset))
+                    offset += len(line)
+        except OSError as error:
+            raise UserInputError(f"Cannot read {path}: {error.strerror or error}.") from error
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of the first line."""
+        return list(self._line(0))
+
+    def row(self, index: int) -> dict[str, Any]:
+        return dict.fromkeys(self._columns) | self._line(index)
+
+    def _line(self, index: int) -> dict[str, Any]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._places[index][1])
+                row = json.loads(file.readline())
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadRowError(f"{self.where(index)}: not JSON ({one_line(error)}).") from error
+        if not isinstance(row, dict):
+            raise BadRowError(f"{self.where(index)}: a {type(row).__name__} and not an object.")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._places[index][0]}"
+
+    def folder(self, index: int) -> Path:
+        return self._path.parent
+
+
+def _blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Block]:
     try:
         reader = pq.ParquetFile(file, page_checksum_verification=True)
     except _READ_ERRORS as error:
@@ -188,7 +277,7 @@ def _blocks(file: Path, columns: Sequence[str], optional: Sequence[str]) -> Iter
         first += count
 
 
-def hub_rows(name: str, split: str, columns: Sequence[str], optional: Sequence[str] = ()) -> Rows:
+def hub_rows(name: str, split: str, columns: Sequence[str] | None, optional: Sequence[str] = ()) -> Rows:
     """The rows of a data set of the hub: from the cache when there is no network, downloaded otherwise."""
     import datasets  # slow to import, and not needed for local files
 
@@ -205,12 +294,13 @@ def hub_rows(name: str, split: str, columns: Sequence[str], optional: Sequence[s
 
 
 def chosen_columns(
-    found: Sequence[str], where: object, columns: Sequence[str], optional: Sequence[str] = ()
+    found: Sequence[str], where: object, columns: Sequence[str] | None, optional: Sequence[str] = ()
 ) -> list[str]:
-    """The columns, and the optional ones that are there.
+    """The columns, and the optional ones that are there; None: all.
 
     Raises UserInputError if a column is missing, or there twice: which one counts would be chance.
     """
+    columns = found if columns is None else columns
     missing = [column for column in columns if column not in found]
     if missing:
         raise UserInputError(
@@ -225,18 +315,35 @@ def chosen_columns(
 
 
 def local_files(path: Path, split: str) -> list[Path]:
-    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or its `data`."""
+    """`path` itself if it is a file; else `{split}.parquet` or the shards `{split}-*.parquet` in it or its `data`, or
+    one file or folder of another kind (see `other_file`)."""
     if path.is_file():
         return [path]
     for pattern in (f"{split}.parquet", f"{split}-*.parquet", f"data/{split}.parquet", f"data/{split}-*.parquet"):
         if files := sorted(path.glob(pattern)):
             return files
+    if (other := other_file(path, split)) is not None:
+        return [other]
     found = sorted(path.glob("*.parquet")) + sorted(path.glob("data/*.parquet"))
     raise UserInputError(
-        f"{path} has neither {split}.parquet nor {split}-*.parquet; it holds "
-        f"{', '.join(file.name for file in found[:8]) or 'no parquet file'}."
+        f"{path} has neither {split}.parquet nor {split}-*.parquet, {split}.jsonl, {split}.csv or a folder {split} of "
+        f"images; it holds {', '.join(file.name for file in found[:8]) or 'no parquet file'}."
         + (f" {_split_hint(found[0], split)}" if found else "")
     )
+
+
+def other_file(folder: Path, split: str, suffixes: Sequence[str] = (".jsonl", ".csv")) -> Path | None:
+    """`{split}.jsonl`, `{split}.csv`, the metadata.jsonl or .csv of an image folder, or a folder of images by class.
+
+    What lies in `folder` itself, and not in a subfolder named by the split, is its train split.
+    """
+    own, beside = folder / split, [folder] if split == "train" else []
+    for suffix in suffixes:
+        for file in (folder / f"{split}{suffix}", *(place / f"metadata{suffix}" for place in (own, *beside))):
+            if file.is_file():
+                return file
+    by_class = [own] if own.is_dir() else beside
+    return next((one for one in by_class if ".csv" in suffixes and len(set(_image_classes(one)["label"])) > 1), None)
 
 
 def split_slice(source: str) -> tuple[str, slice]:
@@ -274,7 +381,9 @@ def _split_hint(source: object, split: str) -> str:
     return f"Name a source for each split, which may be rows of one file: {divided}{instead}."
 
 
-def reject_shared_rows(sources: Mapping[str, str], selected: Callable[[Split], range], key: str = "env.data") -> None:
+def reject_shared_rows(
+    sources: Mapping[str, str], selected: Callable[[Split], Sequence[int]], key: str = "env.data"
+) -> None:
     """Raise UserInputError if train and test share rows: of one file, or of a file and its copy.
 
     `selected` gives a split's rows. The hub has files of its own for each split.
@@ -289,7 +398,7 @@ def reject_shared_rows(sources: Mapping[str, str], selected: Callable[[Split], r
     if shared is None:
         return
     train, test = selected("train"), selected("test")
-    if len(pairs) > 1 or max(train.start, test.start) < min(train.stop, test.stop):
+    if len(pairs) > 1 or max(train[0], test[0]) <= min(train[-1], test[-1]):
         raise UserInputError(
             f"{key}: {shared[0]} and {shared[1]} are the same, and train and test share rows of them, so that tests "
             "would be trained on: give each split rows of its own, such as FILE@[100:] and FILE@[:100]."
@@ -324,7 +433,7 @@ class Schema(Generic[Item]):
     """What rows hold: `read` makes the item of a row, or raises BadRowError; `doubt` says what is odd about an item."""
 
     read: Callable[[Row], Item]
-    columns: tuple[str, ...]
+    columns: tuple[str, ...] | None  # None: all
     optional: tuple[str, ...] = ()
     doubt: Callable[[Item], str] = lambda item: ""
 
@@ -336,7 +445,7 @@ class RowTable(Generic[Item]):
     """
 
     def __init__(self, schema: Schema[Item], rows: Rows, source: str, split: str) -> None:
-        self.selected = range(len(rows))[split_slice(source)[1]]  # rows of the data set
+        self.selected: Sequence[int] = range(len(rows))[split_slice(source)[1]]  # rows of the data set
         if not self.selected:
             raise UserInputError(f"{source} selects none of the {len(rows)} rows of its {split} split.")
         self.name = f"{source} ({split})"
@@ -349,6 +458,12 @@ class RowTable(Generic[Item]):
     def __getitem__(self, index: int) -> Item:
         """Item `index`; IndexError outside the table, BadRowError that names file and row if it is not usable."""
         return self._decoded(self.selected[index])
+
+    def part(self, numbers: Iterable[int], split: str) -> RowTable[Item]:
+        """The items of these numbers, as a split of its own."""
+        part = copy.copy(self)
+        part.selected, part.name = [self.selected[number] for number in numbers], f"{self.name}, {split}"
+        return part
 
     def outline(self, index: int) -> Item:
         """As item `index`, with images of which the header alone was read: their sizes, before a camera's rotation."""

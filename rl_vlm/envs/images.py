@@ -37,6 +37,8 @@ _RESTARTS = range(0xD0, 0xD8)
 # In the data of a scan: neither an escaped 0xFF, nor a restart, nor fill.
 _END_OF_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
+_BASE64 = ("iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD", "SUkq", "TU0A", "Qk")  # of PNG, JPEG, WEBP, GIF, TIFF (two), BMP
+_MAX_PATH = 100  # characters of a text that begins so and is a path; no image is shorter
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class ImageError(UserInputError):
 
 
 def image_bytes(value: Any, folder: Path | None) -> bytes:
-    """The encoded bytes of an image given as bytes, as {"bytes", "path"}, as a data URI or as a path.
+    """The encoded bytes of an image given as bytes, as {"bytes", "path"}, as a data URI, in base64 or as a path.
 
     A path is relative to `folder` and may not leave it; without a folder it is rejected, as remote addresses always
     are.
@@ -59,6 +61,8 @@ def image_bytes(value: Any, folder: Path | None) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         data = bytes(value)
     elif isinstance(value, str):
+        if len(value) > _MAX_PATH and value.startswith(_BASE64):
+            value = f"data:;base64,{value}"
         data = _from_data_uri(value) if value[:5].lower() == "data:" else _from_path(value, folder)
     else:
         raise ImageError(f"is a value of type {type(value).__name__}, not bytes, a path or a data URI")

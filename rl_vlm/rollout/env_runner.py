@@ -46,7 +46,7 @@ class RolloutWorker:
         self._place, self._num_workers = place, num_workers
         self._text = load_text_side(model, run.model.pixels)
         self._client: PolicyClient | None = None
-        self._rewards = {name: part.reward for name, part in run.env.parts.items() if part.reward.weights}
+        self._rewards = {name: part.reward for name, part in run.env.parts.items() if part.reward.all_weights}
         self.pools = EnvPools(run)
         self._counted_retries = 0  # calls may overlap, and each reports what is new
         self._opened: dict[str, OpenGroup] = {}

@@ -16,20 +16,22 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from rl_vlm.asking import Answer, Ask, Client, HTTPEndpoint, Question, ServedEndpoint, ask_again
-from rl_vlm.config import JudgeSection, RewardSection
+from rl_vlm.config import JudgeSection, RewardFunction, RewardSection
 from rl_vlm.engines.base import BASE_MODEL
 from rl_vlm.envs.errors import told
 from rl_vlm.models.images import TextSide
 from rl_vlm.registry import Registry
+from rl_vlm.rewards.functions import FUNCTIONS
 from rl_vlm.rewards.text import judged_refusal, quoted
 from rl_vlm.rollout.env_pool import GroupFailedError
+from rl_vlm.rollout.reward_functions import call_function, check_function, load_function
 from rl_vlm.safe_text import without_thoughts
 from rl_vlm.types import (
     EncodedImage,
@@ -61,13 +63,14 @@ class AnsweredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One number per trajectory, and notes that are added to its `info`."""
+    """One number per trajectory, None where the part does not apply, and notes that are added to its `info`."""
 
-    values: Sequence[float]
-    notes: Sequence[Mapping[str, float]]
+    values: Sequence[float | None]
+    notes: Sequence[Mapping[str, Any]]
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as parts that are not paid
 
 
-Paid = Sequence[float] | Noted
+Paid = Sequence[float | None] | Noted
 RewardPart = Callable[[AnsweredGroup], Paid | Awaitable[Paid]]
 
 REWARD_PARTS: Registry[RewardPart] = Registry("env.reward.weights")
@@ -253,7 +256,7 @@ async def score_group(
     same name, which is rewarded at the last turn. Raises GroupFailedError where a part is missing from an episode that
     has ended by itself, fails, or is not a finite number.
     """
-    if not settings.weights:
+    if not settings.all_weights:
         return group
     own = {name for one in group.trajectories for turn in one.turns for name, _ in turn.parts}
     names = [name for name in settings.weights if name != OWN and name not in own]
@@ -262,15 +265,42 @@ async def score_group(
         for one in group.trajectories
     )
     answered = AnsweredGroup(group, answers, settings, policy, text)
-    paid = {name: await _paid(name, answered) for name in names if name in REWARD_PARTS}
+    parts = {name: REWARD_PARTS[name] for name in names if name in REWARD_PARTS}
+    parts |= {one.name: part_of(one) for one in settings.functions}
+    found = await all_or_none([_paid(name, part, answered) for name, part in parts.items()])
+    paid = dict(zip(parts, found, strict=True))
     scored = []
     for place, one in enumerate(group.trajectories):
         info = dict(one.info)
-        for found in paid.values():
-            info |= found.notes[place]
-        at_the_end = {name: found.values[place] for name, found in paid.items()}
+        at_the_end: dict[str, float] = {}
+        for name, noted in paid.items():
+            info |= noted.notes[place]
+            at_the_end |= noted.metrics
+            if (value := noted.values[place]) is not None:
+                at_the_end[name] = value
         scored.append(_weighted(replace(one, info=info), settings, at_the_end))
     return replace(group, trajectories=scored)
+
+
+def part_of(one: RewardFunction) -> RewardPart:
+    """A reward function as a part; a name that is no built-in function's may be a registered part's. Raises
+    UserInputError."""
+    if one.given is None and one.function in REWARD_PARTS and one.function not in FUNCTIONS:
+        return REWARD_PARTS[one.function]
+    load_function(one)
+
+    async def part(answered: AnsweredGroup) -> Noted:
+        return Noted(*await call_function(one, answered))
+
+    return part
+
+
+def try_functions(settings: RewardSection, info: Mapping[str, Any]) -> None:
+    """Load the reward functions and compare their arguments with the first item's info. Raises UserInputError."""
+    for one in settings.functions:
+        # Other environments bring what they know with their last reply.
+        if part_of(one) not in REWARD_PARTS.values() and "columns" in info:
+            check_function(one, info)
 
 
 def try_parts(settings: RewardSection, text: TextSide) -> None:
@@ -294,13 +324,13 @@ def try_parts(settings: RewardSection, text: TextSide) -> None:
                 pass
 
 
-async def _paid(name: str, answered: AnsweredGroup) -> Noted:
+async def _paid(name: str, part: RewardPart, answered: AnsweredGroup) -> Noted:
     try:
-        found: Any = REWARD_PARTS[name](answered)
+        found: Any = part(answered)
         if inspect.isawaitable(found):
             found = await found
         noted = found if isinstance(found, Noted) else Noted(found, [{}] * len(answered.group))
-        values = [float(value) for value in noted.values]
+        values = [None if value is None else float(value) for value in noted.values]
     except RLVLMError as error:
         raise GroupFailedError("reward_part", f"The reward part {name} failed: {error}") from error
     except Exception as error:
@@ -308,20 +338,21 @@ async def _paid(name: str, answered: AnsweredGroup) -> Noted:
         raise GroupFailedError(
             "reward_part", f"The reward part {name} raised {type(error).__name__}: {error}"
         ) from error
-    if not len(values) == len(noted.notes) == len(answered.group) or not all(map(math.isfinite, values)):
+    counted = len(values) == len(noted.notes) == len(answered.group)
+    if not counted or not all(value is None or math.isfinite(value) for value in values):
         raise GroupFailedError(
             "reward_part",
             f"The reward part {name} gave {values[:4]} for {len(answered.group)} answers: it must give one finite "
-            "number for each.",
+            "number for each, or None where it does not apply.",
         )
-    return Noted(values, noted.notes)
+    return replace(noted, values=values)
 
 
 def _weighted(one: Trajectory, settings: RewardSection, at_the_end: dict[str, float]) -> Trajectory:
     turns = []
     for place, turn in enumerate(one.turns):
         parts = {OWN: turn.reward, **dict(turn.parts), **(at_the_end if place == len(one.turns) - 1 else {})}
-        reward = sum(weight * parts.get(name, 0.0) for name, weight in settings.weights.items())
+        reward = sum(weight * parts.get(name, 0.0) for name, weight in settings.all_weights.items())
         turns.append(replace(turn, reward=reward, parts=tuple(parts.items())))
     missing = set(settings.weights) - {name for turn in turns for name, _ in turn.parts}
     if missing and one.status is TrajectoryStatus.COMPLETED:
@@ -331,5 +362,8 @@ def _weighted(one: Trajectory, settings: RewardSection, at_the_end: dict[str, fl
             f"env.reward.weights names {', '.join(sorted(missing))}, and the parts here are {', '.join(known)}: "
             "correct the name, or let the environment give it in info['reward_parts'].",
         )
-    # Noted before weights change the reward, which says what is correct where the environment does not.
-    return replace(one, turns=tuple(turns), info={**one.info, "correct": one.correct})
+    scored = replace(one, turns=tuple(turns))
+    # Noted before weights change the reward, which says what is correct where the environment does not. Functions that
+    # take the environment's place say it by their reward.
+    by_functions = settings.functions and "correct" not in one.info and one.status is TrajectoryStatus.COMPLETED
+    return scored if by_functions else replace(scored, info={**one.info, "correct": one.correct})

@@ -23,7 +23,7 @@ from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
 from rl_vlm.rollout.curriculum import Stages
-from rl_vlm.rollout.scoring import try_parts
+from rl_vlm.rollout.scoring import try_functions, try_parts
 from rl_vlm.runs.lifecycle import RunLifecycle
 from rl_vlm.runs.memory import memory_needs
 from rl_vlm.types import RLVLMError, Split, UserInputError
@@ -167,7 +167,8 @@ def _inspect_part(config: PolicyConfig, name: str, text: TextSide) -> dict[str, 
             size = env.num_items(split)  # type: ignore[arg-type]
             if size == 0:
                 raise UserInputError(f"The {split} split of {env_id} is empty: check env.data.")
-            observation, _ = env.reset(seed=0, options={"index": 0, "split": split})
+            observation, info = env.reset(seed=0, options={"index": 0, "split": split})
+            try_functions(config.env.parts[name].reward, info)
             span = text.codec.encode_prompt(observation.messages)
             length = len(text.expand(span.token_ids, span.images))
             if length >= config.serving.max_context:

@@ -78,6 +78,18 @@ def test_the_large_recipe_of_the_zoom_passes_a_dry_run(model_folders: dict[str, 
     assert rl_vlm(["train", str(config), "--dry-run", f"model.path={model_folders['2b']}"]) == 0
 
 
+def test_recipes_for_data_of_ones_own_pass_a_dry_run(
+    model_folders: dict[str, Path], tiny_folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "my-data"
+    assert rl_vlm(["sft-example", str(data)]) == 0
+    for name, model, more in (
+        ("qa_tiny", tiny_folder, f"env.data={data}"),
+        ("qa_qwen3vl_2b", model_folders["2b"], f"env.data={data}/train.jsonl"),
+    ):
+        assert rl_vlm(["train", str(ROOT / f"configs/{name}.yaml"), "--dry-run", f"model.path={model}", more]) == 0
+
+
 @pytest.mark.parametrize("size", QWEN3_VL)
 def test_the_full_fine_tune_of_large_recipes_passes_a_dry_run(
     size: str, model_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.config import load_config
+from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.config.recipes import recipe_names
+from rl_vlm.zoo.shapes.environment import shapes_item
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -88,6 +92,32 @@ def test_the_group_reward_that_is_shown_pays_rare_answers(tmp_path: Path) -> Non
     load_plugins([str(tmp_path / "rare.py")])
     answered = SimpleNamespace(answers=(("a",), ("x", "a"), ("b",), ("a",)))
     assert REWARD_PARTS["rare"](answered) == [0.25, 0.25, 0.75, 0.25]  # type: ignore[arg-type]
+
+
+def test_own_data_and_a_reward_function_pass_a_dry_run_as_shown(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_vlm.runs import train as training
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in re.findall(r"```\w+ (\S+)\n(.*?)```", (ROOT / "docs/own_environments.md").read_text(), re.DOTALL):
+        (tmp_path / name).write_text(text.replace("configs/quickstart.yaml", str(ROOT / "configs/quickstart.yaml")))
+    items = [shapes_item("count", "train", index) for index in range(40)]
+    cells = [{"photo": one.image.png, "ask": one.question, "gold": one.answer} for one in items]
+    pq.write_table(pa.Table.from_pylist(cells), tmp_path / "my.parquet")
+    assert rl_vlm(["train", "my.yaml", "--dry-run", f"model.path={tiny_folder}"]) == 0
+
+    def inspect(config: PolicyConfig, *place: Path, **options: bool) -> dict[str, float]:
+        found = training.inspect_run(
+            config.model_copy(update={"model": config.model.model_copy(update={"path": str(tiny_folder)})})
+        )
+        assert (found["env"], found["train_items"], found["test_items"]) == ("QA-v0", 36, 4)
+        assert config.env.reward.functions[0].function == "my_reward:score"
+        return {"reward_after": 0.5}
+
+    monkeypatch.setattr(training, "train", inspect)
+    runpy.run_path("train.py", run_name="__main__")
 
 
 def test_the_command_for_slimes_environments_passes_a_dry_run(tiny_folder: Path) -> None:

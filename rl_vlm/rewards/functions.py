@@ -1,0 +1,145 @@
+"""Built-in reward functions with TRL's signature: lists of completions and of columns give a list of rewards.
+
+A completion is a text, or a list of messages whose last one holds the answer. `answer` holds for each completion the
+right answer, or a list of the answers that are accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl_vlm.rewards.math import bare_truth, is_equal
+from rl_vlm.safe_text import without_thoughts
+
+Completion = str | Sequence[dict[str, Any]]
+RewardFunction = Callable[..., Any]
+
+MAX_CHARS = 2000  # of a completion's end, where its answer is
+_MOST = 1000  # characters that ANLS compares
+_SPACES = re.compile(r"\s+")
+_CHOICE = re.compile(r"\(?([A-Za-z])(?:[).:\s]|$)")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_BOX = re.compile(r"\[ *-?[\d.]+(?:[, ]+-?[\d.]+){3} *\]")
+_THINK_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+_SAME_BOX = 0.5  # IoU from which a box is found, as PASCAL VOC counts (Everingham et al. 2010, section 4.2)
+
+
+def text_of(completion: Completion) -> str:
+    """The text of a completion; of messages that of the last one."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def stated_answer(completion: Completion) -> str:
+    r"""What a completion gives as its answer, outside of thoughts: in `<answer>` tags or a `\\boxed{}`, after "Answer:"
+    or "####" in the last line, or all of it."""
+    return bare_truth(without_thoughts(text_of(completion))[-MAX_CHARS:])
+
+
+def is_right(completion: Completion, accepted: Sequence[str]) -> bool:
+    """Whether a completion states one of the accepted answers: as a text, a mathematical value, or a box."""
+    said = stated_answer(completion)
+    return any(
+        _same_text(said, truth)
+        or is_equal(said, truth)
+        or (_BOX.fullmatch(truth) and overlap(said, truth) >= _SAME_BOX)
+        for truth in accepted
+    )
+
+
+def exact(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 for the same text as an accepted answer; case, spaces and the full stop at the end do not count."""
+    return _best(completions, answer, lambda said, truth: float(_same_text(said, truth)))
+
+
+def math(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 for the same mathematical value as an accepted answer, without tolerance; see `rl_vlm.rewards.math`."""
+    return _best(completions, answer, lambda said, truth: float(is_equal(said, truth)))
+
+
+def choice(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 for the letter of the right option: `B`, `(b)` and `B. a cat` are the same."""
+
+    def same(said: str, truth: str) -> float:
+        ours, theirs = (_CHOICE.match(text) for text in (said, truth))
+        return float(bool(ours and theirs and ours[1].lower() == theirs[1].lower()))
+
+    return _best(completions, answer, same)
+
+
+def format_(completions: Sequence[Completion], pattern: str = _THINK_ANSWER, **_: Any) -> list[float]:
+    """1 if the whole completion matches a regular expression, in which a point matches line breaks too; by default
+    `<think>...</think><answer>...</answer>`."""
+    return [float(bool(re.fullmatch(pattern, text_of(one), re.DOTALL))) for one in completions]
+
+
+def iou(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
+    """Intersection over union of two boxes, x1 y1 x2 y2 in the units of the data: |A ∩ B| / |A ∪ B|, from 0 to 1."""
+    return _best(completions, answer, overlap)
+
+
+def anls(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
+    """The similarity of document questions (ANLS; Biten et al. 2019, arXiv 1905.13648, equation 1).
+
+    s = 1 - NL if NL < 0.5, else 0, where NL is Levenshtein's distance divided by the longer length; the best of the
+    accepted answers counts.
+    """
+
+    def similarity(said: str, truth: str) -> float:
+        ours, theirs = _plain(said)[:_MOST], _plain(truth)[:_MOST]
+        longest = max(len(ours), len(theirs), 1)
+        if abs(len(ours) - len(theirs)) / longest >= 0.5:  # the distance is at least the difference
+            return 0.0
+        distance = _levenshtein(ours, theirs) / longest
+        return 1 - distance if distance < 0.5 else 0.0
+
+    return _best(completions, answer, similarity)
+
+
+FUNCTIONS: dict[str, RewardFunction] = {
+    "exact": exact, "math": math, "choice": choice, "format": format_, "iou": iou, "anls": anls,
+}  # fmt: skip
+
+
+def overlap(said: str, truth: str) -> float:
+    """The IoU of the boxes that two texts end with; 0 where one has none."""
+    boxes = [[float(number) for number in _NUMBER.findall(text)[-4:]] for text in (said, truth)]
+    if not all(len(box) == 4 and box[0] < box[2] and box[1] < box[3] for box in boxes):
+        return 0.0
+    (a1, b1, a2, b2), (c1, d1, c2, d2) = boxes
+    shared = max(0.0, min(a2, c2) - max(a1, c1)) * max(0.0, min(b2, d2) - max(b1, d1))
+    return shared / ((a2 - a1) * (b2 - b1) + (c2 - c1) * (d2 - d1) - shared)
+
+
+def _best(completions: Sequence[Completion], answers: Sequence[Any], rate: Callable[[str, str], float]) -> list[float]:
+    """For each completion the best rating against its accepted answers."""
+    rewards = []
+    for completion, answer in zip(completions, answers, strict=True):
+        said = stated_answer(completion)
+        is_box = isinstance(answer, list | tuple) and all(isinstance(one, int | float) for one in answer)
+        accepted = [json.dumps(answer)] if is_box else answer if isinstance(answer, list | tuple) else [answer]
+        rewards.append(max((rate(said, bare_truth(str(truth))) for truth in accepted), default=0.0))
+    return rewards
+
+
+def _plain(text: str) -> str:
+    return _SPACES.sub(" ", text).strip(" .").casefold()
+
+
+def _same_text(said: str, truth: str) -> bool:
+    return _plain(said) == _plain(truth)
+
+
+def _levenshtein(one: str, other: str) -> int:
+    """The number of characters to insert, delete or replace."""
+    row = list(range(len(other) + 1))
+    for number, character in enumerate(one, start=1):
+        before, row[0] = row[0], number
+        for place, wanted in enumerate(other, start=1):
+            before, row[place] = (
+                row[place],
+                min(row[place] + 1, row[place - 1] + 1, before + (character != wanted)),
+            )
+    return row[-1]

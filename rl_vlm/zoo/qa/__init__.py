@@ -1,0 +1,1 @@
+"""Questions about images from data of the user's own."""

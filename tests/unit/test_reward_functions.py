@@ -1,0 +1,254 @@
+"""Reward functions: TRL's run unchanged, the built-in ones, how a configuration names them, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from task_support import episode
+
+from rl_vlm.config import RewardFunction, RewardSection, parse_config
+from rl_vlm.config.loading import save_config
+from rl_vlm.rewards.functions import FUNCTIONS, is_right
+from rl_vlm.rollout.env_pool import GroupFailedError
+from rl_vlm.rollout.scoring import score_group, try_functions
+from rl_vlm.types import Trajectory, TrajectoryGroup, UserInputError
+
+FILE = Path(__file__).parents[1] / "fixtures/plugins/trl_rewards.py"
+POLICY: Any = SimpleNamespace()
+CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Count the dots."}]}]
+GOOD = "<think>I see two.</think><answer>2</answer>"
+
+
+def scored(
+    functions: Any, texts: list[str], prompt: Any = "How many?", tokens: int = 3, **columns: list[Any]
+) -> TrajectoryGroup:
+    """A group of one-turn answers, rewarded by functions only; `columns` hold a cell for each answer."""
+    members = [
+        episode(
+            str(place), (0.0,), tokens, prompt=prompt, columns={name: cells[place] for name, cells in columns.items()}
+        )
+        for place in range(len(texts))
+    ]
+    said = iter(texts)
+    text: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: next(said)))
+    return asyncio.run(
+        score_group(TrajectoryGroup("g", 0, members), RewardSection.model_validate(functions), POLICY, text)
+    )
+
+
+# Function -> prompt, texts, columns, rewards.
+TRL: dict[str, tuple[Any, list[str], dict[str, list[Any]], list[float]]] = {
+    "longer_is_better": ("Go", ["ab", "abcd"], {}, [2, 4]),
+    "names_a_colour": ("Go", ["a red box", "a credible box"], {}, [1, 0]),
+    "boxed_matches": ("Go", [r"so \boxed{4}", r"\boxed{5}"], {"ground_truth": ["4", "4"]}, [1, 0]),
+    "few_tokens": ("Go", ["a", "b"], {}, [0.5, 0.5]),
+    "is_json": ("Go", ['{"a": 1}', "{a: 1}"], {}, [1, 0]),
+    "counts_words": ("Go", ["one two", "one"], {"wanted_words": [3, 3]}, [-1, -2]),
+    "repeats_the_prompt": ("Go", ["Go on", "Stop"], {}, [-1, 0]),
+    "only_maths": ("Go", ["2", "2"], {"task": ["math", "code"]}, [1, 0]),
+    "only_code": ("Go", ["def", "def"], {"task": ["math", "code"]}, [0, 1]),
+    "thinks_first": (CHAT, [GOOD, "2"], {}, [1, 0]),
+    "solution_in_tags": (CHAT, [GOOD, "<answer>3</answer>"], {"solution": ["2", "2"]}, [1, 0]),
+    "counts_tags": (CHAT, [GOOD, "<answer>2</answer>"], {}, [1, 0.5]),
+    "cosine_of_length": (CHAT, ["2" * 100, "3" * 50], {"solution": ["2", "2"]}, [0.5, -0.75]),
+    "speaks_of_the_prompt": (CHAT, ["I count two", "two"], {}, [1, 0]),
+    "asks_someone": ("Go", ["Two.", "Two"], {}, [1, 0]),
+    "RepetitionPenalty": ("Go", ["so it is so it is", "so it is"], {}, [-0.4, 0]),
+    "grows_stricter": ("Go", ["abc", ""], {}, [1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_functions_written_for_trl_run_unchanged(name: str) -> None:
+    prompt, texts, columns, rewards = TRL[name]
+    group = scored(f"{FILE}:{name}", texts, prompt, **columns)
+    assert group.rewards == pytest.approx(rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reward"),
+    [("think_format_reward", "<think>a</think>b", 1.0), ("accuracy_reward", r"\boxed{\frac{1}{2}}", 1.0)],
+)
+def test_trls_own_functions_are_named_by_their_module(name: str, text: str, reward: float) -> None:
+    pytest.importorskip("trl")
+    group = scored(f"trl.rewards:{name}", [text, "no"], CHAT, solution=["$0.5$", "$0.5$"])
+    assert group.rewards[0] == reward
+
+
+def test_several_functions_are_added_up_by_weight_and_each_is_logged() -> None:
+    functions = [{"function": f"{FILE}:only_maths", "weight": 2.0}, {"function": f"{FILE}:only_code"}, "format"]
+    group = scored(functions, ["2 def", GOOD], task=["math", "code"])
+    assert group.rewards == pytest.approx([2.0, 1.0])
+    parts = [dict(one.turns[-1].parts) for one in group.trajectories]
+    assert parts == [{"env": 0.0, "only_maths": 1.0, "format": 0.0}, {"env": 0.0, "only_code": 0.0, "format": 1.0}]
+    both = scored({"weights": {"length": -0.1}, "functions": ["exact"]}, ["4", "5"], answer=["4", "4"])
+    assert both.rewards == pytest.approx([0.7, -0.3])
+    part = scored([{"function": "length", "weight": -1.0}], ["4"])  # a registered part by its name
+    assert part.rewards == [-3.0]
+
+
+def test_what_a_function_logs_is_in_the_info_and_among_the_parts() -> None:
+    group = scored(f"{FILE}:grows_stricter", ["abc", ""])
+    assert [one.info["length"] for one in group.trajectories] == [3, 0]
+    assert dict(group.trajectories[0].turns[-1].parts)["long_enough"] == 0.5 and group.rewards[0] == 1.0
+
+
+def test_accuracy_is_the_environments_word_else_that_of_the_functions() -> None:
+    known = scored("exact", ["4", "5"], answer=["4", "4"])
+    assert [one.correct for one in known.trajectories] == [True, False]
+    told = [episode(str(k), (0.0,), prompt="Go", correct=True, columns={"answer": "4"}) for k in range(1)]
+    text: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: "5"))
+    group = asyncio.run(score_group(TrajectoryGroup("g", 0, told), RewardSection.model_validate("exact"), POLICY, text))
+    assert group.rewards[0] == 0.0 and group.trajectories[0].correct
+
+
+def test_all_turns_of_a_conversation_are_shown() -> None:
+    seen: list[Any] = []
+
+    def look(prompts: Any, completions: Any) -> list[float]:
+        seen.append(completions)
+        return [0.0]
+
+    one = episode("a", (0.0, 1.0), 1, prompt=CHAT)
+    text: Any = SimpleNamespace(codec=SimpleNamespace(decode=lambda ids: str(ids[0])))
+    settings = RewardSection(functions=(RewardFunction.of(look, "look"),))
+    asyncio.run(score_group(TrajectoryGroup("g", 0, [one]), settings, POLICY, text))
+    assert seen == [[[{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "3"}]]]
+
+
+# --- Built-in functions
+
+BUILT_IN: list[tuple[str, str, Any, float]] = [
+    ("exact", "<answer> Red. </answer>", "red", 1), ("exact", "<think>red</think>blue", "red", 0),
+    ("exact", "The answer is: two", ["2", "two"], 1), ("exact", "7", 7, 1),
+    ("math", r"so \boxed{\frac{1}{2}}", "0.5", 1), ("math", "#### 5", "6", 0),
+    ("choice", "(b)", "B", 1), ("choice", "<answer>B. a cat</answer>", "B", 1), ("choice", "Both", "B", 0), ("choice", "C", "B", 0),
+    ("format", GOOD, None, 1), ("format", "<answer>2</answer>", None, 0),
+    ("iou", "[0, 0, 10, 10]", [0, 0, 10, 10], 1), ("iou", "box: [0, 0, 10, 10]", [5, 0, 15, 10], 1 / 3),
+    ("iou", "none", [0, 0, 10, 10], 0), ("iou", "[10, 10, 0, 0]", "[0, 0, 10, 10]", 0),
+    ("anls", "<answer>Hello World</answer>", ["hello world", "x"], 1), ("anls", "helo", "hello", 0.8),
+    ("anls", "hexxx", "hello", 0), ("anls", "a", "a long answer", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "answer", "reward"), BUILT_IN)
+def test_built_in_functions_equal_values_by_hand(name: str, text: str, answer: Any, reward: float) -> None:
+    assert FUNCTIONS[name]([text, [{"role": "assistant", "content": text}]], answer=[answer] * 2) == pytest.approx(
+        [reward] * 2
+    )
+
+
+def test_anls_counts_edits_as_a_slow_recursion_does() -> None:
+    def distance(one: str, other: str) -> int:
+        if not one or not other:
+            return len(one) + len(other)
+        same = distance(one[1:], other[1:]) + (one[0] != other[0])
+        return min(same, distance(one[1:], other) + 1, distance(one, other[1:]) + 1)
+
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        one, other = ("".join(rng.choice(list("abc"), rng.integers(1, 6))) for _ in range(2))
+        part = distance(one, other) / max(len(one), len(other))
+        assert FUNCTIONS["anls"]([one], answer=[other]) == pytest.approx([1 - part if part < 0.5 else 0])
+
+
+def test_the_pattern_of_a_format_comes_from_the_configuration() -> None:
+    functions = [{"function": "format", "kwargs": {"pattern": r"<count>\d</count>"}}]
+    assert list(scored(functions, ["<count>3</count>", GOOD], pattern=["x", "x"]).rewards) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted", "right"),
+    [(r"\boxed{0.50}", ("1/2",), True), ("Red", ("blue", "red"), True), ("[0, 0, 9, 10]", ("[0, 0, 10, 10]",), True),
+     ("1 2 3 4", ("1, 2, 3, 5",), False), ("", ("4",), False)],
+)  # fmt: skip
+def test_an_answer_is_right_as_text_value_or_box(text: str, accepted: tuple[str, ...], right: bool) -> None:
+    assert bool(is_right(text, accepted)) is right
+
+
+# --- Configuration
+
+
+def test_a_name_and_a_list_are_short_for_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for reward in (
+        "my.py:score",
+        ["my.py:score"],
+        [{"function": "my.py:score"}],
+        {"functions": [{"function": "my.py:score"}]},
+    ):
+        (one,) = parse_config({"env": {"reward": reward}}).env.reward.functions  # type: ignore[union-attr]
+        assert (one.function, one.name, one.weight) == (f"{tmp_path}/my.py:score", "score", 1.0)
+    config = parse_config({"env": {"reward": ["exact", {"function": "format", "weight": 0.2}]}})
+    assert config.env.reward.all_weights == {"exact": 1.0, "format": 0.2}  # type: ignore[union-attr]
+    for wrong in (["a.py:score", "b.py:score"], {"weights": {"format": 1.0}, "functions": ["format"]}, ["a.py:env"]):
+        with pytest.raises(UserInputError, match="stands twice"):
+            parse_config({"env": {"reward": wrong}})
+
+
+def test_a_function_of_python_travels_and_a_saved_configuration_names_it(tmp_path: Path) -> None:
+    one = RewardFunction.of(sorted, "mine")
+    config = parse_config({"env": {"reward": [one]}})
+    copied = pickle.loads(pickle.dumps(config))
+    assert copied.env.reward.functions[0].given is sorted
+    save_config(config, tmp_path / "config.yaml")
+    assert "function: mine" in (tmp_path / "config.yaml").read_text()
+
+
+BROKEN = """
+def needs(completions, gold): ...
+def fails(completions, **kwargs): return [1 / 0]
+def short(completions, **kwargs): return []
+class Two:
+    def __init__(self, a): ...
+    def __call__(self, completions): ...
+number = 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("broken.py:needs", "needs needs the column gold, and the data have answer, colour"),
+        ("broken.py:absent", "has no 'absent'"),
+        ("broken.py:number", "is a int, not a function"),
+        ("broken.py:Two", "cannot be made without arguments"),
+        ("exactly", "'exactly' is not a reward function; there are exact, math"),
+        ("nowhere.py:score", "There is no file"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_said_before_the_run(
+    reward: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(BROKEN)
+    with pytest.raises(UserInputError, match=sentence):
+        try_functions(RewardSection.model_validate(reward), {"columns": {"answer": "4", "colour": "red"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("fails", "raised ZeroDivisionError"), ("short", "one finite number for each")]
+)
+def test_a_function_that_fails_costs_the_group(name: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    with pytest.raises(GroupFailedError, match=sentence):
+        scored(f"{tmp_path}/broken.py:{name}", ["a"])
+
+
+def test_functions_see_what_any_environment_tells() -> None:
+    one = episode("a", (0.0,), 1, answer="3")
+
+    class Text:
+        codec = SimpleNamespace(decode=lambda ids: "3")
+        collapse = staticmethod(lambda ids, images: ids)
+
+    group = asyncio.run(
+        score_group(TrajectoryGroup("g", 0, [one]), RewardSection.model_validate("exact"), POLICY, Text())  # type: ignore[arg-type]
+    )
+    assert isinstance(group.trajectories[0], Trajectory) and group.rewards[0] == 1.0
