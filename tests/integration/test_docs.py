@@ -101,7 +101,7 @@ def test_own_data_and_a_reward_function_pass_a_dry_run_as_shown(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name, text in re.findall(r"```\w+ (\S+)\n(.*?)```", (ROOT / "docs/own_environments.md").read_text(), re.DOTALL):
+    for name, text in re.findall(r"```\w+ (\S+)\n(.*?)```", (ROOT / "docs/own_data.md").read_text(), re.DOTALL):
         (tmp_path / name).write_text(text.replace("configs/quickstart.yaml", str(ROOT / "configs/quickstart.yaml")))
     items = [shapes_item("count", "train", index) for index in range(40)]
     cells = [{"photo": one.image.png, "ask": one.question, "gold": one.answer} for one in items]
