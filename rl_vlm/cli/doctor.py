@@ -82,8 +82,8 @@ def _requirements() -> dict[str, Requirement]:
 
 
 def _packages() -> Iterator[Check]:
-    version, is_known = ".".join(map(str, sys.version_info[:3])), (3, 11) <= sys.version_info < (3, 13)
-    yield _check("python", is_known, f"{version} ({sys.executable})", "Use Python 3.11 or 3.12.", "fail")
+    version, is_known = ".".join(map(str, sys.version_info[:3])), (3, 11) <= sys.version_info < (3, 14)
+    yield _check("python", is_known, f"{version} ({sys.executable})", "Use Python 3.11, 3.12 or 3.13.", "fail")
     wanted = _requirements()
     for name in _PACKAGES:
         found, requirement = version_of(name), wanted.get(name, Requirement(name))

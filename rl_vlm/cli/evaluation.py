@@ -25,8 +25,8 @@ class SplitName(enum.StrEnum):
 MaybeConfig = Annotated[
     Path | None,
     typer.Argument(
-        help="A YAML configuration, or a run folder, whose config.yaml and policy are used; without it, give --model "
-        "and --env."
+        help="A YAML file, a recipe's name, or a run folder, whose config.yaml and policy are used; without it, give "
+        "--model and --env."
     ),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="A run folder, whose trained adapter (or agent) is used.")]
@@ -36,7 +36,7 @@ MaxNewTokens = Annotated[
     int | None, typer.Option(min=1, help="Per turn; above rollout.max_new_tokens that grows, too.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results that --out holds.")]
-_EXAMPLE = "Example: rl-vlm eval configs/quickstart.yaml --run-dir runs/quickstart --against base --out eval.json"
+_EXAMPLE = "Example: rl-vlm eval quickstart --run-dir runs/quickstart --against base --out eval.json"
 
 
 @commands.command("eval", epilog=_EXAMPLE)

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rl_vlm.config import TrainConfig
 
-Config = Annotated[Path, typer.Argument(help="A YAML configuration, or a run folder, whose config.yaml is used.")]
+Config = Annotated[Path, typer.Argument(help="A YAML file, a recipe such as quickstart, or a run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the configuration, such as learner.lr=1e-3.")]
 Adapter = Annotated[Path | None, typer.Option(help="A peft adapter folder. Without it the base model is used.")]
 NewRunDir = Annotated[str | None, typer.Option(help="The run folder, or a URL s3://BUCKET/RUN; else runs/NAME.")]

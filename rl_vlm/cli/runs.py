@@ -16,7 +16,7 @@ from rl_vlm.cli.output import error_report, say
 commands = typer.Typer()
 
 
-@commands.command(epilog="Example: rl-vlm train configs/quickstart.yaml learner.lr=1e-3 --run-dir runs/my-first")
+@commands.command(epilog="Example: rl-vlm train quickstart learner.lr=1e-3 --run-dir runs/my-first")
 def train(
     config: Config,
     overrides: Overrides = None,
@@ -37,7 +37,7 @@ def train(
     _print_result(training.train(run, folder, resume=resume, overwrite=overwrite), folder)
 
 
-@commands.command(epilog="Example: rl-vlm plan configs/geo3k_qwen3vl_4b.yaml --gpu-gib 47.4")
+@commands.command(epilog="Example: rl-vlm plan geo3k_qwen3vl_4b --gpu-gib 47.4")
 def plan(
     config: Config,
     overrides: Overrides = None,
@@ -107,7 +107,7 @@ def _print_result(result: dict[str, Any], folder: str) -> None:
         raise typer.Exit(1)
 
 
-@commands.command(epilog="Example: rl-vlm sft configs/sft_tiny.yaml sft.data=my-data learner.lr=1e-4")
+@commands.command(epilog="Example: rl-vlm sft sft_tiny sft.data=my-data learner.lr=1e-4")
 def sft(
     config: Config,
     overrides: Overrides = None,
@@ -129,9 +129,7 @@ def sft(
     _print_result(tuning.sft(job, folder, resume=resume, overwrite=overwrite, progress=say), folder)
 
 
-@commands.command(
-    "sft-example", epilog="Example: rl-vlm sft-example my-data; rl-vlm sft configs/sft_tiny.yaml sft.data=my-data"
-)
+@commands.command("sft-example", epilog="Example: rl-vlm sft-example my-data; rl-vlm sft sft_tiny sft.data=my-data")
 def sft_example(
     folder: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")],
 ) -> None:
@@ -142,7 +140,7 @@ def sft_example(
     say(f"Wrote {folder}: {counts}.")
 
 
-@commands.command(epilog="Example: rl-vlm sweep configs/quickstart.yaml --space tune/spaces/grpo.yaml")
+@commands.command(epilog="Example: rl-vlm sweep quickstart --space tune/spaces/grpo.yaml")
 def sweep(
     config: Config,
     overrides: Overrides = None,
@@ -168,7 +166,7 @@ def sweep(
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="tiny, a folder, a hub name, a configuration or a run folder; or LOCAL_MODEL_PATH."),
+        typer.Argument(help="tiny, a folder, a hub name, a YAML file, a recipe or a run folder; or LOCAL_MODEL_PATH."),
     ] = None,
     overrides: Overrides = None,
     adapter: Adapter = None,

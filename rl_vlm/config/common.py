@@ -27,10 +27,10 @@ class Actors:
 class CommonConfig(Section, ABC):
     """The configuration of a run that serves a model and has learners. Each kind of run derives its own class."""
 
-    name: Name = "run"
+    name: Name = "run"  # Names the run folder and the served application.
     # Modules, or files by path, that register your environments, losses, estimators and rewards.
     plugins: tuple[Plugin, ...] = ()
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(0, ge=0, lt=2**31)  # Of weights, items and samples.
     deterministic: bool = False  # Lock-step sampling: k + k iterations equal 2k byte for byte.
     model: ServedModelSection = ServedModelSection()
     serving: ServingSection = ServingSection()

@@ -34,10 +34,10 @@ class EndpointSection(Section):
     """A labeller elsewhere, for `source: endpoint` (OpenAI's chat completions) and `source: generate`."""
 
     url: str = ""  # Empty with `generate`: SERVER_URL, or http://SERVER_HOST:SERVER_PORT/generate.
-    model: str = "default"
+    model: str = "default"  # The model's name at the endpoint.
     token_env: str = "RL_VLM_LABEL_TOKEN"  # The environment variable that holds the token, if any.
-    timeout_s: Positive = 60.0
-    logprobs: bool = True
+    timeout_s: Positive = 60.0  # How long one request may take.
+    logprobs: bool = True  # Ask for the probabilities of the answers; false for endpoints without them.
     max_in_flight: Count | None = None  # Questions at once; null: all of a session. For a judge: of an env runner.
 
 
@@ -54,9 +54,9 @@ class LabelsSection(Section):
     both_orders: bool = True  # Ask in both orders; a contradiction is -1. The original asks once.
     # The answer is 0, 1 or -1 by construction, and its probabilities are kept; reason: JSON with a reason before it.
     guided: bool | Literal["reason"] = True
-    temperature: NonNegative = 0.0
-    describe_tokens: Count = 512
-    answer_tokens: Count = 16
+    temperature: NonNegative = 0.0  # Of the labeller's answers.
+    describe_tokens: Count = 512  # At most so many tokens of a description.
+    answer_tokens: Count = 16  # At most so many tokens of a verdict.
     frames: Count = 1  # Pictures of a segment that are shown side by side. [vlm_label]
     deadline_s: Positive = 300.0  # How long one question may take, retries included.
     attempts: Count = 3  # At one question; those at which the endpoint is busy (429, 503, gone since) do not count.

@@ -13,12 +13,12 @@ from rl_vlm.config.section import Beta, Count, Natural, NonNegative, OnlyWith, P
 class ComputeSection(Section):
     place: ClassVar[str] = "learner."
 
-    num_threads: Count = 1
+    num_threads: Count = 1  # torch threads of a learner on a CPU.
 
 
 class LearnerActors(ComputeSection):
     num_learners: Natural = 0  # 0: inside the driver; more: actors that share each optimiser step.
-    cpus_per_learner: NonNegative = 0.5
+    cpus_per_learner: NonNegative = 0.5  # CPUs that Ray reserves for a learner.
     gpus_per_learner: Share = 0.0  # A learner computes on one GPU, or on a share of it.
     max_restarts: Natural = 3  # How often a dead learner is replaced from the last checkpoint.
     # After which a learner counts as dead. Later updates get ten times the longest so far, between 120 s and this.
@@ -44,19 +44,20 @@ class OptimizerSection(ComputeSection):
         OnlyWith(("betas",), "optimizer", ("adamw",)),
     )
 
-    lr: Positive = 1e-5
+    lr: Positive = 1e-5  # The learning rate at the start.
+    # linear: falls to `lr_final_fraction` of `lr` at the last iteration.
     lr_schedule: Literal["constant", "linear"] = "constant"
     lr_final_fraction: Share = 0.1  # Of a linear schedule, reached at the last iteration.
     # adafactor keeps row and column sums instead of moments, and has no betas.
     optimizer: Literal["adamw", "adafactor"] = "adamw"
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: Positive = 1.0
-    micro_batch_tokens: Count = 8192
-    share_prompts: bool = True
+    betas: tuple[Beta, Beta] = (0.9, 0.98)  # Of AdamW.
+    weight_decay: NonNegative = 0.0  # Of the optimiser.
+    max_grad_norm: Positive = 1.0  # Gradients with a larger norm are scaled down to it.
+    micro_batch_tokens: Count = 8192  # Padded tokens of a forward pass; gradients of several add up to a step.
+    share_prompts: bool = True  # Samples of a group compute their common prompt once.
     # Of packed rows. dense: one mask over whole rows; segments: each continuation by itself; auto: what is cheaper.
     attention: Literal["auto", "segments", "dense"] = "auto"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
 
 
 class LearnerSection(LearnerActors, OptimizerSection):
@@ -166,7 +167,7 @@ class AlgorithmSection(Section):
     )
 
     name: Literal["grpo", "ppo"] = "grpo"  # grpo or ppo; preference_sac is set by `preference`.
-    iterations: Count = 100
+    iterations: Count = 100  # Rounds of sampling and learning.
     # Sets loss, aggregation, estimator and their published constants together; see PRESETS.
     preset: str | None = None
     loss: str = "clipped"  # Per token: clipped, gspo, cispo, sapo, or one that a plugin registers.
@@ -175,13 +176,13 @@ class AlgorithmSection(Section):
     # Of advantages: group, rloo, reinforce_pp, reinforce_pp_baseline, gigpo, gae (PPO), or one that a plugin registers.
     estimator: str = "group"
     advantage_normalization: Literal["std", "none"] = "std"  # Of the estimators group, gigpo and gae.
-    advantage_scale: Positive = 1.0
+    advantage_scale: Positive = 1.0  # Advantages are multiplied by this.
     gigpo_gamma: Share = 0.95  # Discount per turn of gigpo's step rewards.
     gigpo_step_weight: NonNegative = 1.0  # Of gigpo's step-relative beside its episode advantage.
     # The last tokens before rollout.max_new_tokens, over which the reward falls linearly by 1 (DAPO); 0: off.
     overlong_buffer: Natural = 0
     clip_low: float = Field(0.2, gt=0, lt=1)  # Of the losses clipped and gspo, as is clip_high.
-    clip_high: Positive = 0.28
+    clip_high: Positive = 0.28  # Ratios above 1 + this are clipped.
     # Bounds a bad token's loss at this times its advantage (arXiv 1912.09729); null: off.
     dual_clip: float | None = Field(None, gt=1)
     cispo_cap: float = Field(5.0, ge=1)  # Upper bound of the ratio, which cispo uses as a weight.
@@ -193,7 +194,7 @@ class AlgorithmSection(Section):
     tis_cap: Positive | None = 2.0  # Cap of the engine-to-learner importance weight; null: off.
     mismatch_low: float | None = Field(None, gt=0, lt=1)  # null: 0.5 with mask, 0.99 with sequence_mask.
     mismatch_high: float | None = Field(None, gt=1)  # null: 5 with mask, 1.01 with sequence_mask.
-    kl_coef: NonNegative = 0.0
+    kl_coef: NonNegative = 0.0  # Weight of the KL divergence from the reference model.
     kl_estimator: Literal["k2", "k3"] = "k3"  # Of the KL penalty in the loss.
     # Where the KL penalty goes: reward subtracts kl_coef (old - reference) from each token's.
     kl_in: Literal["loss", "reward"] = "loss"
@@ -204,8 +205,8 @@ class AlgorithmSection(Section):
     gae_lambda: Share = 1.0  # GAE's lambda per token.
     turn_gamma: Share = 1.0  # Discount per turn (gae_level turn and bilevel).
     turn_lambda: Share = 1.0  # GAE's lambda per turn (gae_level turn and bilevel).
-    entropy_coef: NonNegative = 0.0
-    epochs: Count = 1
+    entropy_coef: NonNegative = 0.0  # Weight of the policy's entropy, which is added to the objective.
+    epochs: Count = 1  # Passes over the samples of an iteration.
     minibatches: Count = 1  # Optimiser steps per epoch of a rollout.
     # Groups whose rewards are all equal (before overlong_buffer, as in DAPO) have no gradient: up to this times
     # prompts_per_iteration of them are replaced by further groups in each iteration. 0: off.

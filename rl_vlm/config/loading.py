@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rl_vlm.config.learner import without_preset_keys
 from rl_vlm.config.policy import PolicyConfig
 from rl_vlm.config.preference import PreferenceConfig
+from rl_vlm.config.recipes import find_config
 from rl_vlm.config.section import Section, WrittenFloat, keys_of, section_of
 from rl_vlm.config.sft import SFTConfig
 from rl_vlm.files import write_atomic
@@ -156,13 +157,13 @@ _CLASSES: dict[str, type[PolicyConfig] | type[PreferenceConfig]] = {
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> TrainConfig:
-    """Read a YAML file, apply `section.key=value` overrides, check everything. Raises UserInputError."""
-    return parse_config(read_yaml(path, overrides))
+    """Read a YAML file or a recipe, apply `section.key=value` overrides, check everything. Raises UserInputError."""
+    return parse_config(read_yaml(path and find_config(path), overrides))
 
 
 def load_sft_config(path: str | Path | None, overrides: Iterable[str] = ()) -> SFTConfig:
     """As `load_config`, for `rl-vlm sft`."""
-    return validated(SFTConfig, read_yaml(path, overrides))
+    return validated(SFTConfig, read_yaml(path and find_config(path), overrides))
 
 
 def load_served_config(path: str | Path, overrides: Iterable[str] = ()) -> PolicyConfig:

@@ -41,27 +41,27 @@ class RewardModelSection(Section):
 
 class SACSection(Section):
     lr: Positive = 3e-4  # Of actor and critics.
-    alpha_lr: Positive = 1e-4
-    init_alpha: Positive = 0.1
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    gamma: Share = 0.99
-    tau: float = Field(0.005, gt=0, le=1)
-    target_update_every: Count = 2
-    actor_update_every: Count = 1
-    batch_size: Count = 512
-    hidden: Count = 256
+    alpha_lr: Positive = 1e-4  # Learning rate of the temperature alpha.
+    init_alpha: Positive = 0.1  # Alpha at the start.
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # Of Adam.
+    gamma: Share = 0.99  # Discount per step.
+    tau: float = Field(0.005, gt=0, le=1)  # Share of the critics that enters the target critics at each update.
+    target_update_every: Count = 2  # Updates of the critics between those of the targets.
+    actor_update_every: Count = 1  # Updates of the critics between those of the actor.
+    batch_size: Count = 512  # Transitions of an update.
+    hidden: Count = 256  # Width of the networks' layers.
     depth: Count = 3  # Hidden layers.
-    log_std_bounds: tuple[float, float] = (-5.0, 2.0)
-    updates_per_step: Count = 1
+    log_std_bounds: tuple[float, float] = (-5.0, 2.0)  # Bounds of the actor's log standard deviation.
+    updates_per_step: Count = 1  # Updates per environment step.
     # torch.compile, with a fallback. auto: on a GPU, where the run makes enough updates to pay for it.
     compile: Literal["auto", "on", "off"] = "auto"
 
 
 class CollectionSection(Section):
     num_env_runners: Natural = 0  # 0: the driver itself.
-    cpus_per_env_runner: NonNegative = 0.5
+    cpus_per_env_runner: NonNegative = 0.5  # CPUs that Ray reserves for an env runner.
     steps: Count = 1  # Steps per environment between updates, which then are as many.
-    timeout_s: Positive = 300.0
+    timeout_s: Positive = 300.0  # Deadline of one round of steps.
 
     @property
     def num_envs(self) -> int:
@@ -73,7 +73,7 @@ class ControlEvaluationSection(Section):
     """Evaluation of the agent on episodes from random starts, always the same ones."""
 
     every: Natural = 10_000  # Environment steps between evaluations; 0: only before and after.
-    episodes: Count = 20
+    episodes: Count = 20  # Episodes of an evaluation.
     end_on_success: bool = False  # End an evaluation episode when it succeeds. [eval_terminate_on_success]
     film: Natural = 1  # Episodes of which a GIF is kept.
 
@@ -81,6 +81,8 @@ class ControlEvaluationSection(Section):
 class PreferenceSection(Section):
     """The preference loop (PEBBLE as in RL-VLM-F). Defaults are its MetaWorld drawer-open."""
 
+    # What the agent is rewarded with: a model learned from preferences or scores, CLIP's or BLIP-2's match of image and
+    # task, or the environment's own dense or sparse reward.
     reward: Literal[
         "learn_from_preference",
         "learn_from_score",
@@ -89,20 +91,20 @@ class PreferenceSection(Section):
         "gt_task_reward",
         "sparse_task_reward",
     ] = "learn_from_preference"
-    total_steps: Count = 1_000_000
-    random_steps: Natural = 1000
+    total_steps: Count = 1_000_000  # Environment steps of the run.
+    random_steps: Natural = 1000  # Steps with random actions at the start.
     exploration_steps: Natural = 9000  # After the random ones; rewarded by the states' entropy.
-    exploration_k: Count = 5
+    exploration_k: Count = 5  # Nearest neighbours of the entropy estimate that unsupervised exploration rewards.
     num_interact: Count = 4000  # Steps between labelling sessions.
     max_feedback: Natural = 20_000  # Pairs that are labelled in all; lost ones do not count.
-    session_pairs: Count = 40
+    session_pairs: Count = 40  # Pairs that a session asks labels for.
     feedback_schedule: Literal[0, 1, 2] = 0  # 0: constant; 1: sessions shrink; 2: they grow.
     query_episodes: Count = 100  # What is labelled is drawn from that many newest episodes.
-    segment_length: Count = 1
+    segment_length: Count = 1  # Steps of a segment; pairs of single steps compare images.
     reset_updates: Natural = 100  # Updates at once after the critics are reset.
     replay_capacity: Count = 1_000_000  # Steps; at most frame_capacity if images are the input.
-    frame_capacity: Count = 200_000
-    image_size: int = Field(300, ge=16, le=1024)
+    frame_capacity: Count = 200_000  # Frames that are kept for pairs.
+    image_size: int = Field(300, ge=16, le=1024)  # Side of a frame in pixels.
     # How long a session waits for a labeller that is down before the run stops.
     labeller_patience_s: NonNegative = 600.0
     steps_per_iteration: Count = 1000  # Environment steps per row of figures.
@@ -145,7 +147,7 @@ class PreferenceSection(Section):
 
 class ControlEnvSection(Section):
     id: str = "ContinuousCartPole-v0"  # A registry id of a control environment.
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # Arguments of the environment's class.
 
     @property
     def title(self) -> str:
@@ -153,7 +155,7 @@ class ControlEnvSection(Section):
 
 
 class PreferenceAlgorithm(Section):
-    name: Literal["preference_sac"] = "preference_sac"
+    name: Literal["preference_sac"] = "preference_sac"  # What makes it a run of this kind.
 
 
 class PreferenceConfig(CommonConfig):

@@ -26,7 +26,7 @@ class JudgeEndpoint(EndpointSection):
     """A judge elsewhere, which is not sent the labeller's token."""
 
     url: str = Field(pattern="^https?://")  # Such as http://host:8000/v1.
-    token_env: str = "RL_VLM_JUDGE_TOKEN"
+    token_env: str = "RL_VLM_JUDGE_TOKEN"  # The environment variable that holds the token, if any.
 
 
 class JudgeSection(Section):
@@ -136,7 +136,7 @@ class EnvPart(Section):
     id: str = "Shapes-v0"
     # Folder, file or hub name of the data, or one for each of `train` and `test`; passed on as `data`.
     data: str | dict[Split, str] | None = None
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # Arguments of the environment's class.
     num_items: Count | None = None  # Use only the first items of the training split.
     reward: RewardSection = RewardSection()  # Or `my.py:score`, or a list of such functions.
 
@@ -155,7 +155,7 @@ class MixtureSection(EnvPart):
 
 class EnvSection(EnvPart):
     isolation: Literal["thread", "process"] = "thread"  # process: a child that can be killed.
-    step_timeout_s: Positive = 60.0
+    step_timeout_s: Positive = 60.0  # How long a reset or a step may take.
     # Several environments, each with name, id, kwargs, data, weight, num_items and reward.
     mixture: tuple[MixtureSection, ...] = ()
 
@@ -205,7 +205,7 @@ class CurriculumSection(Section):
         OnlyWith(("blend_levels",), "blend"),
     )
 
-    stages: tuple[StageSection, ...] = ()
+    stages: tuple[StageSection, ...] = ()  # The stages in order, each with its own settings.
     by: Literal["episodes", "iterations"] = "episodes"  # What moves a run to the next stage.
     # Numbers in a stage's arguments and weights move to the next stage's, linearly between the starts.
     blend: bool = False
@@ -252,13 +252,13 @@ class RolloutSection(Section):
         OnlyWith(("groups_per_runner", "late_groups", "partial_tokens", "in_flight_updates"), "max_policy_lag"),
     )
 
-    num_env_runners: Count = 2
-    cpus_per_env_runner: NonNegative = 0.25
-    prompts_per_iteration: Count = 16
-    group_size: Count = 8
-    temperature: Positive = 1.0
+    num_env_runners: Count = 2  # Ray actors that step environments.
+    cpus_per_env_runner: NonNegative = 0.25  # CPUs that Ray reserves for an env runner.
+    prompts_per_iteration: Count = 16  # Groups that an iteration samples.
+    group_size: Count = 8  # Episodes per group, which start from the same item.
+    temperature: Positive = 1.0  # Of sampling in training.
     max_turns: Count = 8  # Turns after which an episode is truncated, whatever the environment says.
-    max_new_tokens_per_turn: Count = 64
+    max_new_tokens_per_turn: Count = 64  # A longer turn is cut off.
     max_new_tokens: Count = 3072  # Sampled tokens of a whole trajectory.
     # What each sampled turn is by construction: {json: SCHEMA}, {regex: TEXT}, {choice: [TEXT, ...]} or
     # {grammar: TEXT in Lark or GBNF}; null: any text.
@@ -310,18 +310,18 @@ class RolloutSection(Section):
 
 
 class EvaluationDeadline(Section):
-    timeout_s: Positive = 1800.0
+    timeout_s: Positive = 1800.0  # Deadline of one evaluation.
 
 
 class EvaluationSection(EvaluationDeadline):
     """Held-out evaluation, greedy; with `samples` above 1 also pass@k at the rollout temperature."""
 
     every: Natural = 50  # Iterations between evaluations; 0: only before and after.
-    num_items: Count = 512
-    samples: Count = 1
+    num_items: Count = 512  # Items that an evaluation asks.
+    samples: Count = 1  # Answers per item.
     # ema: evaluate the average of the weights (learner.ema_decay); needs max_policy_lag 0.
     weights: Literal["policy", "ema"] = "policy"
-    split: Literal["train", "test"] = "test"
+    split: Literal["train", "test"] = "test"  # Where the items come from.
     # Name -> environment arguments to change; with env.mixture a name -> environment -> arguments.
     variants: dict[str, dict[str, Any]] = Field({"default": {}}, min_length=1)
     category: str = "category"  # Key of the environment's info by which `rl-vlm eval` makes a table of its own.

@@ -108,10 +108,10 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 class PlainLogging(Section):
-    checkpoint_every: Count = 25
-    keep_checkpoints: Count = 3
-    tensorboard: bool = True
-    wandb_project: str = "rl-vlm"
+    checkpoint_every: Count = 25  # Iterations between checkpoints.
+    keep_checkpoints: Count = 3  # Older checkpoints are deleted.
+    tensorboard: bool = True  # Write TensorBoard event files into the run folder.
+    wandb_project: str = "rl-vlm"  # Project on Weights & Biases, used where WANDB_API_KEY is set.
 
 
 class TrainLogging(PlainLogging):
@@ -122,7 +122,7 @@ class TrainLogging(PlainLogging):
 
 class LoggingSection(TrainLogging):
     trajectories_every: Natural = 10  # Iterations between dumps of sampled trajectories; 0: none.
-    trajectories_per_dump: Count = 64
+    trajectories_per_dump: Count = 64  # Trajectories that a dump holds at most.
 
 
 _SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are
@@ -143,7 +143,7 @@ class ResourcesSection(Section):
     num_cpus: Count | None = None  # Logical CPUs of the private cluster; null: what the run needs.
     # Of the private cluster; null: 256, or more where versions of the adapter need it.
     object_store_mib: int | None = Field(None, ge=80)
-    dashboard: bool = False
+    dashboard: bool = False  # Start the Ray dashboard with a private cluster.
     replicas_on: _ResourceName | None = None  # Where replicas of the model run; null: anywhere.
     learners_on: _ResourceName | None = None  # Where learner actors run; one in the driver stays there.
     env_runners_on: _ResourceName | None = None  # Where env runners run.

@@ -20,8 +20,8 @@ _SOLD_AS = 0.97  # of the GiB that a card is sold with, it reports at least this
 
 
 class LoraSection(Section):
-    rank: int = Field(16, ge=1, le=512)
-    alpha: Count = 32
+    rank: int = Field(16, ge=1, le=512)  # Inner dimension r of the adapter's two matrices.
+    alpha: Count = 32  # The adapter's output is scaled by alpha / rank.
     # mlp_attn and all mean the same; vision: also those of the vision tower; none: for evaluation and serving.
     target_modules: Literal["none", "attn", "mlp", "mlp_attn", "all", "vision"] = "all"
 
@@ -107,9 +107,9 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 class VLLMSection(Section):
     # Share of a GPU's memory for everything that a replica holds there. Null: 0.85 of what gpus_per_replica gives it.
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    tensor_parallel_size: Count = 1
-    enforce_eager: bool = False
-    max_num_seqs: Count = 256
+    tensor_parallel_size: Count = 1  # GPUs that one replica's weights are split over.
+    enforce_eager: bool = False  # Do not capture CUDA graphs: starts faster and decodes slower.
+    max_num_seqs: Count = 256  # Samples that a vLLM replica runs at once.
     # Tokens of one step on a GPU, prompts and samples together; vLLM's own default here is 2048.
     max_num_batched_tokens: int = Field(8192, ge=16)
     kv_cache_gib: Count = 1  # Memory for keys and values on a machine without a GPU, whole GiB.
@@ -122,8 +122,8 @@ class VLLMSection(Section):
 class AutoscalingSection(Section):
     """How the number of replicas follows the load (Ray Serve's autoscaler)."""
 
-    min_replicas: Count = 1
-    max_replicas: Count = 1
+    min_replicas: Count = 1  # Autoscaling never stops more than leaves these.
+    max_replicas: Count = 1  # Autoscaling never starts more than these.
     # Calls per replica that are aimed at. An env runner's common call counts as one.
     target_ongoing_requests: Positive = 4.0
     upscale_delay_s: NonNegative = 10.0  # How long the load must last before a replica is added.
@@ -158,8 +158,8 @@ class ServingSection(Section):
     sharing: SharingSection = SharingSection()
     num_replicas: Count = 2  # With autoscaling: how many there are at the start.
     autoscaling: AutoscalingSection | None = None  # Null: the number of replicas is fixed.
-    cpus_per_replica: NonNegative = 0.5
-    gpus_per_replica: NonNegative = 0.0
+    cpus_per_replica: NonNegative = 0.5  # CPUs that Ray reserves for a replica.
+    gpus_per_replica: NonNegative = 0.0  # GPUs that Ray reserves for a replica; a fraction lets several share one.
     max_context: int = Field(4096, ge=16)  # Prompt and new tokens of one sample.
     max_rows: Count = 512  # Samples that the transformers engine runs at once.
     # Keys and values of a transformers replica. Null: what its share of the GPU leaves, or 80 % of free main memory.
@@ -167,10 +167,10 @@ class ServingSection(Section):
     num_threads: Count = 1  # torch threads of a replica on a CPU.
     # Of the linear weights: nf4 (engine transformers, needs bitsandbytes) or fp8 (vllm on a GPU).
     quantization: Literal["none", "nf4", "fp8"] = "none"
-    request_timeout_s: Positive = 300.0
+    request_timeout_s: Positive = 300.0  # How long an env runner waits for an answer, retries included.
     # How long a request waits for its version, a load of weights may take, and a replica's loads may keep failing.
     publish_timeout_s: Positive = 60.0
-    startup_timeout_s: Positive = 600.0
+    startup_timeout_s: Positive = 600.0  # How long the first replica may take to load the model.
     # An engine that has produced nothing for this long must generate a token, to prove that it can.
     probe_after_s: Positive = 15.0
     # How long that token may take while no part of a layer is computed. The second failure replaces the replica.

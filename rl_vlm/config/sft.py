@@ -19,7 +19,7 @@ class SFTSection(Section):
     # Share of `data` that is held out, for data without held-out conversations.
     eval_fraction: float = Field(0.0, ge=0, lt=1)
     batch_size: Count = 16  # Conversations per optimiser step.
-    epochs: Positive = 1.0
+    epochs: Positive = 1.0  # Passes over the conversations.
     steps: Count | None = None  # Optimiser steps in place of epochs.
     warmup_steps: Natural = 0  # Steps in which the learning rate rises to learner.lr.
     max_length: int = Field(4096, ge=2)  # Tokens of a conversation, images included.
@@ -37,8 +37,8 @@ class SFTSection(Section):
 
 
 class SFTConfig(Section):
-    name: Name = "sft"
-    seed: int = Field(0, ge=0, lt=2**31)
+    name: Name = "sft"  # Names the run folder.
+    seed: int = Field(0, ge=0, lt=2**31)  # Of weights and the order of conversations.
     model: TrainedModelSection = TrainedModelSection()
     sft: SFTSection = SFTSection()
     learner: OptimizerSection = OptimizerSection()

@@ -16,6 +16,7 @@ import ray
 from ray import serve
 
 from rl_vlm.config import LearnerSection, PolicyConfig, ServingSection, load_config, load_served_config, of_policy
+from rl_vlm.config.recipes import recipe_names
 from rl_vlm.envs.address import TOKEN_VARIABLE, url_host
 from rl_vlm.http.app import ModelApp, ServeBackend
 from rl_vlm.http.gate import Gate
@@ -56,7 +57,7 @@ def plan(
 ) -> ServeTarget:
     """Read arguments and environment. Raises UserInputError.
 
-    `target` is a model (`tiny`, a folder, a hub name), a YAML configuration, or a run folder, which brings its adapter.
+    `target` is a model (`tiny`, a folder, a hub name), a YAML file, a recipe or a run folder, which brings its adapter.
     Options win over overrides, overrides over SERVER_HOST and SERVER_PORT, these over the configuration.
     """
     find_trained(adapter)
@@ -71,7 +72,7 @@ def plan(
     if (path / "config.yaml").is_file():
         config = load_served_config(path / "config.yaml", settings)
         adapter = adapter or trained_folder(path)
-    elif path.suffix in (".yaml", ".yml"):
+    elif path.suffix in (".yaml", ".yml") or (target in recipe_names() and not path.exists()):
         config = of_policy(load_config(path, settings))
     else:
         import torch

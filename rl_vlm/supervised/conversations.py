@@ -28,7 +28,7 @@ class Conversation:
 
 
 def read_conversation(row: Row) -> Conversation:
-    """The conversation of a row, as docs/guide.md describes it. Raises BadRowError."""
+    """The conversation of a row, as docs/fine_tuning.md describes it. Raises BadRowError."""
     messages = row.cells.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRowError("`messages` is missing, empty or not a list.")

@@ -16,6 +16,7 @@ import pytest
 
 from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import PolicyConfig, load_config
+from rl_vlm.config.recipes import recipe_names
 from rl_vlm.zoo.shapes.environment import shapes_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,8 @@ def test_commands_and_configurations_that_are_named_exist(page: Path, capsys: py
         assert rl_vlm([command, "--help"]) == 0, command
     for config in re.findall(r"configs/[a-z0-9_/]+\.yaml", text):
         assert (ROOT / config).is_file(), config
+    for name in re.findall(r"rl-vlm (?:train|plan|sft|sweep) ([a-z0-9_/]+)(?=[\s`])", text):
+        assert name in recipe_names(), name
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"`make ([a-z-]+)`", text):
         assert target in targets, target
@@ -98,7 +101,7 @@ def test_own_data_and_a_reward_function_pass_a_dry_run_as_shown(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name, text in re.findall(r"```\w+ (\S+)\n(.*?)```", (ROOT / "docs/own_environments.md").read_text(), re.DOTALL):
+    for name, text in re.findall(r"```\w+ (\S+)\n(.*?)```", (ROOT / "docs/own_data.md").read_text(), re.DOTALL):
         (tmp_path / name).write_text(text.replace("configs/quickstart.yaml", str(ROOT / "configs/quickstart.yaml")))
     items = [shapes_item("count", "train", index) for index in range(40)]
     cells = [{"photo": one.image.png, "ask": one.question, "gold": one.answer} for one in items]

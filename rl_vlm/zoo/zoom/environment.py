@@ -319,7 +319,7 @@ class ZoomEnv(EpisodeEnv):
 
     data: a data set with the columns `image`, `question`, `answer`; without it pictures with a flag are drawn. Every
     other one is hard: its cloth is too fine for the overview, which is the same for every pattern. view_size: pixels of
-    the longer side of what is shown. docs/environments.md lists the other arguments and what `info` holds.
+    the longer side of what is shown. docs/environments_acting.md lists the other arguments and what `info` holds.
     """
 
     name = "Zoom-v0"

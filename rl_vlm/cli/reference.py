@@ -1,0 +1,33 @@
+"""`rl-vlm config`: what can be set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from rl_vlm.cli.output import say
+
+commands = typer.Typer()
+Kind = Literal["policy", "preference", "sft", "sweep"]
+
+
+@commands.command(epilog="Examples: rl-vlm config; rl-vlm config rollout; rl-vlm config preference.sac --of preference")
+def config(
+    key: Annotated[str, typer.Argument(help="A section or a key; without one all are shown.")] = "",
+    of: Annotated[Kind, typer.Option(help="What is configured.")] = "policy",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
+) -> None:
+    """Show the keys of the configuration: default, type, and what each means."""
+    from rl_vlm.config import reference
+    from rl_vlm.types import UserInputError
+
+    if markdown:
+        say(reference.page())
+        return
+    known = list(reference.reference(reference.KINDS[of]))
+    chosen = [one for one in known if not key or one.name == key or one.name.startswith(f"{key}.")]
+    if not chosen:
+        raise UserInputError(f"There is no key {key} of {of}: see `rl-vlm config --of {of}`.")
+    for one in chosen:
+        say(f"{one.name}: {one.default or '(must be given)'}\n    {one.type}\n    {one.meaning}")
