@@ -140,8 +140,10 @@ def _unknown(location: Sequence[str], root: type[Section]) -> str:
 
 
 def _nearest(name: str, keys: Iterable[str]) -> str | None:
-    """The first of the keys whose last part is most like the name, if one is like it."""
-    known = {key.rpartition(".")[2]: key for key in reversed(list(keys))}
+    """The first and outermost of the keys whose last part is most like the name, if one is like it."""
+    known: dict[str, str] = {}
+    for key in sorted(keys, key=lambda key: key.count(".")):
+        known.setdefault(key.rpartition(".")[2], key)
     alike = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.78)
     return known[alike[0]] if alike else None
 

@@ -37,7 +37,7 @@ class QAEnv(EpisodeEnv):
         data: DataSource,
         *,
         columns: dict[Part, str | list[str] | None] | None = None,
-        question: str | None = None,
+        question: Annotated[str, Field(min_length=1)] | None = None,
         system: str = "",
         conversational: bool = False,
         split_column: str | None = None,
