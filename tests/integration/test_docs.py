@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / "notebooks").glob("*.ipynb"),
 ]
