@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import click
 import pytest
+import typer
 
-from rl_vlm.cli.app import run
+from rl_vlm.cli.app import app, run
 from rl_vlm.config.reference import KINDS, page, reference
 from rl_vlm.config.section import keys_of, section_of
 
@@ -35,6 +37,22 @@ def test_the_page_is_current() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == page() + "\n", (
         "run `rl-vlm config --markdown > docs/configuration.md`"
     )
+
+
+def test_the_page_of_commands_has_all_of_them() -> None:
+    page = (ROOT / "docs/commands.md").read_text()
+
+    def check(name: str, command: click.Command) -> None:
+        _, found, section = page.partition(f"## `{name}`\n")
+        assert found, f"{name}: run `make docs`"
+        section = section.partition("\n## ")[0].partition("\n### ")[0]
+        for option in (opt for one in command.params for opt in one.opts if opt.startswith("--")):
+            assert option in section, f"{name} {option}: run `make docs`"
+        for inner, one in getattr(command, "commands", {}).items():
+            check(f"{name} {inner}", one)
+
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        check(f"rl-vlm {name}", command)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
