@@ -1,4 +1,4 @@
-"""How long a new user waits: `make quickstart` in a fresh clone, with an empty home and packages in uv's and pip's caches.
+"""How long a new user waits: `make quickstart` in a fresh clone, with an empty home and packages in the caches.
 
     python benchmarks/startup.py [--quick] [--out FILE]
 
@@ -25,10 +25,10 @@ def first_run(folder: Path) -> dict[str, float]:
     """Seconds of each part of a first `make quickstart`."""
     home = folder / "home"
     home.mkdir()
-    cache = os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache/uv")
+    caches = {f"{tool}_CACHE_DIR": str(Path.home() / ".cache" / tool.lower()) for tool in ("UV", "PIP")}
     # Not what an activated environment or an earlier session sets.
     kept = {name: os.environ[name] for name in os.environ if not name.startswith(("PYTHON", "RL_VLM", "VIRTUAL_ENV"))}
-    environment = {**kept, "HOME": str(home), "UV_CACHE_DIR": cache}
+    environment = {**caches, **kept, "HOME": str(home)}
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True, timeout=300)
 

@@ -38,7 +38,7 @@ def test_every_file_of_configs_is_a_recipe() -> None:
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_says_what_it_needs_and_is_valid(name: str) -> None:
     recipe = read_recipe(name)
-    assert recipe.purpose.endswith((".", "`.")) and len(recipe.purpose) <= 100
+    assert recipe.purpose.endswith(".") and len(recipe.purpose) <= 100
     assert recipe.needs and recipe.takes and recipe.expect
     settings = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     assert recipe.model == settings.get("model", {}).get("path", "")
