@@ -39,9 +39,9 @@ def train(
 ) -> Run:
     """Train to the end, as `rl-vlm train` does.
 
-    config: a YAML file, a recipe's name, its content, or a configuration. dataset: data of your own, which QA-v0 asks in place of the
-    configuration's environment. reward: functions with TRL's signature in place of the configuration's reward.
-    overrides: dotted keys and their values, which win over all else.
+    config: a YAML file, a recipe's name, the content of a file, or a configuration. dataset: data of your own, which
+    QA-v0 asks in place of the configuration's environment. reward: functions with TRL's signature in place of the
+    configuration's reward. overrides: dotted keys and their values, which win over all else.
 
     Raises UserInputError before anything starts, later InterruptedRun and RLVLMError.
     """
