@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_vlm.config import CommonConfig, RewardFunction, TrainConfig, apply_overrides, parse_config
 from rl_vlm.config.loading import read_yaml
+from rl_vlm.config.recipes import find_config
 from rl_vlm.envs.loading import load_object
 from rl_vlm.runs import train as training
 from rl_vlm.runs.run_folder import RunDir
@@ -38,15 +39,15 @@ def train(
 ) -> Run:
     """Train to the end, as `rl-vlm train` does.
 
-    config: a YAML file, its content, or a configuration. dataset: data of your own, which QA-v0 asks in place of the
-    configuration's environment. reward: functions with TRL's signature in place of the configuration's reward.
-    overrides: dotted keys and their values, which win over all else.
+    config: a YAML file, a recipe's name, the content of a file, or a configuration. dataset: data of your own, which
+    QA-v0 asks in place of the configuration's environment. reward: functions with TRL's signature in place of the
+    configuration's reward. overrides: dotted keys and their values, which win over all else.
 
     Raises UserInputError before anything starts, later InterruptedRun and RLVLMError.
     """
     if isinstance(config, CommonConfig):
         config = config.model_dump(exclude_unset=True)
-    data = dict(config) if isinstance(config, Mapping) else read_yaml(config, ())
+    data = dict(config) if isinstance(config, Mapping) else read_yaml(find_config(config), ())
     env: dict[str, Any] = dict(data.get("env") or {})
     if dataset is not None:
         if not isinstance(dataset, str | Path | Mapping):

@@ -85,7 +85,7 @@ def test_the_command_takes_a_file_of_functions(own_folder: Path, tiny_folder: Pa
 
 def test_what_train_cannot_take_is_said_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="not a list: write it to a file"):
-        rl_vlm.train(QUICKSTART, dataset=[{"question": "?"}])  # type: ignore[arg-type]
+        rl_vlm.train("quickstart", dataset=[{"question": "?"}])  # type: ignore[arg-type]
     with pytest.raises(UserInputError, match="nowhere"):
         rl_vlm.train({}, dataset=tmp_path / "nowhere.parquet", reward="exact")
     with pytest.raises(UserInputError, match="is not a reward function"):
