@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_vlm.envs.registry import make, register
-    from rl_vlm.runs.api import Run, train
+    from rl_vlm.runs.api import Run, load_run, train
 
 __version__ = "0.1.0"
 
-__all__ = ["Run", "__version__", "make", "register", "train"]
+__all__ = ["Run", "__version__", "load_run", "make", "register", "train"]
 
 _HOMES = {"make": "rl_vlm.envs.registry", "register": "rl_vlm.envs.registry"}
-_HOMES |= dict.fromkeys(("train", "Run"), "rl_vlm.runs.api")
+_HOMES |= dict.fromkeys(("train", "load_run", "Run"), "rl_vlm.runs.api")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,17 @@
-"""`rl_vlm.train`: a run from Python."""
+"""`rl_vlm.train` and `rl_vlm.load_run`: a run from Python."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import fsspec
+import pandas as pd
+from PIL import Image
 
 from rl_vlm.config import CommonConfig, RewardFunction, TrainConfig, apply_overrides, parse_config
 from rl_vlm.config.loading import read_yaml
@@ -21,10 +27,67 @@ Reward = Callable[..., Any] | str | Mapping[str, Any]  # a function, what names 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended: its folder, and the figures of its `result.json`."""
+    """The folder of a run, here or at a URL. Its files are read when they are asked for, so a run that goes on can be
+    followed. docs/results.md lists keys and columns."""
 
     folder: RunDir
-    metrics: dict[str, Any]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """`result.json`: how the run ended; empty while it goes on."""
+        result: dict[str, Any] = json.loads(self._read("result.json") or b"{}")
+        return result
+
+    @property
+    def progress(self) -> pd.DataFrame:
+        """A row of metrics per iteration."""
+        text = self._read("progress.csv")
+        return pd.read_csv(io.BytesIO(text)) if text else pd.DataFrame()
+
+    @property
+    def evaluations(self) -> pd.DataFrame:
+        """A row per evaluation."""
+        lines, _, _ = self._read("eval.jsonl").rpartition(b"\n")  # the last line may be half written
+        return pd.json_normalize([json.loads(line) for line in lines.splitlines()])
+
+    @property
+    def trajectories(self) -> pd.DataFrame:
+        """A row per sampled episode. `info` and `messages` are parsed."""
+        files, root = self._opened()
+        tables = [
+            pd.read_parquet(file, filesystem=files) for file in sorted(files.glob(f"{root}/trajectories/*.parquet"))
+        ]
+        if not tables:
+            return pd.DataFrame()
+        rows = pd.concat(tables, ignore_index=True)
+        return rows.assign(**{name: rows[name].map(json.loads) for name in ("info", "messages")})
+
+    def image(self, sha256: str) -> Image.Image:
+        """An image that a row of `trajectories` names. Raises UserInputError if the run kept no such image."""
+        if not (png := self._read(f"trajectories/images/{sha256}.png")):
+            raise UserInputError(f"{self.folder} holds no image {sha256}: take a name from the column `images`.")
+        return Image.open(io.BytesIO(png))
+
+    def _opened(self) -> tuple[Any, str]:
+        files, root = fsspec.core.url_to_fs(str(self.folder))
+        return files, str(root)
+
+    def _read(self, name: str) -> bytes:
+        """A file of the run; empty where it is missing."""
+        files, root = self._opened()
+        try:
+            content: bytes = files.cat_file(f"{root}/{name}")
+        except FileNotFoundError:
+            return b""
+        return content
+
+
+def load_run(folder: RunDir) -> Run:
+    """The results of a run that has ended or goes on. Raises UserInputError if the folder is none of a run."""
+    files, root = fsspec.core.url_to_fs(str(folder))
+    if not files.exists(f"{root}/config.yaml"):
+        raise UserInputError(f"{folder} is not the folder of a run: it holds no config.yaml.")
+    return Run(folder)
 
 
 def train(
@@ -61,7 +124,8 @@ def train(
         env["reward"] = [_named(one) for one in (reward if isinstance(reward, list) else [reward])]
     run = parse_config(apply_overrides({**data, "env": env}, overrides or {}))
     folder = run_dir or Path("runs") / run.name
-    return Run(folder, training.train(run, folder, resume=resume, overwrite=overwrite))
+    training.train(run, folder, resume=resume, overwrite=overwrite)
+    return Run(folder)
 
 
 def _named(reward: Reward) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from runs import QUICKSTART, ROOT, TrainingProcess, environment, rl_vlm
 
+import rl_vlm as rl_vlm_package
 from rl_vlm.models.loading import resolve_model
 from rl_vlm.ownership import files_in, run_files
 
@@ -51,6 +52,19 @@ def test_every_update_started_at_ratio_one_and_engine_and_learner_agree(run_dir:
     assert all(float(row["policy/first_ratio_error"]) == 0 for row in rows)
     assert all(abs(float(row["mismatch/kl"])) < 1e-6 for row in rows)
     assert all(float(row["rollout/lag_max"]) == 0 for row in rows)
+
+
+def test_the_run_is_read_from_python_as_its_files_say(run_dir: Path) -> None:
+    run = rl_vlm_package.load_run(run_dir)
+    assert run.metrics == json.loads((run_dir / "result.json").read_text())
+    rows = list(csv.DictReader((run_dir / "progress.csv").open()))
+    assert run.progress["reward/mean"].tolist() == pytest.approx([float(row["reward/mean"]) for row in rows])
+    assert run.evaluations["accuracy/default"].iloc[-1] == run.metrics["accuracy_after"]
+    episodes = run.trajectories
+    assert set(episodes["iteration"]) <= set(run.progress["iteration"])
+    first = episodes.iloc[0]
+    assert run.image(first["images"][0]).size == (64, 64)
+    assert first["reward"] == float(first["messages"][1]["parts"] == [f"<answer>{first['info']['answer']}</answer>"])
 
 
 def test_the_run_folder_holds_what_it_should(run_dir: Path) -> None:
