@@ -54,7 +54,7 @@ def test_commands_and_configurations_that_are_named_exist(page: Path, capsys: py
         assert rl_vlm([command, "--help"]) == 0, command
     for config in re.findall(r"configs/[a-z0-9_/]+\.yaml", text):
         assert (ROOT / config).is_file(), config
-    for name in re.findall(r"rl-vlm (?:train|plan|sft|sweep) ([a-z0-9_/]+)(?=[\s`])", text):
+    for name in re.findall(r"rl-vlm (?:train|plan|sft|sweep) (?!runs/)([a-z0-9_/]+)(?=[\s`])", text):
         assert name in recipe_names(), name
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"`make ([a-z-]+)`", text):
