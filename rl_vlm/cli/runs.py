@@ -74,6 +74,21 @@ def export(
     say(f"Wrote {export_model(source, out, model, overwrite)}: weights, processor and chat template.")
 
 
+@commands.command(epilog="Example: rl-vlm push runs/quickstart me/counts-shapes")
+def push(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    repo: Annotated[str, typer.Argument(help="owner/name on the Hugging Face hub; made if it is not there.")],
+    merge: Annotated[bool, typer.Option("--merge", help="The whole model in place of the adapter.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="For everybody to see, if it is made now.")] = False,
+) -> None:
+    """Upload what a run trained to the Hugging Face hub, with a card: base, results, settings, how to load it."""
+    from rl_vlm.models.loading import quiet_libraries
+    from rl_vlm.runs.push import push as push_to_hub
+
+    quiet_libraries()
+    say(f"Uploaded to {push_to_hub(run, repo, merge=merge, public=public)}")
+
+
 def _print_findings(name: str, findings: Mapping[str, Any], obstacles: Sequence[str] = ()) -> None:
     for key, value in findings.items():
         say(f"{key}: {value}")

@@ -46,6 +46,14 @@ def fetch_config(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json")).parent
 
 
+def transport_errors() -> tuple[type[Exception], ...]:
+    """What the hub's client raises for its transport, which differs from version to version, and for a reply's status:
+    the former is a base of the latter."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+
+
 @contextlib.contextmanager
 def hub_errors(name: str, data: bool = False) -> Iterator[None]:
     """Whatever the hub's client raises as one sentence."""
@@ -53,9 +61,7 @@ def hub_errors(name: str, data: bool = False) -> Iterator[None]:
 
     kind, path = ("data set", f"datasets/{name}") if data else ("model", name)
     unreachable = f"The hub cannot be reached to fetch {name}: check the network and HF_ENDPOINT."
-    # The client's transport differs from version to version; its errors are a base of the client's own.
-    transport = cast("tuple[type[Exception], ...]", errors.HfHubHTTPError.__bases__)
-    broken: tuple[type[Exception], ...] = (*transport, zipfile.BadZipFile)
+    broken: tuple[type[Exception], ...] = (*transport_errors(), zipfile.BadZipFile)
     try:
         yield
     except errors.GatedRepoError as error:

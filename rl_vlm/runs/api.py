@@ -66,7 +66,7 @@ class Run:
         """An image that a row of `trajectories` names. Raises UserInputError if the run kept no such image."""
         if not (png := self._read(f"trajectories/images/{sha256}.png")):
             raise UserInputError(f"{self.folder} holds no image {sha256}: take a name from the column `images`.")
-        return Image.open(io.BytesIO(png))
+        return Image.open(io.BytesIO(png), formats=("PNG",))
 
     def _opened(self) -> tuple[Any, str]:
         files, root = fsspec.core.url_to_fs(str(self.folder))

@@ -27,20 +27,21 @@ MAX_LENGTH = 8192
 POSITIONS = ("visual.pos_embed.weight", "position_embedding.weight")  # of the vision tower
 MIN_PIXELS, MAX_PIXELS = 32 * 32, 128 * 128  # 1 to 16 image tokens
 
-SHIPPED = Path(__file__).with_name("shipped")  # `tiny` of seed 0, as `ship.py` builds it
+SHIPPED = Path(__file__).with_name("shipped")  # models of seed 0, as `ship.py` builds them
 
 logger = logging.getLogger(__name__)
 
 
 def tiny_model_path(seed: int = 0, variant: str = "small") -> Path:
-    """The folder of the tiny model. `tiny` of seed 0 comes with the package. Others are built on first use (about a
+    """The folder of the tiny model. Some of seed 0 come with the package. Others are built on first use (about a
     minute) under `~/.cache/rl_vlm`, or RL_VLM_CACHE.
 
     Safe to call from many processes at once: one builds, the others wait.
     """
-    if (seed, variant) == (0, "small"):
-        return SHIPPED
-    lessons = variant_named(variant).version
+    known = variant_named(variant)
+    if known.shipped and seed == 0:
+        return SHIPPED / variant
+    lessons = known.version
     version = str(RECIPE_VERSION) if lessons is None else f"{RECIPE_VERSION}.{lessons}"
     key = hashlib.sha256(f"{version}-{variant}-{seed}".encode()).hexdigest()[:12]
     cache = cache_folder()
@@ -83,7 +84,9 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
     try:
         with nullcontext() if known.smol else fast_vision(model):
             for _ in range(ROUNDS):
-                loss = teach(model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, name=name)
+                loss = teach(
+                    model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, rate=known.rate, name=name
+                )
                 if known.passes(model, encoder):
                     break
     finally:
@@ -113,7 +116,7 @@ def build_processor(variant: str = "small") -> Any:
     }
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**images),
-        tokenizer=build_tokenizer(MAX_LENGTH, known.corpus),
+        tokenizer=build_tokenizer(MAX_LENGTH, known.corpus, known.vocabulary),
         video_processor=Qwen3VLVideoProcessor(**images),
         chat_template=CHAT_TEMPLATE,
     )
@@ -130,7 +133,7 @@ def build_config(tokenizer: Any, variant: str = "small") -> Any:
     return Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
-            "hidden_size": 64,
+            "hidden_size": known.hidden,
             "num_hidden_layers": known.layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -140,7 +143,7 @@ def build_config(tokenizer: Any, variant: str = "small") -> Any:
             "initializer_range": 0.08,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": 1e4,
+                "rope_theta": 1e6 if known.copies else 1e4,
                 "mrope_section": [8, 4, 4] if known.wide else [4, 2, 2],
                 "mrope_interleaved": True,
             },
@@ -157,7 +160,7 @@ def build_config(tokenizer: Any, variant: str = "small") -> Any:
             "patch_size": 16,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
-            "out_hidden_size": 64,
+            "out_hidden_size": known.hidden,
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
             "initializer_range": 0.08,
@@ -176,6 +179,8 @@ def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
     import torch
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
+    from rl_vlm.zoo.tiny.copying import begin_with_copying
+
     config = build_config(tokenizer, variant)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -184,6 +189,8 @@ def build_model(seed: int, tokenizer: Any, variant: str = "small") -> Any:
         # Larger position embeddings than usual: with small ones the model did not learn positions.
         positions = next(weight for name, weight in model.named_parameters() if name.endswith(POSITIONS))
         positions *= 0.5 / positions.std()
+    if variant_named(variant).copies:
+        begin_with_copying(model, tokenizer.get_vocab())
     ids = config.text_config
     model.generation_config = GenerationConfig(
         eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, bos_token_id=ids.bos_token_id, do_sample=False
@@ -202,7 +209,7 @@ class TinyModel:
 
     def config(self) -> dict[str, Any]:
         """The content of its config.json, without building the model."""
-        return dict(build_config(build_tokenizer(MAX_LENGTH, VARIANTS[self.variant].corpus), self.variant).to_dict())
+        return dict(build_config(build_processor(self.variant).tokenizer, self.variant).to_dict())
 
 
 MODELS = {"tiny" if name == "small" else f"tiny-{name}": TinyModel(name) for name in VARIANTS}

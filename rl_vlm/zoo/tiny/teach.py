@@ -35,21 +35,28 @@ class Exchange(NamedTuple):
 
 Draw = Callable[[], Sequence[Exchange]]  # draws one conversation
 
-LEARNING_RATE = 3e-3
-_BUCKETS = (32, 64)  # tokens; rows of similar length share a forward pass, so that little is padding
+_BUCKETS = (32, 64, 96, 128)  # tokens; rows of similar length share a forward pass, so that little is padding
 _LOG_EVERY_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 def teach(
-    model: Any, encoder: DialogueEncoder, draw: Draw, *, steps: int, batch: int, rise: int = 20, name: str = "tiny"
+    model: Any,
+    encoder: DialogueEncoder,
+    draw: Draw,
+    *,
+    steps: int,
+    batch: int,
+    rise: int = 20,
+    rate: float = 3e-3,
+    name: str = "tiny",
 ) -> float:
     """Train all weights in place, one AdamW step per batch; returns the last loss (nats per token).
 
-    The learning rate rises over the first `rise` steps and falls linearly to 0 at `steps`.
+    The learning rate rises to `rate` over the first `rise` steps and falls linearly to 0 at `steps`.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / rise) * (1 - step / steps)
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_vlm.zoo.shapes.environment import COUNT_QUESTION, TRY_AGAIN, format_answer, format_call
 
-NUM_BPE_IDS = 464
+NUM_BPE_IDS = 464  # of most variants
 
 # Qwen's added tokens in the order of their ids, first those that its tokenizer calls special.
 SPECIAL_TOKENS = [
@@ -53,7 +53,9 @@ _SENTENCES = (
 )
 
 
-def train_bpe(extra: Sequence[str] = (), split: Any = None) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def train_bpe(
+    extra: Sequence[str] = (), split: Any = None, num_ids: int = NUM_BPE_IDS
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """The vocabulary (text -> id) and the merges, always the same; the words of `extra` become single tokens.
 
     split: cuts texts into words and these into bytes, by default as Qwen's tokenizer does.
@@ -68,19 +70,19 @@ def train_bpe(extra: Sequence[str] = (), split: Any = None) -> tuple[dict[str, i
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = split or Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=NUM_BPE_IDS, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
+        vocab_size=num_ids, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
     )
     tokenizer.train_from_iterator([*list(extra) * 20, *_FRAME * 20, *_SENTENCES * 2], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return model["vocab"], [tuple(pair) for pair in model["merges"]]
 
 
-def build_tokenizer(max_length: int, extra: Sequence[str] = ()) -> Any:
+def build_tokenizer(max_length: int, extra: Sequence[str] = (), num_ids: int = NUM_BPE_IDS) -> Any:
     """A Hugging Face `Qwen2Tokenizer` with the tiny vocabulary and the chat template."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
-    vocabulary, merges = train_bpe(extra)
+    vocabulary, merges = train_bpe(extra, num_ids=num_ids)
     # The ids of all added tokens are fixed beforehand: the class itself would number the special ones first.
     added = {
         len(vocabulary) + number: AddedToken(text, special=text in SPECIAL_TOKENS, normalized=False)

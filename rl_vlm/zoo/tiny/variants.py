@@ -17,8 +17,9 @@ class Variant:
     the warm start, and conversations per step. version: of the lessons; raise it whenever the weights would come out
     differently (None: counted by RECIPE_VERSION alone). rise: steps until the full learning rate. test: the module's
     function that says whether a model has learned the lessons; if not, they are repeated, at most twice. wide: heads of
-    32 dimensions instead of 16, the fewest that vLLM's kernels support. layers: of the language model. smol: SmolVLM's
-    form (`zoo/tiny/smol.py`) in place of Qwen's.
+    32 dimensions instead of 16, the fewest that vLLM's kernels support. layers, hidden: of the language model. smol:
+    SmolVLM's form (`zoo/tiny/smol.py`) in place of Qwen's. vocabulary: ids of the tokenizer but for added tokens. rate:
+    the highest learning rate. copies: it begins as `zoo/tiny/copying.py` says. shipped: seed 0 comes with the package.
     """
 
     lesson: str
@@ -30,6 +31,11 @@ class Variant:
     wide: bool = False
     layers: int = 2
     smol: bool = False
+    hidden: int = 64
+    vocabulary: int = 464
+    rate: float = 3e-3
+    copies: bool = False
+    shipped: bool = False
 
     @property
     def lessons(self) -> Any:
@@ -46,7 +52,21 @@ class Variant:
 
 VARIANTS = {
     # The shapes of Shapes-v0.
-    "small": Variant("shapes.lesson", 450, 64, rise=1),
+    "small": Variant("shapes.lesson", 450, 64, rise=1, shipped=True),
+    # To answer as a prompt asks: for environments of one's own.
+    "words": Variant(
+        "words.lesson",
+        4000,
+        48,
+        version=1,
+        rise=100,
+        wide=True,
+        layers=3,
+        hidden=96,
+        vocabulary=3072,
+        rate=1e-3,
+        copies=True,
+    ),
     "wide": Variant("shapes.lesson", 450, 64, rise=1, wide=True),
     "smol": Variant("shapes.lesson", 600, 24, version=1, smol=True),
     # Pictures of poles, which it compares.

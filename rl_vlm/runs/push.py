@@ -1,0 +1,138 @@
+"""Puts what a run trained on the Hugging Face hub, with a card that says what it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config import PolicyConfig, load_config
+from rl_vlm.config.loading import of_policy
+from rl_vlm.models.export import export_model, find_trained_and_model
+from rl_vlm.models.hub import transport_errors
+from rl_vlm.models.weights import AdapterPayload, is_full
+from rl_vlm.safe_text import one_line
+from rl_vlm.types import RLVLMError, UserInputError
+
+_PACKAGES = ("rl-vlm", "torch", "transformers", "peft", "ray", "vllm")
+
+
+class HubError(RLVLMError):
+    """The hub did not take the upload."""
+
+
+def push(run: str | Path, repo: str, *, merge: bool = False, public: bool = False) -> str:
+    """Upload the adapter of a run to `owner/name` on the hub, or with `merge` (and after full fine-tuning) the whole
+    model; returns the address. The token is that of `hf auth login` or HF_TOKEN. Raises UserInputError, HubError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    folder = Path(run).expanduser()
+    config = of_policy(load_config(folder / "config.yaml"))
+    trained, _ = find_trained_and_model(folder)
+    merge = merge or is_full(trained)
+    with tempfile.TemporaryDirectory(prefix="rl-vlm-push-") as scratch:
+        draft = Path(scratch) / "model"
+        if merge:
+            export_model(folder, draft)
+        else:
+            shutil.copytree(trained, draft)
+            _name_base(draft / AdapterPayload.CONFIG, config.model.path)
+        if (curve := folder / "curve.png").is_file():
+            shutil.copy(curve, draft)
+        (draft / "README.md").write_text(card(folder, config, repo, merge), encoding="utf-8")
+        api = HfApi()
+        try:
+            api.create_repo(repo, private=not public, exist_ok=True)
+            commit = api.upload_folder(repo_id=repo, folder_path=draft, commit_message=f"Run {config.name} of rl_vlm")
+        except HFValidationError as error:
+            raise UserInputError(f"{repo!r} is no name on the hub: give owner/name.") from error
+        except transport_errors() as error:
+            raise HubError(
+                f"The hub did not take {repo} ({one_line(error)}): log in with `hf auth login`, or set HF_TOKEN to a "
+                "token that may write."
+            ) from error
+    return str(commit.repo_url)
+
+
+def _name_base(file: Path, model: str) -> None:
+    """Name the base model as the configuration does: peft writes a path of this machine."""
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "base_model_name_or_path": model}, indent=2) + "\n")
+
+
+def card(folder: Path, config: PolicyConfig, repo: str, merged: bool) -> str:
+    """The model card: base, task, algorithm, held-out results, versions, and how to load it."""
+    base, named = config.model.path, not Path(config.model.path).is_absolute()
+    head: dict[str, Any] = {
+        "library_name": "transformers" if merged else "peft",
+        "pipeline_tag": "image-text-to-text",
+        "tags": ["rl_vlm", "reinforcement-learning", config.algorithm.name],
+        **({"base_model": base} if named and "/" in base else {}),
+    }
+    what, of = "Weights" if merged else "A LoRA adapter", base if named else Path(base).name
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]
+    lines += [f"# {repo.split('/')[-1]}", ""]
+    lines += [f"{what} for `{of}`, trained by {config.algorithm.name.upper()} on {config.env.title} with rl_vlm.", ""]
+    lines += ["## Results", "", *_results(folder)]
+    if (folder / "curve.png").is_file():
+        lines += ["", "![Learning curve](curve.png)"]
+    lines += ["", "## Training", "", "| | |", "|---|---|"]
+    facts = {
+        "iterations": config.algorithm.iterations,
+        "groups × samples": f"{config.rollout.prompts_per_iteration} × {config.rollout.group_size}",
+        "learning rate": f"{config.learner.lr:g}",
+        "weights": "all" if config.model.train == "full" else f"LoRA, rank {config.model.lora.rank}",
+        "seed": config.seed,
+        "versions": ", ".join(filter(None, map(_version, _PACKAGES))),
+    }
+    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    use = (_USE_MERGED if merged else _USE_ADAPTER).format(repo=repo, base=base)
+    return "\n".join([*lines, "", "## Use", "", use, ""])
+
+
+def _results(folder: Path) -> list[str]:
+    """A row per variant: accuracy on the held-out split with its interval of 95 %, before and after."""
+    file = folder / "eval.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    if not rows:
+        return ["The run made no evaluation."]
+    first, last = rows[0], rows[-1]
+    names = [key.removeprefix("accuracy/") for key in last if key.startswith("accuracy/")]
+    table = ["| held-out accuracy | before | after | items |", "|---|---|---|---|"]
+    for name in names:
+        before, after = (
+            f"{row[f'accuracy/{name}']:.3f} [{row[f'accuracy_low/{name}']:.3f}, {row[f'accuracy_high/{name}']:.3f}]"
+            for row in (first, last)
+        )
+        table.append(f"| {name} | {before} | {after} | {last.get(f'items/{name}', '')} |")
+    return table
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+_USE_ADAPTER = """```python
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained("{base}"), "{repo}")
+```
+
+`vllm serve {base} --enable-lora --lora-modules policy={repo}` serves it, and so does rl_vlm:
+`rl-vlm serve {base} --adapter FOLDER`, with the folder that `hf download {repo}` prints."""
+
+_USE_MERGED = """```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+model, processor = AutoModelForImageTextToText.from_pretrained("{repo}"), AutoProcessor.from_pretrained("{repo}")
+```
+
+`vllm serve {repo}` and `rl-vlm serve {repo}` serve it."""

@@ -1,0 +1,128 @@
+"""`rl-vlm push` against a local stand-in of the hub's API: what arrives there, and what goes wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig
+
+from rl_vlm.cli.app import run as rl_vlm
+from rl_vlm.config import PolicyConfig, save_config
+from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.runs.push import HubError, push
+from rl_vlm.types import UserInputError
+
+
+class Hub:
+    """Takes commits; `files` is what the last one holds, `created` the requests for repositories."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.created: list[dict[str, object]] = []
+        self.status = 200
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                self._reply(hub.answer(self.path, body))
+
+            def do_GET(self) -> None:
+                self._reply(
+                    {"id": "me/counts", "sha": "0" * 40, "siblings": [], "name": "me", "type": "user", "orgs": []}
+                )
+
+            def _reply(self, content: object) -> None:
+                data = json.dumps(content).encode()
+                self.send_response(hub.status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str, body: bytes) -> object:
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return {"url": f"{self.url}/me/counts", "name": "me/counts", "id": "me/counts"}
+        if "/preupload/" in path:
+            names = [one["path"] for one in json.loads(body)["files"]]
+            return {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+        if "/commit/" in path:
+            for line in body.splitlines():
+                one = json.loads(line)
+                if one["key"] == "file":
+                    self.files[one["value"]["path"]] = base64.b64decode(one["value"]["content"])
+            return {"commitUrl": f"{self.url}/me/counts/commit/{'1' * 40}", "commitOid": "1" * 40}
+        return {"errors": [], "warnings": []}  # of a card's head
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    stand_in = Hub()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield stand_in
+    stand_in.server.shutdown()
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = {"name": "counts", "model": {"path": "Qwen/Qwen3-VL-2B-Instruct", "lora": {"rank": 4, "alpha": 8}}}
+    save_config(PolicyConfig.model_validate(config), folder / "config.yaml")
+    state = {"base_model.model.layers.0.q_proj.lora_A.weight": torch.ones(4, 8)}
+    lora = LoraConfig(r=4, lora_alpha=8, base_model_name_or_path="/home/me/models/qwen")
+    AdapterPayload.build(1, state, lora).write(folder / "adapter")
+    rows = [
+        {
+            "iteration": i,
+            "accuracy/default": a,
+            "accuracy_low/default": a - 0.1,
+            "accuracy_high/default": a + 0.1,
+            "items/default": 64,
+        }
+        for i, a in ((0, 0.25), (200, 0.875))
+    ]
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "curve.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def test_an_adapter_arrives_with_its_card(hub: Hub, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rl_vlm(["push", str(run_folder), "me/counts"]) == 0
+    assert f"{hub.url}/me/counts" in capsys.readouterr().out
+    assert hub.created[0]["name"] == "counts" and "private" in json.dumps(hub.created[0])  # its form differs by version
+    assert hub.files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors", "curve.png"}
+    assert hub.files["adapter_model.safetensors"] == (run_folder / "adapter/adapter_model.safetensors").read_bytes()
+    # No path of the machine that trained it.
+    assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "Qwen/Qwen3-VL-2B-Instruct"
+    text = hub.files["README.md"].decode()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["base_model"] == "Qwen/Qwen3-VL-2B-Instruct" and head["library_name"] == "peft"
+    assert "| default | 0.250 [0.150, 0.350] | 0.875 [0.775, 0.975] | 64 |" in text
+    assert "LoRA, rank 4" in text and "Shapes-v0" in text and "/home/me" not in text
+
+
+def test_what_the_hub_does_not_take_is_told(hub: Hub, run_folder: Path) -> None:
+    hub.status = 403
+    with pytest.raises(HubError, match="hf auth login"):
+        push(run_folder, "me/counts", public=True)
+    with pytest.raises(UserInputError, match="owner/name"):
+        push(run_folder, "me/counts/more")
