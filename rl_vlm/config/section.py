@@ -123,6 +123,7 @@ class TrainLogging(PlainLogging):
 class LoggingSection(TrainLogging):
     trajectories_every: Natural = 10  # Iterations between dumps of sampled trajectories; 0: none.
     trajectories_per_dump: Count = 64  # Trajectories that a dump holds at most.
+    show_episodes: bool = True  # Print one episode of each dump: reading answers is how a gamed reward is found.
 
 
 _SHARE = 0.001  # of a node's one unit: a thousand actors fit, and CPUs and GPUs alone say how many there are

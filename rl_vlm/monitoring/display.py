@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_vlm.safe_text import printable, safe
+from rl_vlm.types import Trajectory
 
 _NEGLIGIBLE_KL = 1e-4  # nats per token: in float32 engine and learner agree to 1e-9
 _ALARM_GROWTH = 10.0
@@ -50,6 +51,7 @@ class Trend:
 # Plain lines: one per PLAIN_EVERY iterations, and one when nothing was printed for PLAIN_SECONDS.
 PLAIN_EVERY = 10
 PLAIN_SECONDS = 5.0
+_SHOWN = 100  # characters of a message
 
 # The rows of the panel: a name, and what it shows of the metrics that an iteration has. Speed and policy need no name.
 Rows = Sequence[tuple[str, Sequence[str]]]
@@ -89,6 +91,15 @@ def filled(forms: Sequence[str], values: Mapping[str, Any], between: str = ", ")
         with contextlib.suppress(KeyError, TypeError):
             parts.append(form.format_map(values))
     return between.join(parts)
+
+
+def episode_line(trajectory: Trajectory) -> str:
+    """The last answer of an episode, what it replies to, and the reward."""
+    said = next((k for k in reversed(range(len(trajectory.messages))) if trajectory.messages[k].role == "assistant"), 0)
+    texts = [" ".join(message.text.split()) for message in trajectory.messages[max(said - 1, 0) : said + 1]]
+    shown = " → ".join(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..." for text in texts)
+    turns = f", {len(trajectory.turns)} turns" if len(trajectory.turns) > 1 else ""
+    return f"  an episode: {shown} | reward {trajectory.reward:.4g}{turns}"
 
 
 class ProgressDisplay:

@@ -22,6 +22,7 @@ from rl_vlm.learning.plan import ESTIMATORS
 from rl_vlm.models.images import TextSide
 from rl_vlm.models.loading import load_text_side, quiet_libraries, resolve_model
 from rl_vlm.models.weights import check_initial_adapter
+from rl_vlm.monitoring.display import episode_line
 from rl_vlm.rollout.curriculum import Stages
 from rl_vlm.rollout.scoring import try_functions, try_parts
 from rl_vlm.runs.lifecycle import RunLifecycle
@@ -294,6 +295,9 @@ class PolicyRun(RunLifecycle):
             self.recorder.dump_trajectories(
                 iteration, [groups[k] for k in recorded], [advantages[k] for k in recorded], algorithm.decode
             )
+            if config.logging.show_episodes:
+                shown = groups[recorded[iteration % len(recorded)]].trajectories
+                self.display.message(episode_line(shown[iteration % len(shown)]))
         if iteration % config.logging.checkpoint_every == 0:
             self._checkpoint()
         last = iteration >= config.algorithm.iterations

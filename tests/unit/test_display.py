@@ -1,5 +1,6 @@
 """ProgressDisplay: plain lines without a terminal, a panel that fits any terminal."""
 
+import dataclasses
 import io
 import json
 import re
@@ -12,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
-from rl_vlm.monitoring.display import ProgressDisplay
+from rl_vlm.monitoring.display import ProgressDisplay, episode_line
 from rl_vlm.plots.curves import curve_figure, draw_curve, smooth
+from rl_vlm.types import Message, StopReason, Trajectory, TrajectoryStatus, Turn
 
 METRICS = {
     "reward/mean": 0.5,
@@ -209,3 +211,21 @@ def test_smoothing_is_a_gaussian_average():
     np.testing.assert_allclose(smooth(pd.Series(values))[7:14], weights / weights.sum())
     noise = pd.Series(np.random.default_rng(0).normal(size=400))
     assert smooth(noise).std() < 0.3 * noise.std()
+
+
+def test_an_episode_in_a_line() -> None:
+    said = [
+        Message.of("user", "How many\n  shapes?"),
+        Message.of("assistant", "<answer>3</answer>"),
+        Message.of("user", "Wrong. Try again."),
+        Message.of("assistant", "x" * 200),
+        Message.of("user", "Right."),
+    ]
+    turn = Turn(0, 1, 0, StopReason.END_OF_TURN, reward=0.5)
+    nothing = np.zeros(2, np.int32)
+    one = Trajectory(
+        "t", nothing, nothing > 0, nothing * 1.0, (turn, turn), TrajectoryStatus.COMPLETED, messages=tuple(said)
+    )
+    assert episode_line(one) == f"  an episode: Wrong. Try again. → {'x' * 97}... | reward 1, 2 turns"
+    short = dataclasses.replace(one, turns=(turn,), messages=tuple(said[:2]))
+    assert episode_line(short) == "  an episode: How many shapes? → <answer>3</answer> | reward 0.5"
