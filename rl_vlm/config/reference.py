@@ -40,6 +40,7 @@ _TYPES = {
 }  # fmt: skip
 _OWN = re.compile(rf"\b({'|'.join(_TYPES)})\b")
 _LITERAL = re.compile(r"Literal\[(.*?)\]")
+_SEQUENCE = re.compile(r"tuple\[(.*), \.\.\.\]")
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -65,6 +66,7 @@ def reference(section: type[Section], prefix: str = "") -> Iterator[Key]:
         shown = "" if default is PydanticUndefined else json.dumps(default, default=str, ensure_ascii=False)
         kind = _LITERAL.sub(lambda found: found[1].replace(", ", " | ").replace("'", ""), written)
         kind = _OWN.sub(lambda found: _TYPES[found[1]], kind).replace("None", "null")
+        kind = _SEQUENCE.sub(r"list of \1", kind)
         if written in ("int", "float"):
             sides = ((sign, m, side) for m in field.metadata for side, sign in _BOUNDS.items() if hasattr(m, side))
             kind = f"{kind} {', '.join(f'{sign} {getattr(m, side)}' for sign, m, side in sides)}".strip()
