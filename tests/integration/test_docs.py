@@ -109,13 +109,14 @@ def test_own_data_and_a_reward_function_pass_a_dry_run_as_shown(
     pq.write_table(pa.Table.from_pylist(cells), tmp_path / "my.parquet")
     assert rl_vlm(["train", "my.yaml", "--dry-run", f"model.path={tiny_folder}"]) == 0
 
-    def inspect(config: PolicyConfig, *place: Path, **options: bool) -> dict[str, float]:
+    def inspect(config: PolicyConfig, place: Path, **options: bool) -> None:
         found = training.inspect_run(
             config.model_copy(update={"model": config.model.model_copy(update={"path": str(tiny_folder)})})
         )
         assert (found["env"], found["train_items"], found["test_items"]) == ("QA-v0", 36, 4)
         assert config.env.reward.functions[0].function == "my_reward:score"
-        return {"reward_after": 0.5}
+        place.mkdir(parents=True)
+        (place / "result.json").write_text('{"reward_after": 0.5}')
 
     monkeypatch.setattr(training, "train", inspect)
     runpy.run_path("train.py", run_name="__main__")
