@@ -7,11 +7,13 @@ a sentence ... For each, one after the other and each step a command of its own:
 
 - `rl-vlm sft` on 100 conversations of the right form whose answers belong to other pictures. They teach the form and
   say nothing of the task.
-- `rl-vlm eval` on 100 held-out items: the share of well-formed greedy answers and the accuracy, before and after that.
+- `rl-vlm eval` on 100 held-out items, before and after that: the share of well-formed greedy answers, their accuracy,
+  and the share of well-formed answers among those sampled as in training, of which RL lives.
 - `rl-vlm train` with the quickstart's settings for 100 iterations, from the adapter of the fine-tuning and directly.
 
-The table has two rows per environment. Its figures are those of the mean reward in the last five iterations; `first`
-is the mean reward of the first iteration, `curve` that of every tenth, `after` the greedy accuracy at the end. A step
+The table has two rows per environment. Its figures are those of the mean reward in the last five iterations.
+`well_formed`, `accuracy` (greedy) and `sampled_formed` are before RL; `first` is the mean reward of the first
+iteration, `curve` that of ten iterations on the way and of the last, `after` the greedy accuracy at the end. A step
 that has finished in `--folder` is not run again, so an interrupted measurement can go on.
 """
 
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,12 @@ ROOT = Path(__file__).resolve().parents[1]
 STRANGERS = ROOT / "tests" / "fixtures" / "strangers"
 NAMES = sorted(path.stem for path in STRANGERS.glob("*.py"))
 CONVERSATIONS = 100
+SAMPLES = 4  # of each held-out item
+_KINDS = ("greedy", "sampled")  # as `rl-vlm eval` names them
 _TIMEOUT_S = 3600.0
 # The longest answers, a tool call in a tokenizer of few words, do not fit the quickstart's 16 tokens.
 LIMITS = ("rollout.max_new_tokens_per_turn=64", "serving.max_context=2048")
-FINE_TUNING = ("sft.batch_size=16", "sft.epochs=8", "sft.max_length=2048", "sft.eval_every=0", "sft.warmup_steps=5")
+FINE_TUNING = ("sft.batch_size=16", "sft.epochs=20", "sft.max_length=2048", "sft.eval_every=0", "sft.warmup_steps=5")
 FORMED, RAISED, SOLVED = 0.95, 0.2, 0.9  # of the greedy answers; of the mean reward
 
 
@@ -111,18 +115,27 @@ def command(folder: Path, *arguments: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Greedy answers of a policy to held-out items."""
+    """Answers of a policy to held-out items before RL: greedy ones, and samples."""
 
     well_formed: float
     accuracy: float
+    sampled_formed: float
 
 
-def greedy(items: Path, side: str, asked: int) -> Start:
-    """Of a file of finished items. An answer that was cut off never reached the environment, so it is ill-formed."""
+def start_of(items: Path, side: str, asked: int) -> Start:
+    """Of a file of finished items; those that were lost count as ill-formed and wrong."""
     rows = [json.loads(line) for line in items.read_text().splitlines()]
-    rows = [row for row in rows if row.get("side") == side]
-    formed = [bool(row["info"].get("well_formed", False)) and row["status"] == "completed" for row in rows]
-    return Start(sum(formed) / asked, sum(bool(row["correct"]) for row in rows) / asked)
+    greedy, sampled = ([row for row in rows if row.get("side") == side and row["kind"] == kind] for kind in _KINDS)
+    return Start(
+        sum(map(_well_formed, greedy)) / asked,
+        sum(bool(row["correct"]) for row in greedy) / asked,
+        sum(map(_well_formed, sampled)) / (asked * SAMPLES),
+    )
+
+
+def _well_formed(row: dict[str, Any]) -> bool:
+    """An answer that was cut off never reached the environment, which therefore has no verdict, or an older one."""
+    return row["status"] == "completed" and bool(row["info"].get("well_formed", False))
 
 
 def rewards(run: Path) -> list[float]:
@@ -137,27 +150,27 @@ def measure(model: str, name: str, folder: Path, quick: bool) -> dict[str, dict[
     tuned, items = folder / "sft", 50 if quick else 100
     shared = (
         f"model.path={model}",
-        "env.kwargs={}",
         f"env.id={env_id(name)}",
+        "env.kwargs={}",
         *LIMITS,
         f"evaluation.num_items={items}",
     )
     data = conversations(name, folder / "data")
     command(tuned, "sft", "sft_tiny", f"model.path={model}", f"sft.data={data}", *FINE_TUNING)
-    command(folder / "eval.json", "eval", "quickstart", "--run-dir", tuned, "--against", "base", *shared)
+    sides = ("--run-dir", tuned, "--against", "base")
+    command(folder / "eval.json", "eval", "quickstart", *sides, *shared, f"evaluation.samples={SAMPLES}")
     rows = {}
     for label, side, more in (("after SFT", "policy", (f"model.adapter={tuned}",)), ("directly", "against", ())):
         run = folder / label.replace(" ", "-").lower()
         iterations = 20 if quick else 100
         command(run, "train", "quickstart", *shared, *more, f"algorithm.iterations={iterations}", "evaluation.every=0")
-        curve, start = rewards(run), greedy(folder / "eval.items.jsonl", side, items)
+        curve, start = rewards(run), start_of(folder / "eval.items.jsonl", side, items)
         rows[label] = {
             "values": curve[-5:],
-            "well_formed": start.well_formed,
-            "accuracy": start.accuracy,
+            **asdict(start),
             "first": curve[0],
             "after": json.loads((run / "result.json").read_text())["accuracy_after"],
-            "curve": " ".join(f"{reward:.2f}".lstrip("0") for reward in (*curve[::10], curve[-1])),
+            "curve": " ".join(f"{reward:.2f}".lstrip("0") for reward in (*curve[:: len(curve) // 10], curve[-1])),
         }
     return rows
 
