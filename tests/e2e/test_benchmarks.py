@@ -50,6 +50,15 @@ REPORTS: dict[str, tuple[int, tuple[str, ...], Callable[[Report, Rows], list[boo
             not [note for note in report["notes"] if "acknowledged" in note],  # all replicas were reached
         ],
     ),
+    "strangers": (
+        880, ("--quick", "--only", "doors"),
+        lambda report, rows: [
+            set(rows) == {"doors, after SFT", "doors, directly"}, len(report["notes"]) == 1,
+            rows["doors, after SFT"]["well_formed"] >= 0.95,  # fine-tuning taught the form ...
+            rows["doors, after SFT"]["accuracy"] <= 0.5,  # ... and not the task
+            *(0 <= row[key] <= 1 for row in report["rows"] for key in ("first", "median", "after", "sampled_formed")),
+        ],
+    ),
     "host_memory": (  # it stays flat on episodes full of images
         1150, (),
         lambda report, rows: [

@@ -1,0 +1,214 @@
+"""Does a model follow environments that it does not know? Ten small ones, as ten people would write them.
+
+    python benchmarks/strangers.py [--model PATH_OR_NAME] [--only NAME ...] [--quick] [--folder DIR] [--out FILE]
+
+The environments are tests/fixtures/strangers/*.py. Each states its form of answers in words: a tag, JSON, a tool call,
+a sentence ... For each, one after the other and each step a command of its own:
+
+- `rl-vlm sft` on 100 conversations of the right form whose answers belong to other pictures. They teach the form and
+  say nothing of the task.
+- `rl-vlm eval` on 100 held-out items, before and after that: the share of well-formed greedy answers, their accuracy,
+  and the share of well-formed answers among those sampled as in training, of which RL lives.
+- `rl-vlm train` with the quickstart's settings for 100 iterations, from the adapter of the fine-tuning and directly.
+
+The table has two rows per environment. Its figures are those of the mean reward in the last five iterations.
+`well_formed`, `accuracy` (greedy) and `sampled_formed` are before RL; `first` is the mean reward of the first
+iteration, `curve` that of ten iterations on the way and of the last, `after` the greedy accuracy at the end. A step
+that has finished in `--folder` is not run again, so an interrupted measurement can go on.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from report import Report, command_line
+
+from rl_vlm.envs.base import EpisodeEnv
+from rl_vlm.envs.registry import make
+from rl_vlm.types import Message
+
+ROOT = Path(__file__).resolve().parents[1]
+STRANGERS = ROOT / "tests" / "fixtures" / "strangers"
+NAMES = sorted(path.stem for path in STRANGERS.glob("*.py"))
+CONVERSATIONS = 100
+SAMPLES = 4  # of each held-out item
+_KINDS = ("greedy", "sampled")  # as `rl-vlm eval` names them
+_TIMEOUT_S = 3600.0
+# The longest answers, a tool call in a tokenizer of few words, do not fit the quickstart's 16 tokens.
+LIMITS = ("rollout.max_new_tokens_per_turn=64", "serving.max_context=2048")
+FINE_TUNING = ("sft.batch_size=16", "sft.epochs=20", "sft.max_length=2048", "sft.eval_every=0", "sft.warmup_steps=5")
+FORMED, RAISED, SOLVED = 0.95, 0.2, 0.9  # of the greedy answers; of the mean reward
+
+
+def env_id(name: str) -> str:
+    """`env.id` of a stranger."""
+    return str(STRANGERS / f"{name}.py")
+
+
+def conversations(name: str, folder: Path, count: int = CONVERSATIONS) -> Path:
+    """Write conversations about train items as JSONL with images, and return the file.
+
+    Every answer is the right one of another item, so it has the right form and says nothing about the picture.
+    """
+    shown, other = make(env_id(name)), make(env_id(name))
+    assert isinstance(shown, EpisodeEnv) and isinstance(other, EpisodeEnv)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    path = folder / "train.jsonl"
+    with path.open("w") as file:
+        for index in range(count):
+            messages = list(_conversation(shown, other, index, index + count))
+            images = [image for message in messages for image in message.images]
+            names = [f"images/{index:03d}-{number}.png" for number in range(len(images))]
+            for image, name_of_image in zip(images, names, strict=True):
+                (folder / name_of_image).write_bytes(image.png)
+            rows = [{"role": message.role, "content": _content(message)} for message in messages]
+            file.write(json.dumps({"messages": rows, "images": names}) + "\n")
+    return path
+
+
+def _conversation(shown: EpisodeEnv, other: EpisodeEnv, index: int, other_index: int) -> Iterator[Message]:
+    """The episode of a train item, answered as another item is answered right."""
+    observation, _ = shown.reset(options={"index": index, "split": "train"})
+    other.reset(options={"index": other_index, "split": "train"})
+    ended = False
+    while not ended:
+        yield from observation.messages
+        text = other.right()  # type: ignore[attr-defined]  # what the strangers have beyond an EpisodeEnv
+        yield Message.of("assistant", text)
+        observation, _, terminated, truncated, _ = shown.step(text)
+        ended = terminated or truncated
+        if not ended:
+            other.step(text)
+
+
+def _content(message: Message) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts]
+
+
+def command(folder: Path, *arguments: object) -> None:
+    """Run `rl-vlm ...`, unless its results are there: `folder` is a run folder, or a file. Raises RuntimeError."""
+    if folder.suffix == ".json":
+        done, where = folder.is_file(), ("--out", folder, "--overwrite")
+    else:
+        result = folder / "result.json"
+        done = result.is_file() and json.loads(result.read_text())["status"] == "done"
+        where = ("--run-dir", folder, *(("--overwrite",) if folder.exists() else ()))
+    if done:
+        return
+    line = [sys.executable, "-m", "rl_vlm.cli", *map(str, (*arguments, *where))]
+    ended = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(line[2:])} ended with code {ended.returncode}:\n{ended.stderr[-2000:]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Answers of a policy to held-out items before RL: greedy ones, and samples."""
+
+    well_formed: float
+    accuracy: float
+    sampled_formed: float
+
+
+def start_of(items: Path, side: str, asked: int) -> Start:
+    """Of a file of finished items; those that were lost count as ill-formed and wrong."""
+    rows = [json.loads(line) for line in items.read_text().splitlines()]
+    greedy, sampled = ([row for row in rows if row.get("side") == side and row["kind"] == kind] for kind in _KINDS)
+    return Start(
+        sum(map(_well_formed, greedy)) / asked,
+        sum(bool(row["correct"]) for row in greedy) / asked,
+        sum(map(_well_formed, sampled)) / (asked * SAMPLES),
+    )
+
+
+def _well_formed(row: dict[str, Any]) -> bool:
+    """An answer that was cut off never reached the environment, which therefore has no verdict, or an older one."""
+    return row["status"] == "completed" and bool(row["info"].get("well_formed", False))
+
+
+def rewards(run: Path) -> list[float]:
+    """The mean reward of each iteration."""
+    with (run / "progress.csv").open() as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: int(row["iteration"]))
+    return [float(row["reward/mean"]) for row in rows]
+
+
+def measure(model: str, name: str, folder: Path, quick: bool) -> dict[str, dict[str, Any]]:
+    """Fine-tune, evaluate and train; one row for the run after fine-tuning and one for that without."""
+    tuned, items = folder / "sft", 50 if quick else 100
+    shared = (
+        f"model.path={model}",
+        f"env.id={env_id(name)}",
+        "env.kwargs={}",
+        *LIMITS,
+        f"evaluation.num_items={items}",
+    )
+    data = conversations(name, folder / "data")
+    command(tuned, "sft", "sft_tiny", f"model.path={model}", f"sft.data={data}", *FINE_TUNING)
+    sides = ("--run-dir", tuned, "--against", "base")
+    command(folder / "eval.json", "eval", "quickstart", *sides, *shared, f"evaluation.samples={SAMPLES}")
+    rows = {}
+    for label, side, more in (("after SFT", "policy", (f"model.adapter={tuned}",)), ("directly", "against", ())):
+        run = folder / label.replace(" ", "-").lower()
+        iterations = 20 if quick else 100
+        command(run, "train", "quickstart", *shared, *more, f"algorithm.iterations={iterations}", "evaluation.every=0")
+        curve, start = rewards(run), start_of(folder / "eval.items.jsonl", side, items)
+        rows[label] = {
+            "values": curve[-5:],
+            **asdict(start),
+            "first": curve[0],
+            "after": json.loads((run / "result.json").read_text())["accuracy_after"],
+            "curve": " ".join(f"{reward:.2f}".lstrip("0") for reward in (*curve[:: len(curve) // 10], curve[-1])),
+        }
+    return rows
+
+
+def learned(row: dict[str, Any]) -> bool:
+    """Whether the mean reward, of which 1 is possible, rose by 0.2 or to more than 0.9."""
+    return row["median"] > row["first"] + RAISED or row["median"] > SOLVED
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """One sentence about all environments."""
+    after = [row for row in rows if row["label"].endswith("after SFT")]
+    directly = [row for row in rows if row["label"].endswith("directly")]
+    formed = sum(row["well_formed"] >= FORMED for row in after)
+    return (
+        f"{formed} of {len(after)} environments are at least {FORMED:.0%} well-formed after SFT. RL raises the mean "
+        f"reward by more than {RAISED}, or above {SOLVED}, in {sum(map(learned, after))} of them after SFT and in "
+        f"{sum(map(learned, directly))} directly."
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = command_line(__doc__, "20 iterations and 50 held-out items")
+    parser.add_argument("--model", default="tiny", help="model.path (default tiny)")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--folder", type=Path, help="where data and run folders go; default: a temporary folder")
+    args = parser.parse_args()
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="strangers-"))).absolute()
+    model = str(Path(args.model).absolute()) if Path(args.model).is_dir() else args.model
+    report = Report(f"Environments of strangers: mean reward of {args.model} at the end of training")
+    for name in args.only:
+        for label, row in measure(model, name, folder / name, args.quick).items():
+            report.add(f"{name}, {label}", row.pop("values"), unit="", **row)
+            print(f"{name}, {label}: {row}", flush=True)
+    report.notes.append(summary(report.rows))
+    report.finish(args.out)
+
+
+if __name__ == "__main__":
+    main()

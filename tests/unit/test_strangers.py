@@ -1,0 +1,126 @@
+"""tests/fixtures/strangers: ten small environments as other people write them, and what benchmarks/strangers.py makes of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.envs.checking import check_environment
+from rl_vlm.envs.registry import make
+
+ROOT = Path(__file__).parents[2]
+STRANGERS = ROOT / "tests" / "fixtures" / "strangers"
+CALL = '{"name": "open_curtain", "arguments": {"side": "left"}}'
+# What they can be answered with, turn by turn, and texts that are of another form.
+ANSWERS = {
+    "bars": ({"Answer: 1", "Answer: 2", "Answer: 3"},),
+    "brighter_photo": ({"first", "second"},),
+    "cross": ({"yes", "no"},),
+    "curtain": (
+        {f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL.replace('left', 'right')}</tool_call>"},
+        {"on", "off"},
+    ),
+    "doors": ({f"open {number}" for number in range(1, 5)},),
+    "mouse": ({f"row {row}, column {column}" for row in (1, 2) for column in (1, 2)},),
+    "paint": ({f"I choose {paint}." for paint in ("red", "blue", "white", "yellow")},),
+    "quiz": ({"A", "B", "C"},),
+    "traffic": ({f'{{"light": "{light}"}}' for light in ("red", "yellow", "green")},),
+    "weather": ({f"<weather>{weather}</weather>" for weather in ("sunny", "cloudy", "night")},),
+}
+WRONG = {
+    "bars": ("", "2", "Answer: 4", "Answer: two", "Answer: 1 or 2"),
+    "brighter_photo": ("", "third", "the first", "first second", "<answer>first</answer>"),
+    "cross": ("", "yes no", "maybe", "yes, there is", "<answer>1</answer>"),
+    "curtain": ("", "left", CALL, f"<tool_call>{CALL}", f"<tool_call>{CALL.replace('left', 'up')}</tool_call>"),
+    "doors": ("", "3", "open", "open 5", "open door 3"),
+    "mouse": ("", "row 1", "1, 2", "row 3, column 1", "column 1, row 2"),
+    "paint": ("", "red", "I choose red", "I choose green.", "I choose red. I choose blue."),
+    "quiz": ("", "red", "D", "AB", "A) red"),
+    "traffic": ("", "red", '{"light": "blue"}', '{"light": "red", "car": 1}', '["red"]'),
+    "weather": ("", "sunny", "<weather>rain</weather>", "<weather>sunny", "<answer>sunny</answer>"),
+}
+
+
+def path_of(name: str) -> str:
+    return str(STRANGERS / f"{name}.py")
+
+
+def opened(name: str, index: int, split: str = "train"):
+    env = make(path_of(name))
+    env.reset(options={"index": index, "split": split})
+    return env
+
+
+def test_there_are_ten() -> None:
+    assert {path.stem for path in STRANGERS.glob("*.py")} == set(ANSWERS) == set(WRONG) and len(ANSWERS) == 10
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_it_is_a_sound_environment(name: str) -> None:
+    report = check_environment(path_of(name), episodes=8, budget_s=0.5, answers=sorted(ANSWERS[name][0]))
+    # One text that answers both of the curtain's turns is nothing that the check could say.
+    unpaid = ["reward"] if len(ANSWERS[name]) > 1 else []
+    assert report.ok and report.image is not None
+    assert [finding.name for finding in report.findings if finding.status != "ok"] == unpaid
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_right_answers_are_paid_and_all_answers_occur(name: str) -> None:
+    said: list[set[str]] = [set() for _ in ANSWERS[name]]
+    for index in range(32):
+        env = opened(name, index, ("train", "test")[index % 2])
+        for turn, texts in enumerate(said):
+            texts.add(text := env.right())
+            _, reward, terminated, _, info = env.step(text)
+            last = turn == len(said) - 1
+            assert (reward, terminated, info["well_formed"]) == (float(last), last, True)
+        assert info["correct"] is True
+    assert tuple(said) == ANSWERS[name]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_wrong_answer_in_the_right_form_is_well_formed_and_not_paid(name: str) -> None:
+    for index in range(4):
+        for wrong in ANSWERS[name][-1]:
+            env = opened(name, index)
+            for _ in ANSWERS[name][:-1]:
+                env.step(env.right())
+            if wrong != env.right():
+                _, reward, terminated, _, info = env.step(wrong)
+                assert (reward, terminated, info) == (0.0, True, info | {"correct": False, "well_formed": True})
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in WRONG.items() for text in texts])
+def test_another_form_is_not_well_formed(name: str, text: str) -> None:
+    for index in range(8):
+        _, reward, terminated, _, info = opened(name, index).step(text)
+        assert (reward, terminated, info) == (0.0, True, info | {"correct": False, "well_formed": False})
+
+
+@pytest.mark.parametrize("answer", ["on", "off"])
+def test_behind_the_wrong_curtain_no_answer_is_paid(answer: str) -> None:
+    env = opened("curtain", 0)
+    env.step(next(text for text in ANSWERS["curtain"][0] if text != env.right()))
+    _, reward, terminated, _, info = env.step(answer)
+    assert (reward, terminated, info) == (0.0, True, info | {"correct": False, "well_formed": True})
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_conversations_have_the_form_and_say_nothing_of_the_picture(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from strangers import conversations
+
+    rows = [json.loads(line) for line in conversations(name, tmp_path, 60).read_text().splitlines()]
+    right = []
+    for index, row in enumerate(rows):
+        env, answers = opened(name, index), [one["content"] for one in row["messages"] if one["role"] == "assistant"]
+        texts = ["".join(part["text"] for part in answer) for answer in answers]
+        assert all(text in among for text, among in zip(texts, ANSWERS[name], strict=True))
+        pictures = sum(part["type"] == "image" for one in row["messages"] for part in one["content"])
+        assert len(row["images"]) == pictures and all((tmp_path / picture).is_file() for picture in row["images"])
+        rewards = [env.step(text)[1] for text in texts]
+        right.append(sum(rewards))
+    chance = 1 / len(ANSWERS[name][0]) / (len(ANSWERS[name][1]) if len(ANSWERS[name]) == 2 else 1)
+    assert abs(sum(right) / 60 - chance) < 0.2
