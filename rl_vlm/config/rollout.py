@@ -99,7 +99,7 @@ class RewardSection(Section):
     """The reward as a weighted sum of parts: the environment's own, reward functions, built-in ones, and those of
     plugins."""
 
-    # Reward functions, which reward the end of an episode; `env.reward: my.py:score` and a list of these are short for it.
+    # Functions that reward an episode at its end; `env.reward: my.py:score` and a list of these are short for it.
     functions: tuple[RewardFunction, ...] = ()
 
     # Part -> weight; `env` is the environment's own reward. Empty: the environment's own reward as it is.
