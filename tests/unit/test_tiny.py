@@ -97,18 +97,18 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_other_weights(folder: Path
 # --- the model that comes with the package
 
 
-def test_the_shipped_model_is_the_one_that_the_code_builds(folder: Path) -> None:
-    small = tiny.tiny_model_path()
-    assert small == tiny.SHIPPED / "small"
-    shipped, built = digest(small), digest(folder)
-    assert shipped.keys() == built.keys()
-    changed = {name for name in built if shipped[name] != built[name]}
-    assert changed == {"model.safetensors"}, "run `python -m rl_vlm.zoo.tiny.ship small`"
-    weights = AutoModelForImageTextToText.from_pretrained(small, dtype="auto").state_dict()
-    stored = load_file(small / "model.safetensors")
-    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+@pytest.mark.parametrize(("variant", "most_bytes"), [("small", 1_000_000), ("words", 2_100_000)])
+def test_a_shipped_model_is_the_one_that_the_code_builds(variant: str, most_bytes: int, tmp_path: Path) -> None:
+    shipped = tiny.tiny_model_path(variant=variant)
+    assert shipped == tiny.SHIPPED / variant
+    stored, built = digest(shipped), digest(tiny.make_tiny(tmp_path / "model", variant=variant, steps=2))
+    assert stored.keys() == built.keys()
+    changed = {name for name in built if stored[name] != built[name]}
+    assert changed == {"model.safetensors"}, f"run `python -m rl_vlm.zoo.tiny.ship {variant}`"
+    weights = AutoModelForImageTextToText.from_pretrained(shipped, dtype="auto").state_dict()
+    assert {weight.dtype for weight in load_file(shipped / "model.safetensors").values()} == {torch.bfloat16}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}  # as its config.json says
-    assert sum(path.stat().st_size for path in small.iterdir()) < 1_000_000
+    assert sum(path.stat().st_size for path in shipped.iterdir()) < most_bytes
 
 
 @pytest.mark.acceptance
@@ -297,3 +297,18 @@ def test_a_cache_that_takes_nothing_is_one_sentence(tmp_path: Path) -> None:
         pass
     with locked(tmp_path / "tiny.lock"), (tmp_path / "tiny.lock").open("w") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_model_of_words_begins_able_to_copy() -> None:
+    tokenizer = tiny.build_processor("words").tokenizer
+    model = tiny.build_model(0, tokenizer, "words")
+    random, count = torch.Generator().manual_seed(1), 12
+    parts = [torch.randint(0, 3000, (16, length), generator=random) for length in (6, count, 5)]
+    ids = torch.cat([*parts, parts[1]], 1)  # something, the words, something else, the words again
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, -count:-1]
+    assert (logits.argmax(-1) == ids[:, -count + 1 :]).float().mean() > 0.8
+    # A blank before a word changes its embedding alike for all words.
+    rows = model.get_input_embeddings().weight
+    shifts = [rows[tokenizer.get_vocab()[f"Ġ{word}"]] - rows[tokenizer.get_vocab()[word]] for word in ("red", "open")]
+    assert torch.allclose(*shifts, atol=1e-6)

@@ -66,6 +66,7 @@ VARIANTS = {
         vocabulary=3072,
         rate=1e-3,
         copies=True,
+        shipped=True,
     ),
     "wide": Variant("shapes.lesson", 450, 64, rise=1, wide=True),
     "smol": Variant("shapes.lesson", 600, 24, version=1, smol=True),
