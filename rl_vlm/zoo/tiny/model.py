@@ -85,7 +85,15 @@ def make_tiny(folder: str | Path, seed: int = 0, variant: str = "small", steps: 
         with nullcontext() if known.smol else fast_vision(model):
             for _ in range(ROUNDS):
                 loss = teach(
-                    model, encoder, draw, steps=steps, batch=known.batch, rise=known.rise, rate=known.rate, name=name
+                    model,
+                    encoder,
+                    draw,
+                    steps=steps,
+                    batch=known.batch,
+                    rise=known.rise,
+                    rate=known.rate,
+                    buckets=known.buckets,
+                    name=name,
                 )
                 if known.passes(model, encoder):
                     break

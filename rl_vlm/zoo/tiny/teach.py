@@ -35,7 +35,6 @@ class Exchange(NamedTuple):
 
 Draw = Callable[[], Sequence[Exchange]]  # draws one conversation
 
-_BUCKETS = (32, 64, 96, 128)  # tokens; rows of similar length share a forward pass, so that little is padding
 _LOG_EVERY_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -50,11 +49,13 @@ def teach(
     batch: int,
     rise: int = 20,
     rate: float = 3e-3,
+    buckets: Sequence[int] = (32, 64),
     name: str = "tiny",
 ) -> float:
     """Train all weights in place, one AdamW step per batch; returns the last loss (nats per token).
 
-    The learning rate rises to `rate` over the first `rise` steps and falls linearly to 0 at `steps`.
+    The learning rate rises to `rate` over the first `rise` steps and falls linearly to 0 at `steps`. Rows of similar
+    length share a forward pass, so that little is padding: `buckets` are the lengths that part them, in tokens.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -73,7 +74,7 @@ def teach(
             taught = upcoming.result()
             if number < steps:
                 upcoming = pool.submit(examples)
-            loss = _train_step(model, optimizer, taught, encoder.pad_token_id)
+            loss = _train_step(model, optimizer, taught, encoder.pad_token_id, buckets)
             schedule.step()
             if time.monotonic() - logged > _LOG_EVERY_S:
                 logged = time.monotonic()
@@ -82,11 +83,13 @@ def teach(
     return loss
 
 
-def _train_step(model: Any, optimizer: torch.optim.Optimizer, examples: list[Example], pad_token_id: int) -> float:
+def _train_step(
+    model: Any, optimizer: torch.optim.Optimizer, examples: list[Example], pad_token_id: int, lengths: Sequence[int]
+) -> float:
     total = sum(int(example.targets.sum()) for example in examples)
     buckets: dict[int, list[Example]] = {}
     for example in examples:
-        buckets.setdefault(bisect.bisect_left(_BUCKETS, len(example.token_ids)), []).append(example)
+        buckets.setdefault(bisect.bisect_left(lengths, len(example.token_ids)), []).append(example)
     loss = backward_mean_nll(
         (token_logprobs(model, *collate(bucket, pad_token_id)) for bucket in buckets.values()), total
     )

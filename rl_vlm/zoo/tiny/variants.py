@@ -18,8 +18,8 @@ class Variant:
     differently (None: counted by RECIPE_VERSION alone). rise: steps until the full learning rate. test: the module's
     function that says whether a model has learned the lessons; if not, they are repeated, at most twice. wide: heads of
     32 dimensions instead of 16, the fewest that vLLM's kernels support. layers, hidden: of the language model. smol:
-    SmolVLM's form (`zoo/tiny/smol.py`) in place of Qwen's. vocabulary: ids of the tokenizer but for added tokens. rate:
-    the highest learning rate. copies: it begins as `zoo/tiny/copying.py` says. shipped: seed 0 comes with the package.
+    SmolVLM's form (`zoo/tiny/smol.py`) in place of Qwen's. vocabulary: ids of the tokenizer but for added tokens.
+    rate, buckets: see `teach`. copies: it begins as `zoo/tiny/copying.py` says. shipped: seed 0 comes with the package.
     """
 
     lesson: str
@@ -34,6 +34,7 @@ class Variant:
     hidden: int = 64
     vocabulary: int = 464
     rate: float = 3e-3
+    buckets: tuple[int, ...] = (32, 64)
     copies: bool = False
     shipped: bool = False
 
@@ -65,6 +66,7 @@ VARIANTS = {
         hidden=96,
         vocabulary=3072,
         rate=1e-3,
+        buckets=(32, 64, 96, 128),
         copies=True,
         shipped=True,
     ),
