@@ -3,26 +3,17 @@
 `open_table(QUESTIONS, "data/geo3k", "train")` opens a folder, `"data/geo3k/train.parquet"` a file (parquet, JSON lines
 or CSV), `"owner/name"` a data set of the hub (from its cache when offline), and `"data/geo3k@[0:100]"` the first
 hundred rows of any of them.
-
-A file from elsewhere cannot make us take memory without bound: every read has a budget. pyarrow reads the files; the
-library `datasets` takes two seconds to import, copies each file into a cache first and knows no budget, so it serves
-the hub only.
 """
 
 from __future__ import annotations
 
-import bisect
 import copy
-import csv
 import filecmp
 import itertools
-import json
 import logging
 import math
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -30,288 +21,21 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.csv as pa_csv
-import pyarrow.parquet as pq
-
 from rl_vlm.envs.images import ImageError, check_header, decode, image_bytes
+from rl_vlm.envs.rows import BadRowError, Rows, file_rows, hub_rows, image_classes
 from rl_vlm.rewards.math import bare_truth, is_bare, is_value
-from rl_vlm.safe_text import one_line
 from rl_vlm.types import EncodedImage, Part, Split, UserInputError
 
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"(?!.*\.(?:parquet|jsonl|csv)$)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<range>[^\[\]]*)\]")
 _ENDS = re.compile(r"\s*(-?\d{1,12})?\s*:\s*(-?\d{1,12})?\s*")
 SHOWN_FINDINGS = 3
 CACHED_ITEMS = 64  # decoded items kept per table: the copies of a group ask for the same one
-CACHE_BYTES = 256 * 2**20  # of recent row groups, per set of rows
-
-FREE_BYTES = 256 * 2**20  # that a read may take whatever the size of the file
-MAX_BYTES = 2**31  # that a read may take at most
-MAX_RATIO = 100  # bytes in memory for a byte of the file; pictures have 1, tables of text up to 30
-_ROWS_AT_ONCE = 64
-# What pyarrow raises on a damaged file: its own errors, the system's, and bad UTF-8 when a value becomes a string.
-_READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 Item = TypeVar("Item")
 DataSource = str | Mapping[str, str]
-
-
-class BadRowError(UserInputError):
-    """A row of a data set cannot be used; the message names file, row and what is wrong."""
-
-
-class TooLargeError(UserInputError):
-    """A part of a file is larger in memory than its budget."""
-
-
-def read_parquet(
-    reader: pq.ParquetFile,
-    group: int | None = None,
-    columns: Sequence[str] | None = None,
-    free_bytes: int = FREE_BYTES,
-) -> pa.Table:
-    """A row group, or the whole file, as a table. Raises TooLargeError, and pyarrow's errors for damaged files.
-
-    The budget is `free_bytes`, or more for a larger file. The sizes that the file claims are compared with it first.
-    Then the rows are read piece by piece, because a file may lie: one value of a dictionary may stand in millions of
-    rows.
-    """
-    groups = list(range(reader.num_row_groups)) if group is None else [group]
-    parts = [reader.metadata.row_group(number) for number in groups]
-    chunks = [part.column(number) for part in parts for number in range(part.num_columns)]
-    budget = min(MAX_BYTES, max(free_bytes, MAX_RATIO * sum(chunk.total_compressed_size for chunk in chunks)))
-    sizes = [part.total_byte_size for part in parts] + [4 * chunk.num_values for chunk in chunks]
-    batches: list[pa.RecordBatch] = []
-    held, pieces = 0, reader.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=columns, use_threads=False)
-    while held <= budget and max(sizes, default=0) <= budget:
-        batch = next(pieces, None)
-        if batch is None:
-            return pa.Table.from_batches(batches) if batches else reader.read_row_groups(groups, columns=columns)
-        held += batch.nbytes
-        batches.append(batch)
-    raise TooLargeError(
-        f"takes more than {budget >> 20} MiB in memory: write the file with smaller row groups (row_group_size)"
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Rows that are read together: a row group of a file (`name`), whose first row has the number `first`, or a data
-    set of the hub. Paths of images are relative to `folder`."""
-
-    name: object
-    first: int
-    count: int
-    read: Callable[[], pa.Table]
-    folder: Path | None = None
-
-
-class Rows:
-    """Rows of a data set by number; recently read blocks are kept in memory up to `CACHE_BYTES`."""
-
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self._blocks = tuple(blocks)
-        self._ends = list(itertools.accumulate(block.count for block in self._blocks))
-        self._recent: OrderedDict[Block, pa.Table] = OrderedDict()
-        self._lock = threading.Lock()  # a reader may not be used by two threads at once
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Row `index` as a dict of the columns, images still encoded; BadRowError if the file is damaged there."""
-        block, place = self._find(index)
-        try:
-            with self._lock:
-                cells = self._table(block).slice(place, 1)
-            return {name: _value(cells.column(name)[0]) for name in cells.column_names}
-        except TooLargeError as error:
-            raise BadRowError(f"{self.where(index)}: the row group {error}.") from error
-        except _READ_ERRORS as error:
-            raise BadRowError(f"{self.where(index)}: the file is damaged there ({one_line(error)}).") from error
-
-    def where(self, index: int) -> str:
-        """File and row in words."""
-        block, place = self._find(index)
-        return f"{block.name}, row {block.first + place}"
-
-    def folder(self, index: int) -> Path | None:
-        """The folder that the row's image paths are relative to; None for a data set of the hub."""
-        return self._find(index)[0].folder
-
-    def _find(self, index: int) -> tuple[Block, int]:
-        """The block of a row, and its place in the block."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        number = bisect.bisect_right(self._ends, index)
-        return self._blocks[number], index - self._ends[number] + self._blocks[number].count
-
-    def _table(self, block: Block) -> pa.Table:
-        table = self._recent.pop(block, None)
-        if table is None:
-            table = block.read()
-            if table.num_rows != block.count:
-                raise ValueError(f"{table.num_rows} rows where the file promises {block.count}")
-        self._recent[block] = table
-        while len(self._recent) > 1 and sum(kept.nbytes for kept in self._recent.values()) > CACHE_BYTES:
-            self._recent.popitem(last=False)
-        return table
-
-
-def _value(cell: pa.Scalar) -> Any:
-    """The cell in Python; short floats as the decimal number that they stand for, because .1 has other digits there."""
-    value = cell.as_py()
-    short = {pa.float16(): np.float16, pa.float32(): np.float32}.get(cell.type)
-    return value if value is None or short is None else float(str(short(value)))
-
-
-def file_rows(files: Sequence[Path], columns: Sequence[str] | None, optional: Sequence[str] = ()) -> Rows:
-    """The rows of parquet files, of which nothing but the end is read yet, or of one file or folder of another kind.
-    Raises UserInputError."""
-    path = files[0]
-    if path.suffix == ".jsonl":
-        rows = JsonLinesRows(path, (*(columns or ()), *optional))
-        if len(rows):
-            chosen_columns(rows.names, path, columns, optional)
-        return rows
-    if path.is_dir() or path.suffix == ".csv":
-        table = _image_classes(path) if path.is_dir() else _csv_table(path)
-        table = table.select(chosen_columns(table.column_names, path, columns, optional))
-        return Rows([Block(path, 0, len(table), lambda: table, path if path.is_dir() else path.parent)])
-    return Rows(block for file in files for block in _blocks(file, columns, optional))
-
-
-def _csv_table(path: Path) -> pa.Table:
-    """A .csv file with a line of names; all cells are texts."""
-    try:
-        if path.stat().st_size > FREE_BYTES:
-            raise UserInputError(f"{path} is larger than {FREE_BYTES >> 20} MiB: write it as parquet or JSON lines.")
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            texts = dict.fromkeys(next(csv.reader(file), ()), pa.string())
-        return pa_csv.read_csv(
-            path,
-            parse_options=pa_csv.ParseOptions(newlines_in_values=True),
-            convert_options=pa_csv.ConvertOptions(column_types=texts),
-        )
-    except (csv.Error, *_READ_ERRORS) as error:
-        raise UserInputError(f"{path} is not a readable CSV file ({one_line(error)}).") from error
-
-
-def _image_classes(folder: Path) -> pa.Table:
-    """The images of a folder whose subfolders are named by class: the columns `image` (a path) and `label`."""
-    files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in IMAGE_SUFFIXES)
-    return pa.table(
-        {"image": [str(file.relative_to(folder)) for file in files], "label": [file.parent.name for file in files]}
-    )
-
-
-class JsonLinesRows(Rows):
-    """The lines of a .jsonl file; only their places are kept in memory. Empty lines are passed over.
-
-    A line that lacks one of `columns` has None there.
-    """
-
-    def __init__(self, path: Path, columns: Sequence[str] = ()) -> None:
-        self._path, self._columns = path, columns
-        self._places: list[tuple[int, int]] = []  # (line number from 1, offset)
-        try:
-            with path.open("rb") as file:
-                offset = 0
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        self._places.append((number, offset))
-                    offset += len(line)
-        except OSError as error:
-            raise UserInputError(f"Cannot read {path}: {error.strerror or error}.") from error
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def names(self) -> list[str]:
-        """The columns of the first line."""
-        return list(self._line(0))
-
-    def row(self, index: int) -> dict[str, Any]:
-        return dict.fromkeys(self._columns) | self._line(index)
-
-    def _line(self, index: int) -> dict[str, Any]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._places[index][1])
-                row = json.loads(file.readline())
-        except (OSError, ValueError, RecursionError) as error:
-            raise BadRowError(f"{self.where(index)}: not JSON ({one_line(error)}).") from error
-        if not isinstance(row, dict):
-            raise BadRowError(f"{self.where(index)}: a {type(row).__name__} and not an object.")
-        return row
-
-    def where(self, index: int) -> str:
-        return f"{self._path}, line {self._places[index][0]}"
-
-    def folder(self, index: int) -> Path:
-        return self._path.parent
-
-
-def _blocks(file: Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[Block]:
-    try:
-        reader = pq.ParquetFile(file, page_checksum_verification=True)
-    except _READ_ERRORS as error:
-        raise UserInputError(f"{file} is not a readable parquet file ({one_line(error)}).") from error
-    chosen = chosen_columns(reader.schema_arrow.names, file, columns, optional)
-
-    def read(group: int) -> pa.Table:
-        table = read_parquet(reader, group, chosen, FREE_BYTES)
-        table.validate(full=True)
-        return table
-
-    first = 0
-    for group in range(reader.num_row_groups):
-        count = reader.metadata.row_group(group).num_rows
-        yield Block(file, first, count, partial(read, group), file.parent)
-        first += count
-
-
-def hub_rows(name: str, split: str, columns: Sequence[str] | None, optional: Sequence[str] = ()) -> Rows:
-    """The rows of a data set of the hub: from the cache when there is no network, downloaded otherwise."""
-    import datasets  # slow to import, and not needed for local files
-
-    try:
-        dataset = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserInputError(
-            f"Cannot open data set {name!r}, split {split!r} ({one_line(error)}). There is no such local path; for a "
-            "data set of the hub, fetch it once with `rl-vlm fetch` while online."
-        ) from error
-    # Arrow keeps images as they are stored, in files that are mapped into memory; the default format decodes them.
-    stored = dataset.select_columns(chosen_columns(dataset.column_names, name, columns, optional)).with_format("arrow")
-    return Rows([Block(name, 0, len(stored), lambda: stored[:])])
-
-
-def chosen_columns(
-    found: Sequence[str], where: object, columns: Sequence[str] | None, optional: Sequence[str] = ()
-) -> list[str]:
-    """The columns, and the optional ones that are there; None: all.
-
-    Raises UserInputError if a column is missing, or there twice: which one counts would be chance.
-    """
-    columns = found if columns is None else columns
-    missing = [column for column in columns if column not in found]
-    if missing:
-        raise UserInputError(
-            f"{where} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; it has {', '.join(found)}. "
-            f"Needed: {', '.join(columns)}."
-        )
-    chosen = [*columns, *(column for column in optional if column in found)]
-    for column in chosen:
-        if found.count(column) > 1:
-            raise UserInputError(f"{where} has the column {column} more than once: keep one of them.")
-    return chosen
 
 
 def local_files(path: Path, split: str) -> list[Path]:
@@ -343,7 +67,7 @@ def other_file(folder: Path, split: str, suffixes: Sequence[str] = (".jsonl", ".
             if file.is_file():
                 return file
     by_class = [own] if own.is_dir() else beside
-    return next((one for one in by_class if ".csv" in suffixes and len(set(_image_classes(one)["label"])) > 1), None)
+    return next((one for one in by_class if ".csv" in suffixes and len(set(image_classes(one)["label"])) > 1), None)
 
 
 def split_slice(source: str) -> tuple[str, slice]:
@@ -567,6 +291,11 @@ def cell_text(value: Any) -> str:
     return f"{value:.15g}" if isinstance(value, float) else f"{value:f}" if isinstance(value, Decimal) else str(value)
 
 
+def as_list(cell: Any) -> list[Any]:
+    """The images of a cell, which holds none, one or a list of them."""
+    return cell if isinstance(cell, list) else [] if cell is None else [cell]
+
+
 IMAGE_MARKER = "<image>"
 
 
@@ -595,8 +324,7 @@ class Question:
 
 
 def _question(row: Row) -> Question:
-    problem, answer, images = row.text("problem"), row.truth("answer"), row.cells["images"]
-    images = images if isinstance(images, list) else [] if images is None else [images]
+    problem, answer, images = row.text("problem"), row.truth("answer"), as_list(row.cells["images"])
     markers = problem.count(IMAGE_MARKER)
     if markers and markers != len(images):
         raise BadRowError(f"{markers} {IMAGE_MARKER} markers in the problem, {len(images)} images.")

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
-from rl_vlm.envs.data import IMAGE_MARKER, BadRowError
+from rl_vlm.envs.data import IMAGE_MARKER
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.types import EncodedImage, Message, Role
 
 ROLES: tuple[str, ...] = get_args(Role)
@@ -22,11 +23,6 @@ class Picture(NamedTuple):
 
 
 RawTurn = tuple[Role, list[str | Picture]]
-
-
-def as_list(cell: Any) -> list[Any]:
-    """The images of a cell, which holds none, one or a list of them."""
-    return cell if isinstance(cell, list) else [] if cell is None else [cell]
 
 
 def read_turns(messages: Iterable[Any]) -> list[RawTurn]:

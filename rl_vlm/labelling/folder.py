@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_vlm.envs.data import chosen_columns
 from rl_vlm.envs.images import ImageError, check_header, image_bytes, pixels
+from rl_vlm.envs.rows import chosen_columns
 from rl_vlm.labelling.store import (
     FILE_NAME,
     Label,

@@ -84,10 +84,10 @@ class Run:
 
 def load_run(folder: RunDir) -> Run:
     """The results of a run that has ended or goes on. Raises UserInputError if the folder is none of a run."""
-    files, root = fsspec.core.url_to_fs(str(folder))
-    if not files.exists(f"{root}/config.yaml"):
+    run = Run(folder)
+    if not run._read("config.yaml"):
         raise UserInputError(f"{folder} is not the folder of a run: it holds no config.yaml.")
-    return Run(folder)
+    return run
 
 
 def train(

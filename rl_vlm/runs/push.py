@@ -14,6 +14,7 @@ from rl_vlm.config.loading import of_policy
 from rl_vlm.models.export import export_model, find_trained_and_model
 from rl_vlm.models.hub import transport_errors
 from rl_vlm.models.weights import AdapterPayload, is_full
+from rl_vlm.runs.api import Run
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -96,8 +97,7 @@ def card(folder: Path, config: PolicyConfig, repo: str, merged: bool) -> str:
 
 def _results(folder: Path) -> list[str]:
     """A row per variant: accuracy on the held-out split with its interval of 95 %, before and after."""
-    file = folder / "eval.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    rows = Run(folder).evaluations.to_dict("records")
     if not rows:
         return ["The run made no evaluation."]
     first, last = rows[0], rows[-1]

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rl_vlm.chat import EncodedSpan
-from rl_vlm.envs.data import BadRowError, Row, Schema
-from rl_vlm.envs.messages import AFTER, CLOSE, OPEN, as_list, check_order, read_turns, with_images
+from rl_vlm.envs.data import Row, Schema, as_list
+from rl_vlm.envs.messages import AFTER, CLOSE, OPEN, check_order, read_turns, with_images
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.learning.batching import count_images
 from rl_vlm.models.images import TextSide
 from rl_vlm.types import EncodedImage, Message, StopReason, Trajectory, TrajectoryStatus, Turn, UserInputError

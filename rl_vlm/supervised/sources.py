@@ -6,7 +6,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from rl_vlm.envs.data import JsonLinesRows, Rows, RowTable, local_files, open_table, other_file, split_slice
+from rl_vlm.envs.data import RowTable, local_files, open_table, other_file, split_slice
+from rl_vlm.envs.rows import JsonLinesRows, Rows
 from rl_vlm.files import write_atomic
 from rl_vlm.registry import provided
 from rl_vlm.supervised.conversations import CONVERSATIONS, Conversation

@@ -22,9 +22,11 @@ from torch import float8_e4m3fn, zeros
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_vlm.config import HTTPSection, TrainedModelSection
-from rl_vlm.envs import data, images
-from rl_vlm.envs.data import QUESTIONS, BadRowError, file_rows
+from rl_vlm.envs import images
+from rl_vlm.envs import rows as row_files
+from rl_vlm.envs.data import QUESTIONS
 from rl_vlm.envs.images import ImageError, check_parts
+from rl_vlm.envs.rows import BadRowError, file_rows
 from rl_vlm.http.reader import RequestReader
 from rl_vlm.labelling.import_labels import import_labels
 from rl_vlm.labelling.store import Label, LabelStore, Segment, SegmentPair
@@ -208,7 +210,8 @@ def test_a_parquet_file_of_kilobytes_does_not_take_gigabytes(bomb, tmp_path):
     program = f"""
         import resource
         from pathlib import Path
-        from rl_vlm.envs.data import BadRowError, QUESTIONS, file_rows
+        from rl_vlm.envs.data import QUESTIONS
+        from rl_vlm.envs.rows import BadRowError, file_rows
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             file_rows([Path({str(file)!r})], QUESTIONS.columns).row(0)
@@ -232,7 +235,7 @@ def test_ordinary_row_groups_are_read_whole(tmp_path):
 
 
 def test_the_budget_grows_with_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "FREE_BYTES", 1000)
+    monkeypatch.setattr(row_files, "FREE_BYTES", 1000)
     rows = [{"problem": np.random.default_rng(n).bytes(500).hex(), "answer": "a", "images": []} for n in range(50)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert file_rows([tmp_path / "a.parquet"], QUESTIONS.columns).row(49)["answer"] == "a"

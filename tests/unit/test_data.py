@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_vlm.envs.data import QUESTIONS, BadRowError, Question, RowTable, open_table
+from rl_vlm.envs.data import QUESTIONS, Question, RowTable, open_table
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.types import UserInputError
 
 GEO3K = Path(__file__).parents[1] / "fixtures" / "geo3k"

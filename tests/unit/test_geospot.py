@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from test_data import png
 
-from rl_vlm.envs.data import BadRowError
 from rl_vlm.envs.errors import check_reset, check_step
 from rl_vlm.envs.registry import make
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.rollout.metrics import declared_metrics
 from rl_vlm.types import EncodedImage
 from rl_vlm.zoo.geospot import world

@@ -12,7 +12,7 @@ from test_data import png
 
 import rl_vlm
 from rl_vlm.envs.base import VisionEnv
-from rl_vlm.envs.data import BadRowError
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.types import Message
 from rl_vlm.zoo.scenes.data import caption_item, caption_of, pair_item, picture_of
 

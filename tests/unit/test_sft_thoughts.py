@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rl_vlm.chat import ChatCodec
-from rl_vlm.envs.data import BadRowError, Row
+from rl_vlm.envs.data import Row
 from rl_vlm.envs.images import decode
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.models.images import TextSide
 from rl_vlm.supervised.conversations import Conversation, ConversationEncoder, read_conversation
 from rl_vlm.types import Trajectory

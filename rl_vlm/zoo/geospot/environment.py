@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet, cell_text
+from rl_vlm.envs.data import DataSource, Row, Schema, TableSet, cell_text
 from rl_vlm.envs.images import fit
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.types import EncodedImage, Observation, Split, UserInputError
 from rl_vlm.zoo.geospot import places, world
 

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet
+from rl_vlm.envs.data import DataSource, Row, Schema, TableSet
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.rewards.text import ReadAnswer, behind_thought
 from rl_vlm.types import EncodedImage, Observation, Split
 from rl_vlm.zoo.drawing import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE

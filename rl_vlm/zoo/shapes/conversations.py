@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from rl_vlm.envs.data import Block, Rows
+from rl_vlm.envs.rows import Block, Rows
 from rl_vlm.types import Split
 from rl_vlm.zoo.shapes.environment import format_answer, shapes_item
 

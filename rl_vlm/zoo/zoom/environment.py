@@ -14,7 +14,8 @@ from PIL import Image
 from pydantic import Field
 
 from rl_vlm.envs.base import Count, EpisodeEnv, Info, Item, Reply
-from rl_vlm.envs.data import BadRowError, DataSource, Row, Schema, TableSet
+from rl_vlm.envs.data import DataSource, Row, Schema, TableSet
+from rl_vlm.envs.rows import BadRowError
 from rl_vlm.envs.tools import ToolCallError, parse_tool_call
 from rl_vlm.rewards.text import ReadAnswer, behind_thought
 from rl_vlm.types import EncodedImage, Message, Observation, Split, UserInputError
