@@ -20,8 +20,8 @@ commands.add_typer(recipes_commands, name="recipes")
 _PROJECT = Path(__file__).parent / "project"  # the files that `init` copies
 _PLACEHOLDER = "my-project"  # stands in them for the project's name
 _AFTERWARDS = """
-Train with one by its name: rl-vlm train quickstart. Minutes are of two CPU cores; a tiny model is built on its first
-use, which takes one or two more."""
+Train with one by its name: rl-vlm train quickstart. Minutes are of two CPU cores. Tiny models other than tiny and
+tiny-words are built on their first use, which takes one or two more."""
 
 
 @recipes_commands.callback(invoke_without_command=True)

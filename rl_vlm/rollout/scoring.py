@@ -67,7 +67,7 @@ class Noted:
 
     values: Sequence[float | None]
     notes: Sequence[Mapping[str, Any]]
-    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as parts that are not paid
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as parts that do not count
 
 
 Paid = Sequence[float | None] | Noted
@@ -349,10 +349,10 @@ async def _paid(name: str, part: RewardPart, answered: AnsweredGroup) -> Noted:
 
 
 def _weighted(one: Trajectory, settings: RewardSection, at_the_end: dict[str, float]) -> Trajectory:
-    turns = []
+    turns, weights = [], settings.all_weights
     for place, turn in enumerate(one.turns):
         parts = {OWN: turn.reward, **dict(turn.parts), **(at_the_end if place == len(one.turns) - 1 else {})}
-        reward = sum(weight * parts.get(name, 0.0) for name, weight in settings.all_weights.items())
+        reward = sum(weight * parts.get(name, 0.0) for name, weight in weights.items())
         turns.append(replace(turn, reward=reward, parts=tuple(parts.items())))
     missing = set(settings.weights) - {name for turn in turns for name, _ in turn.parts}
     if missing and one.status is TrajectoryStatus.COMPLETED:
