@@ -33,6 +33,7 @@ from rl_vlm.learning.plan import UpdateBatch, UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater, Strategy, make_optimizer
 from rl_vlm.models.images import patchify
+from rl_vlm.models.kernels import SegmentLayout, segment_attention
 from rl_vlm.types import Trajectory
 
 Gaps = Iterator[tuple[str, float, float]]  # name, value, threshold
@@ -174,13 +175,31 @@ class Bench:
                     torch.no_grad(),
                 ):
                     updater.logprobs(micro)
-                names = {event.key for event in profile.key_averages() if "scaled_dot_product" in event.key}
-                used = sorted(name.split("::")[-1] for name in names if "::_" in name)
+                names = {event.key.split("::")[-1] for event in profile.key_averages()}
+                used = sorted(name for name in names if name.startswith(("_scaled_dot_product", "_varlen_attn")))
                 print(f"  {dtype}, {length} tokens: {', '.join(used)}", flush=True)
                 name = f"math_attention_{length}" + ("_float32" if dtype == "float32" else "")
                 yield name, float(any("math" in name for name in used) or not used), 0.0
             del policy, updater
             free()
+
+    def sequences(self) -> Gaps:
+        """Packed rows as sequences of flash attention: outputs and gradients in bfloat16 against float32."""
+        segments = np.full((2, 1000), -1)
+        segments[0, :900] = np.repeat([0, 1, 2, 3], [300, 150, 200, 250])
+        segments[1] = np.repeat([0, 1, 2], [200, 400, 400])
+        layout, real = SegmentLayout.of(segments, self.device), torch.from_numpy(segments >= 0).to(self.device)
+        generator = torch.Generator(self.device).manual_seed(0)
+        drawn = [torch.randn(2, heads, 1000, 128, generator=generator, device=self.device) for heads in (32, 8, 8, 32)]
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            given = [tensor.to(dtype, copy=True).requires_grad_() for tensor in drawn[:3]]
+            mixed = segment_attention(torch.nn.Module(), *given, None, segments=layout)[0]
+            (mixed.float() * drawn[3].transpose(1, 2))[real].sum().backward()
+            gradients = [tensor.grad.transpose(1, 2) for tensor in given if tensor.grad is not None]
+            found.append([tensor.detach()[real].float() for tensor in (mixed, *gradients)])
+        for name, exact, ours in zip(("output", "query", "key", "value"), *found, strict=True):
+            yield f"sequences_{name}", float((ours - exact).norm() / exact.norm()), 0.01
 
     def moments(self) -> Gaps:
         """The optimiser's state goes to the CPU and back: the next step is the same, and the state is on the device."""
@@ -242,6 +261,7 @@ def main(arguments_given: list[str] | None = None) -> int:
             bench.checkpointing,
             bench.first_ratio,
             bench.kernels,
+            bench.sequences,
             bench.moments,
         ):
             check(bench, report, method)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rl_vlm.engines.base import EngineError, NewTokens, expand_prompt, naming
 from rl_vlm.engines.grammars import Grammars, forbidden_tokens
@@ -34,7 +33,7 @@ from rl_vlm.models.families import WRITTEN_OUT
 from rl_vlm.models.families.generic import Backbone, ImageFeatures
 from rl_vlm.models.families.qwen_vl import rolled_sin, rotate
 from rl_vlm.models.images import TextSide
-from rl_vlm.models.kernels import causal_attention, last_token_attention
+from rl_vlm.models.kernels import causal_attention, last_token_attention, rms_norm
 from rl_vlm.models.memory.shape import PREFILL_TOKENS
 from rl_vlm.numerics import in_batches, uniforms
 from rl_vlm.types import Completion, GenerationRequest, StopReason, TopLogprobs, UserInputError
@@ -80,13 +79,13 @@ class TextModel:
         hidden = self._text.embed_tokens(token_ids)
         for number, layer in enumerate(self._text.layers):
             attention = layer.self_attn
-            normed = _rms_norm(layer.input_layernorm, hidden)
+            normed = rms_norm(layer.input_layernorm, hidden)
             keys, values = _keys(attention, normed, cos, sin), _split(attention, attention.v_proj(normed))
             mixed = cache.attend(number, _queries(attention, normed, cos, sin), keys, values, attention.scaling)
             self.parts_done += 1
             hidden = _feed_forward(layer, hidden + attention.o_proj(mixed))
             self.parts_done += 1
-        return _rms_norm(self._text.norm, hidden)
+        return rms_norm(self._text.norm, hidden)
 
     def prefill(
         self,
@@ -112,7 +111,7 @@ class TextModel:
         last = torch.arange(rows, device=lengths.device) * longest + lengths - 1
         for number, layer in enumerate(text.layers):
             attention, mask = layer.self_attn, None
-            normed = _rms_norm(layer.input_layernorm, hidden)
+            normed = rms_norm(layer.input_layernorm, hidden)
             keys, values = _keys(attention, normed, cos, sin), _split(attention, attention.v_proj(normed))
             keys, values = (part.view(rows, longest, *part.shape[1:]).transpose(1, 2) for part in (keys, values))
             stored.append((keys, values))
@@ -132,7 +131,7 @@ class TextModel:
             self.parts_done += 1
             if number < num_deepstack:
                 hidden.index_add_(0, places, torch.cat([f.deepstack[number] for f in features]).to(hidden.dtype))
-        return _rms_norm(text.norm, hidden if len(hidden) == rows else hidden[last]), stored
+        return rms_norm(text.norm, hidden if len(hidden) == rows else hidden[last]), stored
 
 
 def _split(attention: Any, projected: Tensor) -> Tensor:
@@ -149,16 +148,12 @@ def _keys(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotated(heads: Tensor, norm: Any, cos: Tensor, sin: Tensor) -> Tensor:
     # Qwen3 normalises queries and keys, Qwen2.5 does not.
-    return rotate(heads if norm is None else _rms_norm(norm, heads), cos, sin)
+    return rotate(heads if norm is None else rms_norm(norm, heads), cos, sin)
 
 
 def _feed_forward(layer: Any, hidden: Tensor) -> Tensor:
-    mlp, normed = layer.mlp, _rms_norm(layer.post_attention_layernorm, hidden)
+    mlp, normed = layer.mlp, rms_norm(layer.post_attention_layernorm, hidden)
     return hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
-
-
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 
 T = TypeVar("T")

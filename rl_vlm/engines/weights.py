@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rl_vlm.models.kernels import lora_sum
 from rl_vlm.models.lora import (
     LoraFactors,
     adaptable_linears,
@@ -57,7 +58,7 @@ class AdapterWeights:
         self._linears = adaptable_linears(model)
         self._base = linear_weights(model)
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in self._linears.items()}
-        self._device = next(model.parameters()).device
+        self._device, self._dtype = (parameter := next(model.parameters())).device, parameter.dtype
         self._max_merged_bytes = max_merged_bytes
         self._sums: weakref.WeakSet[Merged] = weakref.WeakSet()
         self._in_place = Merged()
@@ -69,7 +70,7 @@ class AdapterWeights:
         sizes = [self._base[name].nbytes for sum_ in [names, *self._sums] for name in sum_ if name in self._base]
         if sum(sizes) > self._max_merged_bytes:
             return Factors(
-                (name, LoraFactors(down.to(self._device), up.to(self._device), scale))
+                (name, LoraFactors(down.to(self._device, self._dtype), up.to(self._device, self._dtype), scale))
                 for name, (down, up, scale) in lora_factors(payload, self._shapes).items()
             )
         merged = Merged(merged_weights(payload, self._base))
@@ -95,8 +96,7 @@ class AdapterWeights:
 
 
 def _add_beside(factors: LoraFactors, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    # In float32 and rounded once, as the learner's LoRA layers (peft's) compute.
-    return (output + inputs[0].float() @ factors.down.T @ factors.up.T * factors.scale).to(output.dtype)
+    return lora_sum(output, inputs[0], *factors)  # as the learner's layers compute
 
 
 class FullWeights:

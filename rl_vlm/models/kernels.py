@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 # Matrix products: float32 on a CPU by the faster library, and operands of 16 bits with float32 sums.
 
@@ -96,6 +99,40 @@ class _WideProduct(torch.autograd.Function):
         return of_x, rounded.t() @ x if ctx.needs_input_grad[1] else None
 
 
+def lora_sum(out: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """out + scale · x · Aᵀ · Bᵀ (LoRA, arXiv 2106.09685, equation 3), in the type of x: out [..., out], x [..., in],
+    A [r, in], B [out, r]. Learner and engine compute the same bits."""
+    return _LoraSum.apply(out.flatten(0, -2), x.flatten(0, -2), down, up, scale).view(out.shape)  # type: ignore[no-any-return]
+
+
+class _LoraSum(torch.autograd.Function):
+    """Without a float32 copy of its input and of its output, whose passes over memory took longer than the products.
+
+    The gradients of A and B are summed in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        inner = x @ down.to(x.dtype).t()
+        ctx.save_for_backward(x, down, up, inner)
+        ctx.scale = scale
+        return torch.addmm(out, inner, up.to(x.dtype).t(), alpha=scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, down, up, inner = ctx.saved_tensors
+        of_inner = (gradient @ up.to(x.dtype)) * ctx.scale
+        of_x = of_inner @ down.to(x.dtype) if ctx.needs_input_grad[1] else None
+        of_down = wide_product(of_inner.t(), x.t()) if ctx.needs_input_grad[2] else None
+        of_up = wide_product(gradient.t(), inner.t()) * ctx.scale if ctx.needs_input_grad[3] else None
+        return gradient, of_x, of_down, of_up, None
+
+
+def rms_norm(module: Any, x: Tensor) -> Tensor:
+    """What transformers' module computes in six passes over x [..., width], in one."""
+    return functional.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+
+
 # Attention in which several query heads share a key head, by a kernel that does not write out all scores.
 
 
@@ -155,7 +192,19 @@ def last_token_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 #
 # A row's tokens are its prompt (segment 0), continuations (1, 2, ...) one after the other, and padding (-1). Prompt
 # and first continuation are plain causal attention; each further continuation is a call of its own, whose keys are the
-# prompt's and its own. (Flex attention takes segments as its mask, but refuses gradients on a CPU.)
+# prompt's and its own. On a GPU in 16 bits all of them are one call. (Flex attention takes segments as its mask, but
+# refuses gradients on a CPU.)
+
+# The later versions of torch refuse groups of heads without being told of them, and the earlier ones take them.
+_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+_AMPERE = (8, 0)  # the first GPUs with flash attention
+
+
+def _takes_sequences(query: Tensor) -> bool:
+    """Whether flash attention over sequences of different lengths can compute it."""
+    is_wide = query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] > 256
+    return query.is_cuda and not is_wide and torch.cuda.get_device_capability(query.device) >= _AMPERE
+
 
 NAME = "rl_vlm_segments"  # as transformers knows it
 
@@ -170,12 +219,67 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
+class Sequences:
+    """Packed rows as sequences one after the other, each causal at the end of its keys: prompt with first continuation,
+    every later continuation (and padding, of which nothing is asked) after the prompt's keys once more."""
+
+    pieces: list[list[int]]  # by row, the lengths in which its keys are cut: prompt, continuations, padding
+    query_ends: Tensor  # int32 [sequences + 1], cumulative
+    key_ends: Tensor
+    longest: tuple[int, int]  # queries and keys
+
+    @classmethod
+    def of(
+        cls, later: Mapping[int, Sequence[Continuation]], rows: int, length: int, device: torch.device | str
+    ) -> Sequences:
+        """Of rows of that length, by the continuations after the first."""
+        pieces, queries, keys = [], [0], [0]
+        for number in range(rows):
+            members = later.get(number, ())
+            first, end = (members[0].start, members[-1].stop) if members else (length, length)
+            prompt = members[0].prompt if members else 0
+            own = [*(one.stop - one.start for one in members), *([length - end] if end < length else ())]
+            pieces.append([prompt, first - prompt, *own])
+            queries += [first, *own]
+            keys += [first, *(prompt + size for size in own)]
+        of_queries, of_keys = (
+            torch.tensor(np.cumsum(sizes), dtype=torch.int32, device=device) for sizes in (queries, keys)
+        )
+        return cls(pieces, of_queries, of_keys, (max(queries), max(keys)))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """[B, L, heads, head_dim] of query [B, heads, L, head_dim], and key and value [B, key heads, L, head_dim]."""
+        rows, heads, length, size = query.shape
+        mixed: Tensor = varlen_attn(  # type: ignore[assignment]
+            query.transpose(1, 2).reshape(-1, heads, size),
+            self._with_prompts(key),
+            self._with_prompts(value),
+            self.query_ends,
+            self.key_ends,
+            *self.longest,
+            scale=scale,
+            window_size=(-1, 0),
+            **_GROUPS,
+        )
+        return mixed.view(rows, length, heads, size)
+
+    def _with_prompts(self, side: Tensor) -> Tensor:
+        """Keys or values [B, key heads, L, head_dim] as [keys of all sequences, key heads, head_dim]."""
+        found: list[Tensor] = []
+        for row, sizes in zip(side.transpose(1, 2), self.pieces, strict=True):
+            prompt, first, *later = row.split(sizes)
+            found += [prompt, first, *(part for piece in later for part in (prompt, piece))]
+        return torch.cat(found)
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentLayout:
     """Where the continuations after the first stand, by row, and a mask that all of them share."""
 
     later: dict[int, list[Continuation]]
     longest_prompt: int
     mask: Tensor  # bool [longest, longest prompt + longest]: prompt, then causal
+    sequences: Sequences  # the rows as a kernel for sequences of different lengths takes them
 
     @classmethod
     def of(cls, segments: np.ndarray, device: torch.device | str = "cpu") -> SegmentLayout:
@@ -193,7 +297,8 @@ class SegmentLayout:
         longest = max((continuation.stop - continuation.start for continuation in every), default=0)
         longest_prompt = max((continuation.prompt for continuation in every), default=0)
         mask = torch.ones(longest, longest_prompt + longest, dtype=torch.bool, device=device)
-        return cls(later, longest_prompt, mask.tril(longest_prompt))
+        sequences = Sequences.of(later, len(segments), segments.shape[1], device)
+        return cls(later, longest_prompt, mask.tril(longest_prompt), sequences)
 
     def pays(self, length: int, call_cost: int) -> bool:
         """Whether this is cheaper than dense masks of `length`; a further call costs as much as so many pairs."""
@@ -241,6 +346,8 @@ def segment_attention(
     packed = segments.later
     if not packed:
         return causal(query, key, value), None
+    if _takes_sequences(query):
+        return segments.sequences.attend(query, key, value, scaling), None
     by_number: dict[int, Tensor] = {}
     plain = [number for number in range(len(query)) if number not in packed]
     if plain:

@@ -163,8 +163,11 @@ def inject_lora(model: nn.Module, config: LoraConfig) -> nn.Module:
     """Put trainable LoRA layers (float32) into `model` in place; everything else is frozen."""
     from peft import inject_adapter_in_model
 
+    from rl_vlm.models.lora_layer import use_fast_lora
+
     model.requires_grad_(False)
     inject_adapter_in_model(config, model)
+    use_fast_lora(model)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from rl_vlm.learning.batching import BatchBuilder, MicroBatch
 from rl_vlm.learning.plan import UpdateStats
 from rl_vlm.learning.policy_model import PolicyModel
 from rl_vlm.learning.update import PolicyUpdater
-from rl_vlm.models import images
+from rl_vlm.models import images, kernels
 from rl_vlm.models.images import ImageError, ImageProcessorSpec, ReadAhead, TextSide, frame_patches
 from rl_vlm.models.kernels import SegmentLayout, dense_mask, segment_attention
 from rl_vlm.types import EncodedImage, Trajectory
@@ -210,16 +211,33 @@ def test_segments_are_used_where_they_save_more_than_their_calls_cost() -> None:
 lengths = st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=4)).map(lambda x: [x[0], *x[1]])
 
 
+def by_sequence(query: Any, key: Any, value: Any, queries: Any, keys: Any, *_: int, scale: float, **__: Any) -> Any:
+    """What torch's kernel for sequences of different lengths computes on a GPU: causal at the end of each one's keys."""
+    found = []
+    for number in range(len(queries) - 1):
+        rows, columns = slice(*queries[number : number + 2]), slice(*keys[number : number + 2])
+        seen = torch.ones(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool)
+        sides = (side.transpose(0, 1)[None] for side in (query[rows], key[columns], value[columns]))
+        mask = seen.tril(seen.shape[1] - seen.shape[0])
+        mixed = torch.nn.functional.scaled_dot_product_attention(*sides, attn_mask=mask, scale=scale, enable_gqa=True)
+        found.append(mixed[0].transpose(0, 1))
+    return torch.cat(found)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(lengths, min_size=1, max_size=4), st.integers(0, 2**31 - 1))
-def test_values_and_gradients_equal_the_dense_mask(rows: list[list[int]], seed: int) -> None:
-    """In float64, with two query heads per key head."""
+@given(st.lists(lengths, min_size=1, max_size=4), st.integers(0, 2**31 - 1), st.booleans())
+def test_values_and_gradients_equal_the_dense_mask(rows: list[list[int]], seed: int, as_on_a_gpu: bool) -> None:
+    """In float64, with two query heads per key head; on a GPU the rows are sequences of one call."""
     segments = packed(rows)
     generator = torch.Generator().manual_seed(seed)
     shapes = [(len(rows), heads, segments.shape[1], 8) for heads in (4, 2, 2)]
     sides = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     module: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    ours, _ = segment_attention(module, *sides, None, scaling=0.3, segments=SegmentLayout.of(segments))
+    with (
+        mock.patch.object(kernels, "_takes_sequences", lambda query: as_on_a_gpu),
+        mock.patch.object(kernels, "varlen_attn", by_sequence),
+    ):
+        ours, _ = segment_attention(module, *sides, None, scaling=0.3, segments=SegmentLayout.of(segments))
     expected, _ = segment_attention(module, *sides, dense_mask(torch.from_numpy(segments)), scaling=0.3)
     assert torch.isfinite(ours).all()
     real = torch.from_numpy(segments >= 0)

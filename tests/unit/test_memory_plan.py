@@ -58,6 +58,15 @@ class Flash(torch.autograd.Function):
         return out
 
 
+class Norm(torch.autograd.Function):
+    """What the kernel behind `functional.rms_norm` keeps on a GPU: its input, and a number of each vector."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, torch.empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+
 def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
     return Flash.apply(query, key, value).transpose(1, 2), None
 
@@ -83,6 +92,9 @@ def kept_bytes(size: str, layers: int, dtype: torch.dtype, target: str, tokens: 
             Qwen3VLConfig(**data), attn_implementation="counted", dtype=dtype
         )
         inject_lora(model, lora_config(32, 64, target))
+        for module in model.model.language_model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.forward = Norm.apply
         frozen = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.model.language_model(

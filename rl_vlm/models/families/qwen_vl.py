@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from rl_vlm.models.families import WRITTEN_OUT, text_model
 from rl_vlm.models.families.generic import Backbone, ImageFeatures
 from rl_vlm.models.images import ImageProcessorSpec
+from rl_vlm.models.kernels import rms_norm
 from rl_vlm.models.memory.shape import PATCHES_AT_ONCE, PATCHES_ON_CPU
 from rl_vlm.numerics import in_batches
 from rl_vlm.types import EncodedImage
@@ -79,6 +81,9 @@ class QwenBackbone(Backbone):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        for module in text_model(self.model).modules() if self.model.config.model_type in WRITTEN_OUT else ():
+            if hasattr(module, "variance_epsilon"):
+                module.forward = partial(rms_norm, module)
         self._most_patches = 0 if self.image_by_image else _VISION_PATCHES.get(self.device.type, 0)
 
     def _vision_batches(self, images: Sequence[EncodedImage]) -> Iterable[Sequence[EncodedImage]]:

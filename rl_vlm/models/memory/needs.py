@@ -57,24 +57,23 @@ def _sum(parts: Iterable[Part]) -> int:
 # A learner.
 
 
-def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_modules: str, lora: int = _LORA) -> int:
+def layer_bytes_per_token(shape: ModelShape, element: int, rank: int, target_modules: str) -> int:
     """What one decoder layer keeps for its backward pass, per token, with a flash kernel and without its mask.
 
-    `element`: bytes of the model's precision; `lora`: of the precision that LoRA layers compute in. Equals what
-    autograd saves on the meta device.
+    `element`: bytes of the model's precision. Equals what autograd saves on the meta device.
     """
     text = shape.text
     queries, keys = text.heads * text.head_dim, text.kv_heads * text.head_dim
-    norms = 2 * (text.hidden + 1) + text.head_norms * (queries + keys + text.heads + text.kv_heads)
+    # Of a norm its input, and a float32 number per vector.
+    norms = element * (2 * text.hidden + text.head_norms * (queries + keys))
+    norms += 4 * (2 + text.head_norms * (text.heads + text.kv_heads))
     # Of the MLP the gate, its activation and up: their product and the frozen projections keep nothing.
     kept = 2 * queries + 2 * keys + 3 * text.width
     adapted = {linear.name: linear for linear in text.linears() if linear in shape.adapted(target_modules)}
-    if lora != element:  # every LoRA layer keeps a copy of its input in its own precision
-        inputs = lora * sum(linear.inputs for linear in adapted.values())
-    else:  # shared where layers have the same input; the attention's output is kept already
-        shared = [adapted.keys() & {"q_proj", "k_proj", "v_proj"}, adapted.keys() & {"gate_proj", "up_proj"}]
-        inputs = element * (sum(map(bool, shared)) * text.hidden + ("down_proj" in adapted) * text.width)
-    return 4 * norms + element * kept + inputs + lora * rank * len(adapted)
+    # Inputs that layers share are kept once; the attention's output is kept already.
+    shared = [adapted.keys() & {"q_proj", "k_proj", "v_proj"}, adapted.keys() & {"gate_proj", "up_proj"}]
+    inputs = sum(map(bool, shared)) * text.hidden + ("down_proj" in adapted) * text.width
+    return norms + element * (kept + inputs + rank * len(adapted))
 
 
 def learner_parts(config: CommonConfig, shape: ModelShape) -> list[Part]:
@@ -122,14 +121,10 @@ def _tokens(config: PolicyConfig) -> int:
 
 def _activations(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
     text, lora, tokens = shape.text, config.model.lora, _tokens(config)
-    if config.trains_full:  # linear layers keep their inputs, norms what they scale
-        scaled = 2 * text.hidden + text.head_norms * (text.heads + text.kv_heads) * text.head_dim
-        layer = layer_bytes_per_token(shape, element, 0, "all", lora=element) + element * scaled
-        working = 3 * text.width * element
-    else:
-        layer = layer_bytes_per_token(shape, element, lora.rank, lora.target_modules)
-        # At its widest a layer holds the product of a linear layer, its LoRA's in float32 twice, and their sum.
-        working = text.width * (element + 3 * _LORA)
+    # Linear layers that are trained whole keep their inputs, as those with LoRA do.
+    rank, targets = (0, "all") if config.trains_full else (lora.rank, lora.target_modules)
+    layer = layer_bytes_per_token(shape, element, rank, targets)
+    working = 3 * text.width * element
     inputs, what = element * text.hidden, f"{tokens} tokens × {text.layers} layers"
     if config.learner.gradient_checkpointing:
         kept, what = inputs * text.layers + layer, f"{what}' inputs, and one layer computed again"
@@ -169,7 +164,7 @@ def _images(config: PolicyConfig, shape: ModelShape, element: int) -> Part:
         return _frozen_tower(config, shape, element, config.learner.gpus_per_learner)
     # A tower that is trained keeps activations of all images of a micro-batch, which may be all of its tokens.
     tower, patches = shape.tower, _tokens(config) * shape.tower.merge**2
-    inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * (element if full else _LORA)
+    inputs = sum(linear.inputs * linear.copies for linear in tower.linears()) * element
     kept = inputs + tower.depth * (element * (4 * tower.hidden + 2 * tower.width) + 8 * tower.hidden)
     if full and config.learner.gradient_checkpointing:
         kept = element * tower.hidden * tower.depth + kept // tower.depth
