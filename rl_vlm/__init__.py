@@ -6,19 +6,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_vlm.envs.base import EpisodeEnv, VisionEnv
     from rl_vlm.envs.registry import make, register
+    from rl_vlm.monitoring.callbacks import Callback, StopTraining
     from rl_vlm.runs.api import Run, load_run, train
+    from rl_vlm.runs.push import push
+    from rl_vlm.runs.trainer import Trainer, serve
 
 __version__ = "0.1.0"
 
-__all__ = ["Run", "__version__", "load_run", "make", "register", "train"]
+__all__ = [
+    "Callback",
+    "EpisodeEnv",
+    "Run",
+    "StopTraining",
+    "Trainer",
+    "VisionEnv",
+    "__version__",
+    "load_run",
+    "make",
+    "push",
+    "register",
+    "serve",
+    "train",
+]
 
-_HOMES = {"make": "rl_vlm.envs.registry", "register": "rl_vlm.envs.registry"}
-_HOMES |= dict.fromkeys(("train", "load_run", "Run"), "rl_vlm.runs.api")
+_HOMES = {
+    "rl_vlm.envs.base": ("EpisodeEnv", "VisionEnv"),
+    "rl_vlm.envs.registry": ("make", "register"),
+    "rl_vlm.monitoring.callbacks": ("Callback", "StopTraining"),
+    "rl_vlm.runs.api": ("Run", "load_run", "train"),
+    "rl_vlm.runs.push": ("push",),
+    "rl_vlm.runs.trainer": ("Trainer", "serve"),
+}
 
 
 def __getattr__(name: str) -> Any:
     # On first use: importing environments takes longer than `rl-vlm --help` may.
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

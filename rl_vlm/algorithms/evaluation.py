@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.evaluation.heldout import evaluation_tasks, viewed_tasks
 from rl_vlm.evaluation.outcomes import outcomes_of_groups, summarize
 from rl_vlm.models.weights import WeightPayload
-from rl_vlm.types import RLVLMError
+from rl_vlm.types import RLVLMError, TrajectoryGroup
 
 if TYPE_CHECKING:
     from rl_vlm.algorithms.policy import PolicyAlgorithm
@@ -31,6 +32,17 @@ def evaluate(algorithm: PolicyAlgorithm) -> dict[str, Any]:
         "policy_version": algorithm.version,
         "seconds": time.perf_counter() - started,
     }
+
+
+def sample_items(algorithm: PolicyAlgorithm, count: int, greedy: bool) -> list[TrajectoryGroup]:
+    """An episode with its messages of each of the first held-out items, by the policy as it is."""
+    config, evaluation = algorithm.run_config, algorithm.run_config.evaluation
+    first = next(iter(evaluation.variants.items()))
+    asked = evaluation.model_copy(update={"num_items": count, "samples": 1, "variants": dict([first])})
+    tasks = evaluation_tasks(config.model_copy(update={"evaluation": asked}), algorithm.test_sizes, algorithm.version)
+    temperature = 0.0 if greedy else config.rollout.temperature
+    shown = [replace(task, group_id=f"shown/{task.group_id}", record=True, temperature=temperature) for task in tasks]
+    return algorithm.rollouts.evaluate(shown, evaluation.timeout_s)[0]
 
 
 @contextmanager

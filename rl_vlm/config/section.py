@@ -111,6 +111,7 @@ class PlainLogging(Section):
     checkpoint_every: Count = 25  # Iterations between checkpoints.
     keep_checkpoints: Count = 3  # Older checkpoints are deleted.
     tensorboard: bool = True  # Write TensorBoard event files into the run folder.
+    callbacks: list[str] = []  # Your own code after iterations and evaluations: `path/to/file.py:Name` of a Callback.
     wandb_project: str = "rl-vlm"  # Project on Weights & Biases, used where WANDB_API_KEY is set.
 
 

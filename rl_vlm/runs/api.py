@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rl_vlm.config import CommonConfig, RewardFunction, TrainConfig, apply_overr
 from rl_vlm.config.loading import read_yaml
 from rl_vlm.config.recipes import find_config
 from rl_vlm.envs.loading import load_object
+from rl_vlm.monitoring.callbacks import Callback
 from rl_vlm.runs import train as training
 from rl_vlm.runs.run_folder import RunDir
 from rl_vlm.types import UserInputError
@@ -96,6 +97,7 @@ def train(
     dataset: str | Path | Mapping[str, str] | None = None,
     reward: Reward | list[Reward] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
     run_dir: RunDir | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -104,10 +106,24 @@ def train(
 
     config: a YAML file, a recipe's name, the content of a file, or a configuration. dataset: data of your own, which
     QA-v0 asks in place of the configuration's environment. reward: functions with TRL's signature in place of the
-    configuration's reward. overrides: dotted keys and their values, which win over all else.
+    configuration's reward. overrides: dotted keys and their values, which win over all else. callbacks: your own code
+    after iterations and evaluations.
 
     Raises UserInputError before anything starts, later InterruptedRun and RLVLMError.
     """
+    run = configured(config, dataset, reward, overrides)
+    folder = run_dir or Path("runs") / run.name
+    training.train(run, folder, resume=resume, overwrite=overwrite, callbacks=callbacks)
+    return Run(folder)
+
+
+def configured(
+    config: str | Path | Mapping[str, Any] | TrainConfig,
+    dataset: str | Path | Mapping[str, str] | None = None,
+    reward: Reward | list[Reward] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> TrainConfig:
+    """The configuration that arguments of `train` make. Raises UserInputError."""
     if isinstance(config, CommonConfig):
         config = config.model_dump(exclude_unset=True)
     data = dict(config) if isinstance(config, Mapping) else read_yaml(find_config(config), ())
@@ -122,10 +138,7 @@ def train(
         env = {**(env if env.get("id") == DATA_ENV else {}), "id": DATA_ENV, "data": sources}
     if reward is not None:
         env["reward"] = [_named(one) for one in (reward if isinstance(reward, list) else [reward])]
-    run = parse_config(apply_overrides({**data, "env": env}, overrides or {}))
-    folder = run_dir or Path("runs") / run.name
-    training.train(run, folder, resume=resume, overwrite=overwrite)
-    return Run(folder)
+    return parse_config(apply_overrides({**data, "env": env}, overrides or {}))
 
 
 def _named(reward: Reward) -> Any:

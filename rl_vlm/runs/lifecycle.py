@@ -21,6 +21,7 @@ from rl_vlm.config.loading import changes_since
 from rl_vlm.files import clean_leftovers, open_own
 from rl_vlm.imports import import_meanwhile, imports_done
 from rl_vlm.models.weights import WeightPayload
+from rl_vlm.monitoring.callbacks import StopTraining, load_callbacks
 from rl_vlm.monitoring.display import POLICY_ROWS, ProgressDisplay, Rows
 from rl_vlm.monitoring.recorder import RunRecorder
 from rl_vlm.types import RLVLMError, UserInputError
@@ -181,6 +182,8 @@ class BaseRun(ABC):
         self.recorder = self._new_recorder(self.start if resume else None)
         self.display.recall(self.recorder.evaluations())
         self.stop = StopRequest()
+        self.callbacks = load_callbacks(config.logging.callbacks)
+        self.stopped_by = ""  # what a callback gave as the reason
         self.started = time.monotonic()
         self.train_seconds = self.startup_seconds = 0.0
         self.write_errors = 0
@@ -208,11 +211,19 @@ class BaseRun(ABC):
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the content of `result.json`. Raises InterruptedRun and RLVLMError."""
+        with self.session():
+            self._train()
+        return self.result
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Inside, everything has started; at the end `result` is written. Raises InterruptedRun and RLVLMError."""
         status, error, refused = "failed", "", False
         try:
             with self.display, self.stop.installed(self.display.message):
                 try:
-                    self._loop()
+                    with self._services():
+                        yield
                     status = "interrupted" if self.stop else "done"
                 except KeyboardInterrupt:
                     self.stop.signal = self.stop.signal or signal.SIGINT
@@ -223,17 +234,31 @@ class BaseRun(ABC):
                     refused = self._resumes and self.stop.starting and isinstance(failure, UserInputError)
                     raise
                 finally:
-                    result = self._result(status) | self._outcome()
-                    result["write_errors"] = self.write_errors + self.recorder.write_errors
+                    self.result = self._result(status) | self._outcome()
+                    self.result["write_errors"] = self.write_errors + self.recorder.write_errors
                     if error:
-                        result["error"] = error
+                        self.result["error"] = error
                     if not refused:
-                        self.recorder.finish(result)
+                        self.recorder.finish(self.result)
+                        self._tell("on_end", self.result)
         finally:
             self.recorder.close()
         if status == "interrupted":
             raise InterruptedRun(self.stop.signal or signal.SIGINT, self._what_now())
-        return result
+
+    def _tell(self, event: str, *given: Any) -> None:
+        """Call a method of all callbacks."""
+        for callback in self.callbacks:
+            try:
+                getattr(callback, event)(self.folder, *given)
+            except StopTraining as end:
+                self.stopped_by = str(end) or type(callback).__name__
+                self.display.message(f"Training ends here: {self.stopped_by}")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether neither a signal nor a callback has ended the run."""
+        return not self.stop and not self.stopped_by
 
     def _what_now(self) -> str:
         if self.saved_at < 0:
@@ -255,13 +280,14 @@ class BaseRun(ABC):
         keep, name = self.config.logging.keep_checkpoints, self._checkpoint_name.format(position)
         return save_checkpoint(self.checkpoints, name, self._write_checkpoint, keep, self._history)
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self) -> None:
         """Save a checkpoint. A full disk costs this checkpoint, not the run; the older ones stay."""
         position = self._position()
         if position != self.saved_at:
             with self._writing("a checkpoint"):
                 self._save(position)
                 self.saved_at = position
+                self._tell("on_checkpoint", position)
 
     def _save_trained(self, payload: WeightPayload, suffix: str = "") -> None:
         try:
@@ -272,9 +298,14 @@ class BaseRun(ABC):
                 "--resume."
             ) from error
 
+    @contextmanager
+    def _services(self) -> Iterator[None]:
+        """Start everything, and stop it."""
+        yield
+
     @abstractmethod
-    def _loop(self) -> None:
-        """Start everything, train, stop everything."""
+    def _train(self) -> None:
+        """Train to the end, or while it `goes_on`."""
 
     @abstractmethod
     def _outcome(self) -> dict[str, Any]:
@@ -312,6 +343,7 @@ class BaseRun(ABC):
         window = max(1, min(5, len(rewards) // 2))  # rows of the beginning and of the end, of which none is both
         return {
             "status": status,
+            **({"stopped_by": self.stopped_by} if self.stopped_by else {}),
             "iterations": self._position(),
             "train_seconds": round(self.train_seconds, 3),
             "startup_seconds": round(self.startup_seconds, 3),
@@ -331,7 +363,8 @@ class RunLifecycle(BaseRun):
     def algorithm_class(config: Any) -> type[RunAlgorithm]:
         """The RLlib algorithm, which takes seconds to import."""
 
-    def _loop(self) -> None:
+    @contextmanager
+    def _services(self) -> Iterator[None]:
         serves = self.config.serves
         import_meanwhile("torch", *(("transformers.modeling_utils", "peft") if serves else ()))
         from rl_vlm.runs.ray_session import ray_cluster
@@ -354,7 +387,7 @@ class RunLifecycle(BaseRun):
                     self.algorithm.load_checkpoint(str(self.start_from))
                     self.display.message(f"Resumed from {self._unit} {self._position()}.")
                 self._started()
-                self._train()
+                yield
             finally:
                 if self.algorithm is not None:
                     self.algorithm.stop()
@@ -382,17 +415,13 @@ class RunLifecycle(BaseRun):
         finally:
             metrics.close()
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self) -> None:
         from rl_vlm.algorithms.learners import LearnerLostError  # imports Ray
 
         try:
-            super()._checkpoint()
+            super().checkpoint()
         except LearnerLostError as error:  # the next update replaces it, from the checkpoint before this one
             self.display.message(f"No checkpoint at {self._unit} {self._position()}. {error}")
-
-    @abstractmethod
-    def _train(self) -> None:
-        """Train `self.algorithm` to the end, or until `self.stop`."""
 
 
 @contextmanager

@@ -214,17 +214,23 @@ class PolicyRun(RunLifecycle):
         return PPO if config.algorithm.name == "ppo" else GRPO
 
     def _train(self) -> None:
+        for _ in self.iterations():
+            pass
+        self.finish()
+
+    def iterations(self) -> Iterator[int]:
+        """Train to the end, a number per iteration that was learned from."""
         from rl_vlm.algorithms.learners import LearnerLostError
 
         while True:
             try:
-                return self._to_the_end()
+                return (yield from self._to_the_end())
             except LearnerLostError as error:  # beside an update, which replaces learners itself
                 self.display.message(f"{error} Going on from the newest checkpoint.")
                 self.algorithm.replace_lost_learners(error)
                 self._forget_after(self.algorithm.updates)
 
-    def _to_the_end(self) -> None:
+    def _to_the_end(self) -> Iterator[int]:
         from rl_vlm.rollout.rollouts import TooManyFailuresError
         from rl_vlm.rollout.sampler import RoundAbandonedError, SamplingError
 
@@ -234,23 +240,27 @@ class PolicyRun(RunLifecycle):
             with suppress(RoundAbandonedError):
                 self._check_sight()
                 if not self.recorder.has_evaluation(algorithm.updates):
-                    self._evaluate()
+                    self.evaluate()
                 with self._timed():
-                    while algorithm.updates < self.config.algorithm.iterations and not self.stop:
-                        self._iterate()
+                    while algorithm.updates < self.config.algorithm.iterations and self.goes_on:
+                        if self._iterate():
+                            yield self.last_iteration
         except (SamplingError, TooManyFailuresError, SightError):
             self._tell_failures()
             # The learners are there: a resume, with `sight.gate: warn` perhaps, need not repeat what these have
             # learned.
             if algorithm.updates > max(self.saved_at, 0):
                 with suppress(RLVLMError):
-                    self._checkpoint()
+                    self.checkpoint()
             raise
+
+    def finish(self) -> None:
+        """Save what was trained."""
         self._skipped_steps.check()
-        self._checkpoint()
-        self._save_trained(algorithm.checkpoint().adapter)
+        self.checkpoint()
+        self._save_trained(self.algorithm.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
-            self._save_trained(averaged_adapter(algorithm), "-ema")
+            self._save_trained(averaged_adapter(self.algorithm), "-ema")
 
     def _check_sight(self) -> None:
         if self.config.sight.gate == "off":
@@ -267,7 +277,8 @@ class PolicyRun(RunLifecycle):
         for sentence in raise_or_tell(faults, self.config.sight.gate):
             self.display.message(sentence)
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> bool:
+        """One iteration; False where it only replaced learners."""
         algorithm, config = self.algorithm, self.config
         algorithm.train()
         iteration, metrics = algorithm.updates, algorithm.last_metrics
@@ -275,7 +286,7 @@ class PolicyRun(RunLifecycle):
             # Learners were replaced from a checkpoint: the iterations since then are done again, and this one learned
             # nothing.
             self._forget_after(iteration)
-            return
+            return False
         self.last_iteration = iteration
         self.recorder.log_iteration(iteration, metrics)
         self.recorder.log_spans(iteration, algorithm.last_spans)
@@ -299,10 +310,12 @@ class PolicyRun(RunLifecycle):
                 shown = groups[recorded[iteration % len(recorded)]].trajectories
                 self.display.message(episode_line(shown[iteration % len(shown)]))
         if iteration % config.logging.checkpoint_every == 0:
-            self._checkpoint()
-        last = iteration >= config.algorithm.iterations
+            self.checkpoint()
+        self._tell("on_iteration", iteration, metrics)
+        last = iteration >= config.algorithm.iterations or self.stopped_by
         if last or (config.evaluation.every and iteration % config.evaluation.every == 0):
-            self._evaluate()
+            self.evaluate()
+        return True
 
     def _tell_failures(self) -> None:
         for reason in self.recorder.log_failures(self.algorithm.updates, self.algorithm.rollouts.take_failures()):
@@ -315,12 +328,14 @@ class PolicyRun(RunLifecycle):
         self.recorder.ray, self.last_iteration = metrics, iteration
         self.saved_at = min(self.saved_at, iteration)
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> dict[str, Any]:
         results = evaluate(self.algorithm)
         self.recorder.log_evaluation(self.algorithm.updates, results)
         self.display.evaluation(self.algorithm.updates, results)
         if self.algorithm.updates > self.start and (hint := blind(results)):
             self.display.message(hint)
+        self._tell("on_evaluation", self.algorithm.updates, results)
+        return results
 
     def _save(self, position: int) -> Path:
         self.algorithm.last_checkpoint = saved = super()._save(position)

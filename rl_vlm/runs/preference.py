@@ -123,16 +123,16 @@ class PreferenceRun(RunLifecycle):
         except BaseException:
             # Save the experience and the labels, whose collection was expensive; the original error is raised.
             with suppress(RLVLMError):
-                self._checkpoint()
+                self.checkpoint()
             raise
-        self._checkpoint()
+        self.checkpoint()
 
     def _iterate(self) -> None:
         algorithm, settings = self.algorithm, self.settings
         every, evaluations = self.config.logging.checkpoint_every, settings.evaluation.every
         if self._evaluation_is_missing():
             self._evaluate()
-        while algorithm.env_steps < settings.total_steps and not self.stop:
+        while algorithm.env_steps < settings.total_steps and self.goes_on:
             before = algorithm.env_steps
             algorithm.train()
             step = algorithm.env_steps
@@ -141,9 +141,10 @@ class PreferenceRun(RunLifecycle):
             self.recorder.log_iteration(step, algorithm.last_metrics)
             self.recorder.log_spans(step, algorithm.last_spans)
             self.display.update(step, algorithm.last_metrics)
+            self._tell("on_iteration", step, algorithm.last_metrics)
             # `checkpoint_every` counts rows of metrics, as everywhere.
             if _crosses_multiple(before, step, every * settings.steps_per_iteration):
-                self._checkpoint()
+                self.checkpoint()
             if step >= settings.total_steps or (evaluations and _crosses_multiple(before, step, evaluations)):
                 self._evaluate()
 
@@ -165,6 +166,7 @@ class PreferenceRun(RunLifecycle):
         self.recorder.log_evaluation(algorithm.env_steps, metrics)
         self.display.evaluation(algorithm.env_steps, metrics)
         self._save_videos(results)
+        self._tell("on_evaluation", algorithm.env_steps, metrics)
 
     def _save_videos(self, results: list[EpisodeResult]) -> None:
         folder = (self.artifacts or self.folder) / "videos"

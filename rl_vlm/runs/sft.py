@@ -83,7 +83,7 @@ class SFTRun(BaseRun):
         sizes = {"conversations": len(self.data.train), "batch_size": self.job.sft.batch_size}
         return sizes | {"seed": self.job.seed}
 
-    def _loop(self) -> None:
+    def _train(self) -> None:
         imports_done()
         import torch
 
@@ -105,23 +105,23 @@ class SFTRun(BaseRun):
             self._evaluate()
         with self._timed(), ThreadPoolExecutor(1) as pool:
             try:
-                self._train(pool)
+                self._take_steps(pool)
             except UserInputError:  # a row that reads well and cannot be decoded: mend it, and --resume
-                self._checkpoint()
+                self.checkpoint()
                 raise
-        self._checkpoint()
+        self.checkpoint()
         self._save_trained(self.trainer.adapter(self.done))
 
-    def _train(self, pool: ThreadPoolExecutor) -> None:
+    def _take_steps(self, pool: ThreadPoolExecutor) -> None:
         sft, logging = self.job.sft, self.job.logging
         upcoming = pool.submit(self.data.batch, self.done)
-        while self.done < self.total and not self.stop:
+        while self.done < self.total and self.goes_on:
             batch = upcoming.result()
             if self.done + 1 < self.total:
                 upcoming = pool.submit(self.data.batch, self.done + 1)  # decoded while the model computes
             self._step(batch)
             if self.done % logging.checkpoint_every == 0:
-                self._checkpoint()
+                self.checkpoint()
             if self.done == self.total or (sft.eval_every and self.done % sft.eval_every == 0):
                 self._evaluate()
 
@@ -147,6 +147,7 @@ class SFTRun(BaseRun):
             metrics["sft/grad_norm"] = grad_norm
         self.recorder.log_iteration(self.done, metrics)
         self.display.update(self.done, metrics)
+        self._tell("on_iteration", self.done, metrics)
 
     def _evaluate(self) -> None:
         held_out = self.data.held_out
@@ -164,6 +165,7 @@ class SFTRun(BaseRun):
         results["seconds"] = time.perf_counter() - begun
         self.recorder.log_evaluation(self.done, results)
         self.display.evaluation(self.done, results)
+        self._tell("on_evaluation", self.done, results)
 
     def _answers(self, held_out: Measured) -> dict[str, float]:
         """How many last turns are written greedily word for word."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.config import PolicyConfig, TrainConfig
 from rl_vlm.envs.loading import load_plugins
 from rl_vlm.models.loading import check_quantization, check_weights
+from rl_vlm.monitoring.callbacks import Callback
 from rl_vlm.runs.policy import PolicyRun, inspect_policy_run
 from rl_vlm.runs.preference import PreferenceRun, evaluate_preference_run, inspect_preference_run
 from rl_vlm.runs.run_folder import RunDir, check_run_dir, opened_run_folder
@@ -51,13 +54,27 @@ def obstacles(config: TrainConfig, run_dir: RunDir, *, resume: bool, overwrite: 
     return found
 
 
-def train(
-    config: TrainConfig, run_dir: RunDir | None = None, *, resume: bool = False, overwrite: bool = False
-) -> dict[str, Any]:
-    """Run to the end; returns `result.json`. Raises UserInputError first, later InterruptedRun and RLVLMError."""
+@contextmanager
+def opened_run(
+    config: TrainConfig,
+    run_dir: RunDir | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[Any]:
+    """A run that has been checked, in its folder, before anything starts. Raises UserInputError."""
     run_dir = run_dir or Path("runs") / config.name
     inspect_run(config)
     if found := obstacles(config, run_dir, resume=resume, overwrite=overwrite):
         raise UserInputError(" ".join(found))
     with opened_run_folder(run_dir, resume=resume, overwrite=overwrite) as folder:
-        return kind_of(config)(config, folder, resume).execute()  # type: ignore[no-any-return]
+        run = kind_of(config)(config, folder, resume)
+        run.callbacks += callbacks
+        yield run
+
+
+def train(config: TrainConfig, run_dir: RunDir | None = None, **options: Any) -> dict[str, Any]:
+    """Run to the end; returns `result.json`; options as of `opened_run`. Raises InterruptedRun and RLVLMError, too."""
+    with opened_run(config, run_dir, **options) as run:
+        return run.execute()  # type: ignore[no-any-return]

@@ -122,6 +122,24 @@ def test_own_data_and_a_reward_function_pass_a_dry_run_as_shown(
     runpy.run_path("train.py", run_name="__main__")
 
 
+@pytest.mark.timeout(600)
+def test_scripts_of_the_python_page_run_as_shown(tmp_path: Path) -> None:
+    shown = re.findall(r"```python (\S+)\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    for name, text in shown:  # a few iterations in place of 60
+        (tmp_path / name).write_text(text.replace('iterations": 60', 'iterations": 4').replace("% 20", "% 2"))
+    said = {
+        name: subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        for name in ("trainer.py", "ask.py")
+    }
+    assert all(done.returncode == 0 for done in said.values()), said
+    printed = [line.split() for line in said["trainer.py"].stdout.splitlines()]
+    assert [words[0] for words in printed if words[0] in ("2", "4")] == ["2", "4"]
+    assert 0 <= float(printed[-1][0]) <= 1 and said["ask.py"].stdout.strip()
+    assert (tmp_path / "runs/mine/adapter").is_dir()
+    recipe = str(ROOT / "configs/quickstart.yaml")
+    assert rl_vlm(["train", recipe, f"logging.callbacks=[{tmp_path}/early.py:Enough]", "--dry-run"]) == 0
+
+
 def test_the_command_for_slimes_environments_passes_a_dry_run(tiny_folder: Path) -> None:
     (block,) = (b for b in code_blocks(ROOT / "docs/slime.md", "sh") if "env.id=" in b)
     words = shlex.split(block.replace("\\\n", " ").splitlines()[-1])

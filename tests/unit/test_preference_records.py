@@ -133,7 +133,7 @@ def test_a_full_disk_at_an_evaluation_costs_its_row_and_not_the_run(tmp_path: Pa
     run.algorithm, run.eval_csv, run.write_errors = algorithm, SimpleNamespace(add=full), 0  # type: ignore[assignment]
     run.display = SimpleNamespace(message=shown.append, evaluation=lambda *_: None)  # type: ignore[assignment]
     run.recorder = SimpleNamespace(log_evaluation=lambda step, _: logged.append(step))  # type: ignore[assignment]
-    run.artifacts, run.folder = None, tmp_path
+    run.artifacts, run.folder, run.callbacks = None, tmp_path, []
     run._evaluate()
     assert shown == ["Could not write eval.csv (No space left on device); going on without it."]
     assert run.write_errors == 1 and logged == [50]

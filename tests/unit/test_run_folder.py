@@ -48,7 +48,7 @@ class Refused(BaseRun):
     def __init__(self, config: PolicyConfig, folder: Path, resume: bool) -> None:
         super().__init__(config, folder, resume, total=1)
 
-    def _loop(self) -> None:
+    def _train(self) -> None:
         raise self.error
 
     def _outcome(self) -> dict[str, Any]:
