@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rl_vlm.monitoring.callbacks import Callback, StopTraining
     from rl_vlm.runs.api import Run, load_run, train
     from rl_vlm.runs.push import push
+    from rl_vlm.runs.reward_model import RewardModel
     from rl_vlm.runs.trainer import Trainer, serve
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "EpisodeEnv",
+    "RewardModel",
     "Run",
     "StopTraining",
     "Trainer",
@@ -37,6 +39,7 @@ _HOMES = {
     "rl_vlm.monitoring.callbacks": ("Callback", "StopTraining"),
     "rl_vlm.runs.api": ("Run", "load_run", "train"),
     "rl_vlm.runs.push": ("push",),
+    "rl_vlm.runs.reward_model": ("RewardModel",),
     "rl_vlm.runs.trainer": ("Trainer", "serve"),
 }
 

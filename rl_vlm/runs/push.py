@@ -9,12 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config import PolicyConfig, load_config
+from rl_vlm.config import PolicyConfig, PreferenceConfig, load_config
 from rl_vlm.config.loading import of_policy
+from rl_vlm.labelling.teachers import prompts_of
 from rl_vlm.models.export import export_model, find_trained_and_model
 from rl_vlm.models.hub import transport_errors
 from rl_vlm.models.weights import AdapterPayload, is_full
 from rl_vlm.runs.api import Run
+from rl_vlm.runs.reward_model import RewardModel
 from rl_vlm.safe_text import one_line
 from rl_vlm.types import RLVLMError, UserInputError
 
@@ -26,25 +28,27 @@ class HubError(RLVLMError):
 
 
 def push(run: str | Path, repo: str, *, merge: bool = False, public: bool = False) -> str:
-    """Upload the adapter of a run to `owner/name` on the hub, or with `merge` (and after full fine-tuning) the whole
-    model; returns the address. The token is that of `hf auth login` or HF_TOKEN. Raises UserInputError, HubError."""
+    """Upload the adapter of a run to `owner/name` on the hub, with `merge` (and after full fine-tuning) the whole
+    model, or the reward model of a preference run; returns the address.
+
+    The token is that of `hf auth login` or HF_TOKEN. Raises UserInputError and HubError.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
     folder = Path(run).expanduser()
-    config = of_policy(load_config(folder / "config.yaml"))
-    trained, _ = find_trained_and_model(folder)
-    merge = merge or is_full(trained)
+    config = load_config(folder / "config.yaml")
     with tempfile.TemporaryDirectory(prefix="rl-vlm-push-") as scratch:
         draft = Path(scratch) / "model"
-        if merge:
-            export_model(folder, draft)
+        if isinstance(config, PreferenceConfig):
+            draft.mkdir()
+            RewardModel.load(folder).save(draft)
+            text = reward_card(folder, config, repo)
         else:
-            shutil.copytree(trained, draft)
-            _name_base(draft / AdapterPayload.CONFIG, config.model.path)
+            text = _draft_policy(folder, draft, of_policy(config), repo, merge)
         if (curve := folder / "curve.png").is_file():
             shutil.copy(curve, draft)
-        (draft / "README.md").write_text(card(folder, config, repo, merge), encoding="utf-8")
+        (draft / "README.md").write_text(text, encoding="utf-8")
         api = HfApi()
         try:
             api.create_repo(repo, private=not public, exist_ok=True)
@@ -57,6 +61,17 @@ def push(run: str | Path, repo: str, *, merge: bool = False, public: bool = Fals
                 "token that may write."
             ) from error
     return str(commit.repo_url)
+
+
+def _draft_policy(folder: Path, draft: Path, config: PolicyConfig, repo: str, merge: bool) -> str:
+    """Write what a policy run uploads, and return its card."""
+    trained, _ = find_trained_and_model(folder)
+    if merge := merge or is_full(trained):
+        export_model(folder, draft)
+    else:
+        shutil.copytree(trained, draft)
+        _name_base(draft / AdapterPayload.CONFIG, config.model.path)
+    return card(folder, config, repo, merge)
 
 
 def _name_base(file: Path, model: str) -> None:
@@ -95,6 +110,32 @@ def card(folder: Path, config: PolicyConfig, repo: str, merged: bool) -> str:
     return "\n".join([*lines, "", "## Use", "", use, ""])
 
 
+def reward_card(folder: Path, config: PreferenceConfig, repo: str) -> str:
+    """The card of a reward model: task, labels, accuracy, versions, and how to load it."""
+    preference, progress = config.preference, Run(folder).progress
+    head = ["---", "library_name: rl_vlm", 'tags: ["rl_vlm", "reward-model", "preferences"]', "---", ""]
+    facts = {
+        "goal": prompts_of(preference.labels, config.env.id).goal,
+        "labels": f"{preference.labels.source}, {preference.max_feedback} at most",
+        "model": f"{preference.reward_model.size} × {preference.reward_model.architecture}, "
+        f"pictures of {preference.image_size} × {preference.image_size}",
+        "seed": config.seed,
+        "versions": ", ".join(filter(None, map(_version, _PACKAGES))),
+    }
+    for name, column in (("accuracy on its labels", "reward_model/accuracy"), ("labels that agree", "labels/accuracy")):
+        if column in progress and len(values := progress[column].dropna()):
+            facts[name] = f"{values.iloc[-1]:.3f}"
+    lines = [
+        f"# {repo.split('/')[-1]}",
+        "",
+        f"A reward model for {config.env.id}, learned from preferences with rl_vlm.",
+    ]
+    lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
+    if (folder / "curve.png").is_file():
+        lines += ["", "![Learning curve of the policy that it rewarded](curve.png)"]
+    return "\n".join([*head, *lines, "", "## Use", "", _USE_REWARD.format(repo=repo), ""])
+
+
 def _results(folder: Path) -> list[str]:
     """A row per variant: accuracy on the held-out split with its interval of 95 %, before and after."""
     rows = Run(folder).evaluations.to_dict("records")
@@ -118,6 +159,15 @@ def _version(package: str) -> str:
     except PackageNotFoundError:
         return ""
 
+
+_USE_REWARD = """```python
+from huggingface_hub import snapshot_download
+from PIL import Image
+import rl_vlm
+
+model = rl_vlm.RewardModel.load(snapshot_download("{repo}"))
+print(model.score([Image.open("picture.png")]))
+```"""
 
 _USE_ADAPTER = """```python
 from peft import PeftModel

@@ -9,16 +9,23 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from peft import LoraConfig
+from PIL import Image
 
+from rl_vlm.algorithms.checkpoint import write_state
 from rl_vlm.cli.app import run as rl_vlm
-from rl_vlm.config import PolicyConfig, save_config
+from rl_vlm.config import PolicyConfig, PreferenceConfig, load_config, save_config
 from rl_vlm.models.weights import AdapterPayload
+from rl_vlm.preference.reward_model import RewardEnsemble
 from rl_vlm.runs.push import HubError, push
+from rl_vlm.runs.reward_model import RewardModel
 from rl_vlm.types import UserInputError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 class Hub:
@@ -126,3 +133,41 @@ def test_what_the_hub_does_not_take_is_told(hub: Hub, run_folder: Path) -> None:
         push(run_folder, "me/counts", public=True)
     with pytest.raises(UserInputError, match="owner/name"):
         push(run_folder, "me/counts/more")
+
+
+def test_a_reward_model_arrives_with_its_card_and_scores_as_before(hub: Hub, tmp_path: Path) -> None:
+    run, fetched = tmp_path / "run", tmp_path / "fetched"
+    overrides = {"preference.image_size": 64, "preference.reward_model.size": 2}
+    config = load_config(
+        CONFIGS / "rl_vlm_f/cartpole_tiny.yaml", [f"{key}={value}" for key, value in overrides.items()]
+    )
+    assert isinstance(config, PreferenceConfig)
+    checkpoint = run / "checkpoints/step-00000500"
+    checkpoint.mkdir(parents=True)
+    fetched.mkdir()
+    save_config(config, run / "config.yaml")
+    trained = RewardEnsemble((64, 64, 3), config.preference.reward_model, seed=3)
+    trained.save(checkpoint / "reward_model.safetensors")
+    write_state(checkpoint, {"step": 500})
+    (run / "progress.csv").write_text("iteration,reward_model/accuracy,labels/accuracy\n500,0.75,0.9\n1000,0.8125,\n")
+    push(run, "me/counts")
+    assert hub.files.keys() == {"README.md", "reward_model.safetensors", "reward_model.json"}
+    text = hub.files["README.md"].decode()
+    assert "RewardModel.load" in text and "| accuracy on its labels | 0.812 |" in text
+    assert "| labels that agree | 0.900 |" in text and str(tmp_path) not in text
+    for name, content in hub.files.items():
+        (fetched / name).write_bytes(content)
+    frames = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
+    expected = trained.rewards(frames)
+    for folder in (run, fetched):
+        assert np.array_equal(RewardModel.load(folder).score([Image.fromarray(frames[0]), *frames[1:]]), expected)
+    assert len(set(expected.tolist())) == 3
+
+
+def test_a_folder_without_a_reward_model_for_pictures_is_named(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="holds no reward model"):
+        RewardModel.load(run_folder)
+    states = load_config(CONFIGS / "rl_vlm_f/cartpole_tiny.yaml", ["preference.reward_model.architecture=mlp"])
+    save_config(states, tmp_path / "config.yaml")
+    with pytest.raises(UserInputError, match="scores no pictures"):
+        RewardModel.load(tmp_path)
