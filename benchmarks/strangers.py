@@ -11,6 +11,8 @@ a sentence ... For each, one after the other and each step a command of its own:
   and the share of well-formed answers among those sampled as in training, of which RL lives.
 - `rl-vlm train` with the quickstart's settings for 100 iterations, from the adapter of the fine-tuning and directly.
 
+Both train the vision tower, too, and RL takes half of the quickstart's learning rate: see docs/own_environments.md.
+
 The table has two rows per environment. Its figures are those of the mean reward in the last five iterations.
 `well_formed`, `accuracy` (greedy) and `sampled_formed` are before RL; `first` is the mean reward of the first
 iteration, `curve` that of ten iterations on the way and of the last, `after` the greedy accuracy at the end. A step
@@ -46,6 +48,8 @@ _TIMEOUT_S = 3600.0
 # The longest answers, a tool call in a tokenizer of few words, do not fit the quickstart's 16 tokens.
 LIMITS = ("rollout.max_new_tokens_per_turn=64", "serving.max_context=2048")
 FINE_TUNING = ("sft.batch_size=16", "sft.epochs=20", "sft.max_length=2048", "sft.eval_every=0", "sft.warmup_steps=5")
+TOWER = "model.lora.target_modules=vision"
+RATE = "learner.lr=1e-3"
 FORMED, RAISED, SOLVED = 0.95, 0.2, 0.9  # of the greedy answers; of the mean reward
 
 
@@ -150,20 +154,21 @@ def measure(model: str, name: str, folder: Path, quick: bool) -> dict[str, dict[
     tuned, items = folder / "sft", 50 if quick else 100
     shared = (
         f"model.path={model}",
+        TOWER,
         f"env.id={env_id(name)}",
         "env.kwargs={}",
         *LIMITS,
         f"evaluation.num_items={items}",
     )
     data = conversations(name, folder / "data")
-    command(tuned, "sft", "sft_tiny", f"model.path={model}", f"sft.data={data}", *FINE_TUNING)
+    command(tuned, "sft", "sft_tiny", f"model.path={model}", TOWER, f"sft.data={data}", *FINE_TUNING)
     sides = ("--run-dir", tuned, "--against", "base")
     command(folder / "eval.json", "eval", "quickstart", *sides, *shared, f"evaluation.samples={SAMPLES}")
     rows = {}
     for label, side, more in (("after SFT", "policy", (f"model.adapter={tuned}",)), ("directly", "against", ())):
         run = folder / label.replace(" ", "-").lower()
         iterations = 20 if quick else 100
-        command(run, "train", "quickstart", *shared, *more, f"algorithm.iterations={iterations}", "evaluation.every=0")
+        command(run, "train", "quickstart", *shared, RATE, *more, f"algorithm.iterations={iterations}", "evaluation.every=0")
         curve, start = rewards(run), start_of(folder / "eval.items.jsonl", side, items)
         rows[label] = {
             "values": curve[-5:],

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and what it trains is better than what it began with."""
+"""Notebooks run from the first cell to the last, and what they train is better than what they began with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from runs import QUICKSTART, ROOT, environment, rl_vlm
 
 from rl_vlm.files import cache_place
 
-NOTEBOOK = ROOT / "notebooks" / "train_lora.ipynb"
 
-
-def executed(folder: Path, timeout: int) -> nbformat.NotebookNode:
-    """The notebook after a run in a copy of its place, in a kernel of its own that knows nothing of this process."""
+def executed(name: str, folder: Path, timeout: int) -> nbformat.NotebookNode:
+    """A notebook after a run in a copy of its place, in a kernel of its own that knows nothing of this process."""
     (folder / "notebooks").mkdir()
     (folder / "configs").symlink_to(ROOT / "configs")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -48,13 +46,30 @@ def printed(notebook: nbformat.NotebookNode, pattern: str) -> tuple[float, ...]:
 @pytest.mark.acceptance
 @pytest.mark.timeout(1200)
 def test_the_notebook_trains_an_adapter_that_plain_transformers_loads(tmp_path: Path) -> None:
-    notebook = executed(tmp_path, timeout=900)
+    notebook = executed("train_lora.ipynb", tmp_path, timeout=900)
     before, after = printed(notebook, r"before: (\d\.\d+), after: (\d\.\d+)")
     assert before <= 0.45
     assert after >= before + 0.25
     assert printed(notebook, r"merged: (\d\.\d+)") == (after,)
     kinds = [kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
     assert kinds.count("image/png") == 2  # a picture of the environment, and the curve
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_the_notebook_of_own_data_learns_to_count_its_dots(tmp_path: Path) -> None:
+    notebook = executed("own_data.ipynb", tmp_path, timeout=900)
+    before, after = printed(notebook, r"accuracy: (\d\.\d+) -> (\d\.\d+)")
+    assert before <= 0.45 and after >= 0.8
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_the_notebook_of_preferences_balances_the_pole(tmp_path: Path) -> None:
+    notebook = executed("preferences.ipynb", tmp_path, timeout=900)
+    before, after = printed(notebook, r"episode: (-?\d+) -> (-?\d+)")
+    assert before < -1000 and after > before + 500
+    assert printed(notebook, r"agrees with (\d\.\d+)")[0] >= 0.7
 
 
 # --- examples/one_process.py: the loop in one process trains as its page says
