@@ -32,7 +32,7 @@ class Outcome:
 
     `id` names the item within a side and `sample` the episode of a sampled item. `env` is the environment's id, in a
     mixture its name, which `variant` then begins with. `info` holds the environment's numbers at the end, and the
-    item's category as text.
+    item's category as text. `answers` holds what the policy said, turn by turn; files of earlier versions lack it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -52,6 +52,7 @@ class Outcome:
     tokens: int
     status: str
     info: dict[str, Any] = field(default_factory=dict)
+    answers: list[str] = field(default_factory=list)
 
     @property
     def is_plain(self) -> bool:
@@ -96,6 +97,7 @@ def outcomes_of(
             tokens=episode.num_sampled,
             status=episode.status.value,
             info=kept_info(episode.info, config.evaluation.category),
+            answers=answers_of(episode),
         )
         for sample, episode in enumerate(episodes)
     ]
@@ -107,6 +109,12 @@ def outcomes_of_groups(
     """What is kept of all groups; tasks whose group was lost have no outcome."""
     found = {group.group_id: group.trajectories for group in groups}
     return [one for task in tasks for one in outcomes_of(config, task, found.get(task.group_id, ()))]
+
+
+def answers_of(episode: Trajectory | Conversation) -> list[str]:
+    """What the policy said, turn by turn; nothing where the conversation was not recorded."""
+    said = [message.text for message in episode.messages if message.role == "assistant"]
+    return list(to_jsonable(said[max(len(said) - episode.num_turns, 0) :]))  # a prompt may hold earlier ones
 
 
 def kept_info(info: dict[str, Any], category: str) -> dict[str, Any]:

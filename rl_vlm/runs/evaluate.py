@@ -262,7 +262,7 @@ def _tasks(config: PolicyConfig, envs: Survey, blind: bool) -> list[RolloutTask]
     for split, sizes in envs.sizes.items():
         evaluation = config.evaluation.model_copy(update={"split": split})
         tasks = evaluation_tasks(config.model_copy(update={"evaluation": evaluation}), sizes, min_version=0)
-        tasks = [replace(task, group_id=f"{split}/{task.group_id}") for task in tasks]
+        tasks = [replace(task, group_id=f"{split}/{task.group_id}", record=True) for task in tasks]
         all_tasks += tasks
         if blind:
             all_tasks += [*viewed_tasks(tasks, "blank"), *viewed_tasks(tasks, "swapped")]

@@ -117,6 +117,10 @@ def test_a_server_plays_several_turns_and_is_asked_again_when_it_is_busy(
     results = measured(server, run_of(), out, model="other", token_env="MY_TOKEN")
     assert results["accuracy/default"] == 1.0 and results["turns/default"] == 2 and results["lost"] == 0
     assert results["model"] == "other" and len(server.requests) == 2 * ITEMS + 1
+    kept = [json.loads(line) for line in (tmp_path / "results.items.jsonl").read_text().splitlines()[1:]]
+    assert {line["index"]: line["answers"] for line in kept} == {
+        index: ["nonsense", f"<answer>{right}</answer>"] for index, right in enumerate(known.values())
+    }
     assert set(server.tokens) == {"Bearer s3cret"} and "s3cret" not in (tmp_path / "results.items.jsonl").read_text()
     later = [body for body in server.requests if len(body["messages"]) > 1]
     assert [[m["role"] for m in body["messages"]] for body in later] == [["user", "assistant", "user"]] * ITEMS

@@ -219,10 +219,10 @@ def test_our_own_server_gives_the_outcomes_of_the_served_model(
         endpoint = EndpointSection(url=f"{server.url}/v1", model="tiny", logprobs=False)
         options = EvaluationOptions(endpoint=endpoint)
         results = evaluate_policy_run(run, out=tmp_path / "endpoint.json", options=options)
-    names = ("index", "correct", "reward", "turns", "status", "info")
+    names = ("index", "correct", "reward", "turns", "status", "info", "answers")
     served, over_http = (
         sorted([[line[name] for name in names] for line in lines(tmp_path / f"{name}.items.jsonl")], key=str)
         for name in ("served", "endpoint")
     )
     assert results["lost"] == 0 and len(served) == ITEMS and served == over_http
-    assert results["turns/default"] > 1
+    assert results["turns/default"] > 1 and all(len(line[-1]) == line[3] for line in served)

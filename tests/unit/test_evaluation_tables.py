@@ -22,6 +22,7 @@ from rl_vlm.evaluation.outcomes import (
     Outcome,
     OutcomeLog,
     Side,
+    answers_of,
     by_category,
     compared,
     info_numbers,
@@ -35,6 +36,7 @@ from rl_vlm.files import to_jsonable
 from rl_vlm.models.weights import AdapterPayload
 from rl_vlm.numerics import are_equal, bootstrap_interval, mcnemar_p_value, pass_at_k, wilson_interval
 from rl_vlm.plots.evaluation import draw_evaluation, evaluation_page
+from rl_vlm.rollout.episodes import Conversation
 from rl_vlm.rollout.tasks import RolloutTask
 from rl_vlm.types import (
     GenerationRequest,
@@ -44,6 +46,7 @@ from rl_vlm.types import (
     TrajectoryGroup,
     UserInputError,
 )
+from rl_vlm.zoo.shapes.environment import ShapesEnv
 
 
 def outcome(index: int, correct: bool, side: Side = "policy", **more: Any) -> Outcome:
@@ -161,6 +164,13 @@ def test_a_page_and_a_figure_show_all_tables(tmp_path: Path) -> None:
 
 
 # --- the items file
+
+
+def test_answers_are_what_the_policy_said_without_examples_of_the_prompt() -> None:
+    said = [Message.of("assistant", text) for text in ("an example", "first", "second \ud800")]
+    episode = Conversation(ShapesEnv(), said, {}, num_turns=2)
+    assert answers_of(episode) == ["first", "second ?"]
+    assert answers_of(Conversation(ShapesEnv(), [], {}, num_turns=2)) == []
 
 
 def test_outcomes_are_in_the_file_at_once_and_read_as_they_were(tmp_path: Path) -> None:
