@@ -186,6 +186,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--base", default="tiny", help="the base model's name there")
     args = parser.parse_args(arguments)
+    chosen = dict(one.partition("=")[::2] for one in args.evaluators)
+    if unknown := chosen.keys() - EVALUATORS.keys():
+        parser.error(f"unknown: {', '.join(unknown)}")
     failed = 0
     print("evaluator | version | model | equal answers | equal correctness | right there | right in rl-vlm eval")
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
         items.mkdir()
         write_items(items)
         ours = with_rl_vlm(args.run, items / "ours.json")
-        for name, python in (one.split("=", 1) for one in args.evaluators):
+        for name, python in chosen.items():
             ask = f"from importlib.metadata import version; print(version({name!r}))"
             version = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
             for side, model in {"against": args.base, "policy": "policy"}.items():

@@ -167,8 +167,8 @@ def measure(model: str, name: str, folder: Path, quick: bool) -> dict[str, dict[
     rows = {}
     for label, side, more in (("after SFT", "policy", (f"model.adapter={tuned}",)), ("directly", "against", ())):
         run = folder / label.replace(" ", "-").lower()
-        iterations = 20 if quick else 100
-        command(run, "train", "quickstart", *shared, RATE, *more, f"algorithm.iterations={iterations}", "evaluation.every=0")
+        length = (f"algorithm.iterations={20 if quick else 100}", "evaluation.every=0")
+        command(run, "train", "quickstart", *shared, *more, *length, RATE)
         curve, start = rewards(run), start_of(folder / "eval.items.jsonl", side, items)
         rows[label] = {
             "values": curve[-5:],
