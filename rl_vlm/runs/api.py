@@ -14,7 +14,7 @@ import pandas as pd
 from PIL import Image
 
 from rl_vlm.config import CommonConfig, RewardFunction, TrainConfig, apply_overrides, parse_config
-from rl_vlm.config.loading import read_yaml
+from rl_vlm.config.loading import load_yaml, read_yaml
 from rl_vlm.config.recipes import find_config
 from rl_vlm.envs.loading import load_object
 from rl_vlm.monitoring.callbacks import Callback
@@ -32,6 +32,12 @@ class Run:
     followed. docs/results.md lists keys and columns."""
 
     folder: RunDir
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """`config.yaml`: the run's settings."""
+        content: dict[str, Any] = load_yaml(self._read("config.yaml").decode())
+        return content
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -54,10 +60,17 @@ class Run:
     @property
     def trajectories(self) -> pd.DataFrame:
         """A row per sampled episode. `info` and `messages` are parsed."""
+        return self._dumps(slice(None))
+
+    @property
+    def newest_trajectories(self) -> pd.DataFrame:
+        """As `trajectories`, of the newest dump alone."""
+        return self._dumps(slice(-1, None))
+
+    def _dumps(self, wanted: slice) -> pd.DataFrame:
         files, root = self._opened()
-        tables = [
-            pd.read_parquet(file, filesystem=files) for file in sorted(files.glob(f"{root}/trajectories/*.parquet"))
-        ]
+        found = sorted(files.glob(f"{root}/trajectories/*.parquet"))[wanted]
+        tables = [pd.read_parquet(file, filesystem=files) for file in found]
         if not tables:
             return pd.DataFrame()
         rows = pd.concat(tables, ignore_index=True)
