@@ -40,7 +40,8 @@ def list_runs(
     if as_json:
         typer.echo(json.dumps({"schema": _SCHEMA, "runs": found}, indent=2))
         return
-    rows = [tuple(["RUN", "TRAINS", "ENVIRONMENT", "STATUS", "ITERATIONS", "REWARD", "ACCURACY", "CHANGED"])]
+    header = ("RUN", "TRAINS", "ENVIRONMENT", "STATUS", "ITERATIONS", "REWARD", "ACCURACY", "CHANGED")
+    rows: list[tuple[str, ...]] = [header]
     for place, one in zip(places, found, strict=True):
         both = (" → ".join(map(_number, one[name])) for name in ("reward", "accuracy"))
         ago = f"{(time.time() - _changed(place)) / 3600:.1f} h ago"
