@@ -17,6 +17,7 @@ import pytest
 from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.config.recipes import recipe_names
+from rl_vlm.config.sweep import load_sweep
 from rl_vlm.zoo.shapes.environment import shapes_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +131,22 @@ def test_the_command_for_slimes_environments_passes_a_dry_run(tiny_folder: Path)
     here = {"env.id": ROOT / "tests/fixtures/envs/score_env.py", "env.data": ROOT / "tests/fixtures/geo3k"}
     command = [f"{key}={here[key]}" if (key := word.partition("=")[0]) in here else word for word in command]
     assert rl_vlm([*command, f"model.path={tiny_folder}", "env.kwargs={max_turns: 3}", "--dry-run"]) == 0
+
+
+NAMED_BLOCK = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def test_the_spaces_of_the_tutorial_fit_its_sweeps(tmp_path: Path) -> None:
+    page = ROOT / "docs/tutorial_sweep.md"
+    files = dict(NAMED_BLOCK.findall(page.read_text()))
+    shown = "\n".join(code_blocks(page, "sh")).replace("\\\n", " ")
+    commands = re.findall(r"rl-vlm sweep (\S+) --space (\S+) --run-dir \S+(.*)", shown)
+    assert len(commands) == len(files) == 2
+    for recipe, space, changes in commands:
+        (tmp_path / space).write_text(files[space])
+        run, sweep = load_config(ROOT / f"configs/{recipe}.yaml", changes.split()), load_sweep(tmp_path / space)
+        sweep.check_space(run)
+        sweep.check_evaluations(run)
 
 
 # The names of RL-VLM-F's prompt.py, with texts of our own.
