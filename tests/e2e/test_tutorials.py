@@ -14,7 +14,7 @@ from runs import ROOT, CommandProcess, environment
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1800)]
 
-PAGES = ("tutorial_sweep",)
+PAGES = ("tutorial_sweep", "tutorial_preferences")
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -33,6 +33,11 @@ def shell(commands: str, folder: Path) -> None:
     assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+def stop(servers: list[CommandProcess]) -> None:
+    while servers:
+        servers.pop().__exit__()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_tutorial_work_in_order(page: str, tmp_path: Path) -> None:
     servers: list[CommandProcess] = []
@@ -42,9 +47,10 @@ def test_the_commands_of_a_tutorial_work_in_order(page: str, tmp_path: Path) -> 
                 (tmp_path / name).write_text(text)
             elif language == "sh" and text.startswith("rl-vlm serve"):
                 servers.append(CommandProcess(*shlex.split(text)[1:]))
-                servers[-1].wait_until(lambda: "Serving on" in servers[-1].output(), "the server")
+                servers[-1].wait_until(lambda: "lets running requests finish" in servers[-1].output(), "the server")
             elif language == "sh":
+                if "http://" not in text:  # the page has told the reader to end the server
+                    stop(servers)
                 shell(text, tmp_path)
     finally:
-        for server in servers:
-            server.__exit__()
+        stop(servers)
