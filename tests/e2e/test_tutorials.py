@@ -14,7 +14,7 @@ from runs import ROOT, CommandProcess, environment
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1800)]
 
-PAGES = ("tutorial_sweep", "tutorial_preferences")
+PAGES = ("tutorial_sweep", "tutorial_preferences", "tutorial_image_tool")
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
