@@ -44,9 +44,10 @@ $(VENV)/installed-%.txt: requirements/%.txt requirements/kustomize.txt pyproject
 quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train the tiny VLM on shapes, offline, in minutes
 	$(BIN)/rl-vlm train quickstart --overwrite
 
-lint: install ## Check style, types and which way imports point
+lint: install ## Check style, spelling, types and which way imports point
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
