@@ -44,9 +44,10 @@ $(VENV)/installed-%.txt: requirements/%.txt requirements/kustomize.txt pyproject
 quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(RUN_STAMP)) ## Train the tiny VLM on shapes, offline, in minutes
 	$(BIN)/rl-vlm train quickstart --overwrite
 
-lint: install ## Check style, types and which way imports point
+lint: install ## Check style, spelling, types and which way imports point
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
@@ -102,7 +103,7 @@ audit: install ## Look all pinned packages up in the advisories of OSV (ADVISORI
 	done
 
 docs: install ## Build the site of the documentation into build/docs; unknown links are errors
-	$(BIN)/rl-vlm config --markdown > docs/configuration.md
+	for page in configuration http_api errors; do $(BIN)/rl-vlm config --markdown --page $$page > docs/$$page.md || exit 1; done
 	$(BIN)/python -m typer rl_vlm.cli.app utils docs --name rl-vlm --title Commands --output docs/commands.md
 	$(UVX) --from sphinx==9.0.4 --with myst-parser==5.2.0 --with furo==2025.12.19 sphinx-build --quiet --fail-on-warning \
 		--builder html docs build/docs && echo "build/docs/index.html"

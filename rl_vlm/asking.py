@@ -52,6 +52,8 @@ class EndpointError(RLVLMError):
 
     retryable: asking again may help, after `retry_after_s` at the earliest. status: of the HTTP reply, 0 without one.
     busy: the endpoint has no room, or has just gone away; the question is asked until its deadline.
+
+    Do: see that the endpoint runs and takes the token; a run asks again by itself.
     """
 
     def __init__(

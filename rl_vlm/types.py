@@ -46,11 +46,17 @@ class RLVLMError(Exception):
 
 
 class UserInputError(RLVLMError):
-    """The input (config, data, image, path, argument) is wrong. The command line exits with code 2."""
+    """The input (config, data, image, path, argument) is wrong. The command line exits with code 2.
+
+    Do: change what the sentence names.
+    """
 
 
 class TrajectoryError(RLVLMError):
-    """A trajectory breaks one of its invariants; it must not be trained on."""
+    """A trajectory breaks one of its invariants; it must not be trained on.
+
+    Do: report it as a bug, unless a plugin of yours makes trajectories.
+    """
 
 
 class PixelLimits(NamedTuple):

@@ -61,15 +61,24 @@ _SLOWER, _LEAST_S = 10.0, 120.0  # an update may take ten times as long as the l
 
 
 class LearnerLostError(RLVLMError):
-    """No learner answered, because it died. The next update replaces it."""
+    """No learner answered, because it died. The next update replaces it.
+
+    Do: nothing: the next update replaces it.
+    """
 
 
 class LearnerDiedError(RLVLMError):
-    """A learner died and could not be replaced."""
+    """A learner died and could not be replaced.
+
+    Do: read the reason before it, often memory, and go on with `--resume`.
+    """
 
 
 class LearnerOutOfMemoryError(RLVLMError):
-    """An update did not fit into a learner's memory; trying again would not help."""
+    """An update did not fit into a learner's memory; trying again would not help.
+
+    Do: lower `learner.micro_batch_tokens`; `rl-vlm plan` shows what fits.
+    """
 
 
 class Learners:

@@ -80,7 +80,10 @@ class PolicyAlgorithmConfig(RunAlgorithmConfig):
 
 
 class LearnersReplacedError(RLVLMError):
-    """Learners died in this iteration and were replaced: it learned nothing more."""
+    """Learners died in this iteration and were replaced: it learned nothing more.
+
+    Do: nothing: the run repeats the iteration.
+    """
 
 
 class PolicyAlgorithm(RunAlgorithm):

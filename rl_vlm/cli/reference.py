@@ -1,7 +1,8 @@
-"""`rl-vlm config`: what can be set."""
+"""`rl-vlm config`: what can be set, and the pages of docs/ that are written by programs."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Literal
 
 import typer
@@ -10,20 +11,27 @@ from rl_vlm.cli.output import say
 
 commands = typer.Typer()
 Kind = Literal["policy", "preference", "sft", "sweep"]
+Page = Literal["configuration", "http_api", "errors"]
+_PAGES = {
+    "configuration": "rl_vlm.config.reference",
+    "http_api": "rl_vlm.http.reference",
+    "errors": "rl_vlm.cli.errors",
+}
 
 
 @commands.command(epilog="Examples: rl-vlm config; rl-vlm config rollout; rl-vlm config preference.sac --of preference")
 def config(
     key: Annotated[str, typer.Argument(help="A section or a key; without one all are shown.")] = "",
     of: Annotated[Kind, typer.Option(help="What is configured.")] = "policy",
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a page of docs/ that is written so.")] = False,
+    page: Annotated[Page, typer.Option(help="Which page --markdown prints.")] = "configuration",
 ) -> None:
     """Show the keys of the configuration: default, type, and what each means."""
     from rl_vlm.config import reference
     from rl_vlm.types import UserInputError
 
     if markdown:
-        say(reference.page())
+        say(import_module(_PAGES[page]).page())
         return
     known = list(reference.reference(reference.KINDS[of]))
     chosen = [one for one in known if not key or one.name == key or one.name.startswith(f"{key}.")]

@@ -6,8 +6,9 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -53,8 +54,8 @@ class Key(NamedTuple):
     meaning: str
 
 
-def reference(section: type[Section], prefix: str = "") -> Iterator[Key]:
-    """The keys of a section and of those below it, in the order of the source."""
+def reference(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """The keys of a section, or the fields of another model, and of sections below it, in the order of the source."""
     for name, field in section.model_fields.items():
         written, meaning = _written(section, name)
         if (inner := section_of(field.annotation)) is not None and "[" not in written:
@@ -67,22 +68,24 @@ def reference(section: type[Section], prefix: str = "") -> Iterator[Key]:
         kind = _LITERAL.sub(lambda found: found[1].replace(", ", " | ").replace("'", ""), written)
         kind = _OWN.sub(lambda found: _TYPES[found[1]], kind).replace("None", "null")
         kind = _SEQUENCE.sub(r"list of \1", kind)
-        if written in ("int", "float"):
+        number, _, other = kind.partition(" | ")
+        if number in ("int", "float"):
             sides = ((sign, m, side) for m in field.metadata for side, sign in _BOUNDS.items() if hasattr(m, side))
-            kind = f"{kind} {', '.join(f'{sign} {getattr(m, side)}' for sign, m, side in sides)}".strip()
+            bounds = ", ".join(f"{sign} {getattr(m, side)}" for sign, m, side in sides)
+            kind = f"{number} {bounds}".strip() + (f" | {other}" if other else "")
         yield Key(prefix + name, kind, shown, meaning)
 
 
-def _written(section: type[Section], name: str) -> tuple[str, str]:
+def _written(section: type[BaseModel], name: str) -> tuple[str, str]:
     """The annotation of a key and its comment, where the key is declared or declared anew."""
     for base in section.__mro__:
-        if issubclass(base, Section) and name in (declared := _declarations(base)):
+        if issubclass(base, BaseModel) and name in (declared := _declarations(base)):
             return declared[name]
     raise LookupError(f"{section.__name__} declares no {name}")
 
 
 @cache
-def _declarations(section: type[Section]) -> dict[str, tuple[str, str]]:
+def _declarations(section: type[BaseModel]) -> dict[str, tuple[str, str]]:
     source = inspect.getsource(section)
     lines = source.splitlines()
     found = {}
@@ -98,6 +101,13 @@ def _declarations(section: type[Section]) -> dict[str, tuple[str, str]]:
     return found
 
 
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a Markdown table."""
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
+
+
 def page() -> str:
     """All keys as a Markdown page. What the kinds share stands with the first."""
     lines = ["# Configuration", "", "<!-- Written by `rl-vlm config --markdown`. -->", ""]
@@ -105,15 +115,13 @@ def page() -> str:
     shown = set[Key]()
     for kind, config in KINDS.items():
         lines += ["", f"## {_TITLES[kind]}"]
-        section = None
-        for key in reference(config):
-            if key in shown:
-                continue
-            shown.add(key)
-            top = key.name.partition(".")[0] if "." in key.name else "general"
-            if top != section:
-                section = top
-                lines += ["", f"### `{kind}: {top}`", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-            cells = (f"`{key.name}`", f"`{key.type}`", f"`{key.default}`" if key.default else "", key.meaning)
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        new = [key for key in reference(config) if key not in shown]
+        shown.update(new)
+        for top, keys in groupby(new, lambda key: key.name.partition(".")[0] if "." in key.name else "general"):
+            lines += ["", f"### `{kind}: {top}`", "", *key_table("key", keys)]
     return "\n".join(lines)
+
+
+def key_table(head: str, keys: Iterable[Key]) -> list[str]:
+    rows = ((f"`{key.name}`", f"`{key.type}`", f"`{key.default}`" if key.default else "", key.meaning) for key in keys)
+    return table((head, "type", "default", "meaning"), rows)

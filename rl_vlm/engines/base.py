@@ -29,15 +29,24 @@ BASE_MODEL = -1  # `min_version` of a request for the model without an adapter
 
 
 class EngineError(RLVLMError):
-    """The engine could not answer a request."""
+    """The engine could not answer a request.
+
+    Do: read the replica's log; the request is tried again elsewhere.
+    """
 
 
 class RequestTooLargeError(EngineError):
-    """No replica has memory for this request, now or later: the caller must ask for less."""
+    """No replica has memory for this request, now or later: the caller must ask for less.
+
+    Do: ask for fewer samples or tokens, or raise `serving.max_kv_gib`.
+    """
 
 
 class VersionGoneError(EngineError):
-    """The one version that may answer has been replaced."""
+    """The one version that may answer has been replaced.
+
+    Do: ask for a version of `GET /v1/models`.
+    """
 
 
 def check_version(request: GenerationRequest, version: int) -> None:

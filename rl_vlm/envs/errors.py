@@ -28,15 +28,24 @@ _MOST_METRICS = 64  # each is a column of progress.csv
 
 
 class EnvError(RLVLMError):
-    """An environment failed or returned something that is not a step; its episode is aborted."""
+    """An environment failed or returned something that is not a step; its episode is aborted.
+
+    Do: run `rl-vlm envs check`; a run counts the episode as `dropped/env`.
+    """
 
 
 class EnvTimeoutError(EnvError):
-    """An environment did not answer in time and was killed."""
+    """An environment did not answer in time and was killed.
+
+    Do: make the environment faster, or raise `env.step_timeout_s`.
+    """
 
 
 class EnvCrashError(EnvError):
-    """The process of an environment died."""
+    """The process of an environment died.
+
+    Do: run `rl-vlm envs check`, and read what the process printed.
+    """
 
 
 def told(error: BaseException) -> str:

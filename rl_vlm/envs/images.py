@@ -45,7 +45,10 @@ T = TypeVar("T")
 
 
 class ImageError(UserInputError):
-    """An image cannot be read, or must not be."""
+    """An image cannot be read, or must not be.
+
+    Do: replace the image, or lower its size; the message names it.
+    """
 
 
 def image_bytes(value: Any, folder: Path | None) -> bytes:

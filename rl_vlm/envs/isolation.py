@@ -169,7 +169,10 @@ class EnvClient(VisionEnv):
 
 
 class EnvLostError(EnvCrashError):
-    """There is no environment, or the other side does not know it any more."""
+    """There is no environment, or the other side does not know it any more.
+
+    Do: nothing: the group is sampled again.
+    """
 
 
 def raise_error(reply: dict[str, Any], what: str) -> None:

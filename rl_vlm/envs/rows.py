@@ -39,11 +39,17 @@ _READ_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 
 class BadRowError(UserInputError):
-    """A row of a data set cannot be used; the message names file, row and what is wrong."""
+    """A row of a data set cannot be used; the message names file, row and what is wrong.
+
+    Do: repair the row, or leave it out.
+    """
 
 
 class TooLargeError(UserInputError):
-    """A part of a file is larger in memory than its budget."""
+    """A part of a file is larger in memory than its budget.
+
+    Do: write the file with smaller row groups (`row_group_size`).
+    """
 
 
 def read_parquet(

@@ -41,7 +41,10 @@ _BACKSLASH = re.compile(
 
 
 class ToolCallError(RLVLMError):
-    """A tool call cannot be read; the message tells the policy why."""
+    """A tool call cannot be read; the message tells the policy why.
+
+    Do: give the message back to the policy, as an environment's reply.
+    """
 
 
 def parse_tool_call(text: str) -> ToolCall | None:

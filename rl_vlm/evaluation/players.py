@@ -23,7 +23,10 @@ Play = Callable[[RolloutTask], Awaitable[list[Outcome] | str]]
 
 
 class EpisodesLostError(RLVLMError):
-    """No episode could be finished, or too many in a row were lost."""
+    """No episode could be finished, or too many in a row were lost.
+
+    Do: repair the environment or the server that the last reason names, then `--resume`.
+    """
 
 
 async def play_tasks(

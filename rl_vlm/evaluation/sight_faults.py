@@ -36,7 +36,10 @@ HYPOTHESES: dict[str, tuple[str, str]] = {
 
 
 class SightError(RLVLMError):
-    """The policy does not see its images, or engine and learner see different ones."""
+    """The policy does not see its images, or engine and learner see different ones.
+
+    Do: follow the sentence; `sight` in the configuration explains the check.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class ModelApp:
         form: type[Reply],
         request: Request,
     ) -> Response:
+        """Sample answers: a whole reply, or with `stream` its events."""
         body, deadline = parse_body(request.scope.pop(BODY), kind), request.scope[DEADLINE]
         headers = {"X-Ignored-Fields": ", ".join(body.ignored_fields)} if body.ignored_fields else {}
         async with self._in_time(deadline):
@@ -117,6 +118,7 @@ class ModelApp:
         return JSONResponse({"text": without_thoughts(self._codec.decode(completion.samples[0].token_ids))})
 
     async def _tokenize(self, request: Request) -> Response:
+        """The token ids of a prompt or a conversation."""
         body = parse_body(request.scope.pop(BODY), TokenizeRequest)
         async with self._in_time(request.scope[DEADLINE]):
             await self._find(body.model)
@@ -126,25 +128,31 @@ class ModelApp:
         return JSONResponse(told)
 
     async def _detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
         body = parse_body(request.scope.pop(BODY), DetokenizeRequest)
         if max(body.tokens, default=0) >= self._codec.num_known_tokens:
             raise RequestError(400, f"{max(body.tokens)} is no token's id.", param="tokens")
         return JSONResponse({"prompt": self._codec.text_of(body.tokens)})
 
     async def _show_tokenizer(self, _: Request) -> Response:
+        """The tokenizer's settings and its chat template."""
         return JSONResponse(self._codec.tokenizer_info())
 
     async def _show_version(self, _: Request) -> Response:
+        """The version of this package."""
         return JSONResponse({"version": version("rl_vlm")})
 
     async def _list_models(self, _: Request) -> Response:
+        """The names that the field `model` may have now."""
         models = await self._backend.models()
         return JSONResponse({"object": "list", "data": [self._card(*one) for one in models.items()]})
 
     async def _show_model(self, request: Request) -> Response:
+        """One model's card: its context length and its modalities."""
         return JSONResponse(self._card(*await self._find(request.path_params["name"])))
 
     async def _show_health(self, _: Request) -> Response:
+        """200 if a replica answers, else 503; `/health` needs no token."""
         state: dict[str, Any] = {"status": "ok", "models": [], "in_flight": self.gate.in_flight, "detail": ""}
         try:
             await self._backend.health()
@@ -154,6 +162,7 @@ class ModelApp:
         return JSONResponse(state, 200 if state["status"] == "ok" else 503)
 
     async def _show_metrics(self, _: Request) -> Response:
+        """Counts and times in Prometheus' text format."""
         text = generate_latest(self.gate.registry).decode() + await self._backend.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

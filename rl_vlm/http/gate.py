@@ -26,6 +26,22 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 logger = logging.getLogger("rl_vlm.http")
 
+# HTTP status -> when it is answered, and what to do.
+STATUSES = {
+    400: "The request is wrong, or larger than the model's context: `param` names the field. Change the request.",
+    401: "The bearer token is missing or wrong: send `Authorization: Bearer TOKEN`.",
+    403: "Without a token the server answers only to names of its own machine: set `RL_VLM_API_TOKEN`, or ask "
+    "`localhost`.",
+    404: "There is no such path, model, version or adapter: `GET /v1/models` lists the models.",
+    405: "The path has another method.",
+    408: "Headers or body did not arrive in time (`http.headers_s`, `http.deadline_s`): send them at once.",
+    413: "The body is larger than `http.max_body_mib`: send less.",
+    415: "The body is compressed: send it without `Content-Encoding`.",
+    429: "`http.max_queue` requests are waiting or running: try again after the seconds of `Retry-After`.",
+    500: "The engine failed, or the server has a bug: its log says more. Try again, once.",
+    503: "The server is shutting down, no replica is ready, or all connections are busy: try again later.",
+    504: "No complete answer within `http.deadline_s`: ask for fewer tokens or samples, or later.",
+}
 # HTTP status -> OpenAI's error type.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Retry-After: clients add their own jitter and backoff.
@@ -35,7 +51,10 @@ _NOTHING_SENT = 499  # nginx's status for a client that closed the connection
 
 
 class RequestError(RLVLMError):
-    """A request that cannot be answered; `status` is HTTP's, `code` and `param` are OpenAI's."""
+    """A request that cannot be answered; `status` is HTTP's, `code` and `param` are OpenAI's.
+
+    Do: read the status codes in the reference of the HTTP API.
+    """
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -91,7 +110,8 @@ class Gate:
     def __init__(
         self, routes: Sequence[Route], limits: HTTPSection, token: str | None, content_type: str = JSON
     ) -> None:
-        self._app, self._paths = Router(routes), {route.path: route.methods or () for route in routes}
+        self.routes, self._app = routes, Router(routes)
+        self._paths = {route.path: route.methods or () for route in routes}
         self._limits, self._content_type = limits, content_type
         self._token = token.encode() if token is not None else None
         self.in_flight = 0

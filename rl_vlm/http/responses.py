@@ -15,7 +15,9 @@ from rl_vlm.types import Completion, Sample, SampleChunk, StopReason
 
 
 class ResponsesRequest(ChatRequest):
-    """The request in the words of a chat."""
+    """OpenAI's request for a response, which is read as a chat: `input` and `instructions` in place of `messages`,
+    `text.format` of `response_format`, `max_output_tokens` of `max_completion_tokens`. `n` is 1, and nothing is stored.
+    """
 
     @model_validator(mode="before")
     @classmethod

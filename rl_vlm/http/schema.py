@@ -145,9 +145,9 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_ITEM
 class GenerateRequest(_In):
     """A conversation; temperature 0 is greedy, above 0 samples with top-p 0.9."""
 
-    messages: Messages
-    max_tokens: int = Field(512, ge=1, lt=_MAX_INT)
-    temperature: float = Field(0.7, ge=0, le=2)
+    messages: Messages  # The conversation, in the forms of a chat.
+    max_tokens: int = Field(512, ge=1, lt=_MAX_INT)  # Cut to what the context has left.
+    temperature: float = Field(0.7, ge=0, le=2)  # 0 is greedy; above it top-p is 0.9.
 
 
 class StreamOptions(_In):
@@ -162,6 +162,8 @@ def _as_list(value: Any) -> Any:
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+BadTexts = Annotated[list[StopText], Field(max_length=64)]
+Biases = dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]]
 StopTexts = Annotated[list[StopText], Field(max_length=16, fail_fast=True), BeforeValidator(_as_list)]
 
 
@@ -214,7 +216,7 @@ class TemplateOptions(BaseModel):
 
 
 # Fields of OpenAI and of vLLM that would change the answer and are not supported, each with the value that does not.
-_USUAL: dict[str, Any] = {
+USUAL: dict[str, Any] = {
     "functions": [], "function_call": "none", "modalities": ["text"], "best_of": 1, "length_penalty": 1.0,
     "add_special_tokens": False, "use_beam_search": False, "stop_token_ids": [], "priority": 0, "echo": False,
     "return_prompt_text": False, "truncate_prompt_tokens": None, "documents": [], "chat_template": None,
@@ -223,7 +225,7 @@ _USUAL: dict[str, Any] = {
     "conversation": None, "background": False, "prompt": None,
 }  # fmt: skip
 # Fields that do not change the answer, whatever they hold.
-_IGNORED = {
+IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
     "verbosity", "request_id", "session_id", "cache_salt", "skip_special_tokens", "spaces_between_special_tokens",
     "include", "truncation", "reasoning", "max_tool_calls", "prompt_cache_retention", "mm_payload", "return_mm_kwargs",
@@ -239,36 +241,38 @@ class SampledRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    model: str | None = Field(None, max_length=256)
-    max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
-    min_tokens: int = Field(0, ge=0, lt=_MAX_INT)  # before an end of turn or a stop string
-    ignore_eos: bool = False  # go on to max_tokens whatever is sampled
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=_MAX_INT)
-    min_p: float = Field(0.0, ge=0, le=1)
+    model: str | None = Field(None, max_length=256)  # Which weights answer: see GET /v1/models.
+    max_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)  # Sampled tokens of each answer at most.
+    min_tokens: int = Field(0, ge=0, lt=_MAX_INT)  # Before an end of turn or a stop string.
+    ignore_eos: bool = False  # Go on to max_tokens whatever is sampled.
+    temperature: float = Field(1.0, ge=0, le=2)  # Below 0.01 an answer is greedy.
+    top_p: float = Field(1.0, gt=0, le=1)  # Sample among the likeliest tokens that have this probability together.
+    top_k: int = Field(0, ge=-1, lt=_MAX_INT)  # Sample among so many tokens; 0 and -1: all.
+    min_p: float = Field(0.0, ge=0, le=1)  # Leave out tokens below this share of the likeliest one.
+    # Above 1 tokens of the prompt and the answer become less likely.
     repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, max_length=_MAX_BIASED
-    )
-    bad_words: Annotated[list[StopText], Field(max_length=64)] = []
-    n: int = Field(1, ge=1, lt=_MAX_INT)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: StopTexts = []
-    include_stop_str_in_output: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)  # Off a token's logit, for each time that it was sampled.
+    presence_penalty: float = Field(0.0, ge=-2, le=2)  # Off the logits of tokens that were sampled.
+    # Token id → what is added to its logit; at most 1,024.
+    logit_bias: Biases = Field({}, max_length=_MAX_BIASED)
+    bad_words: BadTexts = []  # Texts that are never sampled.
+    n: int = Field(1, ge=1, lt=_MAX_INT)  # Answers to each prompt.
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)  # Of the random numbers of this request.
+    stop: StopTexts = []  # Texts that end an answer.
+    include_stop_str_in_output: bool = False  # Whether the text has the stop string at its end.
+    stream: bool = False  # Send the answer as events while it grows.
+    stream_options: StreamOptions | None = None  # {"include_usage": true}: an event at the end counts tokens.
+    # Log-probabilities of the prompt, with so many alternatives at each place.
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    response_format: ResponseFormat | None = None
+    return_token_ids: bool = False  # Give the ids of prompt and answer, and which version sampled them.
+    return_tokens_as_token_ids: bool = False  # Write tokens of log-probabilities as token_id:N.
+    response_format: ResponseFormat | None = None  # OpenAI's form of the answer: json_object or json_schema.
+    # vLLM's form of the answer: one of json, json_object, regex, grammar and choice.
     structured_outputs: StructuredOutputs | None = None
-    guided_choice: Texts | None = None  # the answer is one of these
-    guided_json: Schema | None = None
-    guided_regex: Pattern | None = None
-    guided_grammar: Pattern | None = None
+    guided_choice: Texts | None = None  # The answer is one of these.
+    guided_json: Schema | None = None  # The answer is JSON of this schema.
+    guided_regex: Pattern | None = None  # The answer matches this regular expression.
+    guided_grammar: Pattern | None = None  # The answer is a sentence of this grammar, in Lark or GBNF.
     ignored_fields: list[str] = []
 
     @model_validator(mode="before")
@@ -281,12 +285,12 @@ class SampledRequest(BaseModel):
         known = cls.model_fields.keys() - {"ignored_fields"}
         given, ignored = dict[str, Any](), list[str]()
         for name, value in data.items():
-            if value is None or name in _IGNORED - known:
+            if value is None or name in IGNORED - known:
                 continue
-            if name in known or (name in _USUAL and value != _USUAL[name]):
+            if name in known or (name in USUAL and value != USUAL[name]):
                 # JSON has one kind of number, and some clients write 6.0 for 6.
                 given[name] = int(value) if isinstance(value, float) and value.is_integer() else value
-            elif name not in _USUAL:
+            elif name not in USUAL:
                 ignored.append(name if _NAME.fullmatch(name) else "?")
         if new := sorted({*ignored[:16]} - _told) if len(_told) < _MAX_FIELDS else []:
             _told.update(new)
@@ -348,18 +352,18 @@ class SampledRequest(BaseModel):
 class ChatRequest(SampledRequest):
     """OpenAI's request for a chat, and vLLM's additions."""
 
-    messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] = Field([], max_length=256)
-    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"
-    parallel_tool_calls: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    include_reasoning: bool = True
-    thinking_token_budget: int | None = Field(None, ge=0, lt=_MAX_INT)
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    messages: Messages  # The conversation; content is text or a list of parts, images among them.
+    max_completion_tokens: int | None = Field(None, ge=1, lt=_MAX_INT)  # OpenAI's newer name of max_tokens.
+    logprobs: bool = False  # Give the log-probability of each sampled token.
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # And of so many alternatives.
+    tools: list[Tool] = Field([], max_length=256)  # Functions that the model may call.
+    tool_choice: Literal["none", "auto", "required"] | Tool = "auto"  # Whether it must call one, or which one.
+    parallel_tool_calls: bool = True  # false: one call at most.
+    add_generation_prompt: bool = True  # Begin a turn of the assistant.
+    continue_final_message: bool = False  # Go on with the last message, which is the assistant's.
+    include_reasoning: bool = True  # false: leave thoughts out of the answer.
+    thinking_token_budget: int | None = Field(None, ge=0, lt=_MAX_INT)  # Close a thought after so many tokens.
+    chat_template_kwargs: TemplateOptions = TemplateOptions()  # {"enable_thinking": false} switches thoughts off.
 
     @model_validator(mode="after")
     def _of_a_chat(self) -> ChatRequest:
@@ -407,18 +411,21 @@ class ChatRequest(SampledRequest):
         return {"type": "array", "minItems": 1, **most, "items": {"anyOf": items}, "$defs": definitions}
 
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_INT)]], Field(min_length=1, max_length=_MAX_ITEMS)]
+TokenId = Annotated[int, Field(ge=0, lt=_MAX_INT)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MAX_ITEMS)]
+Prompts = Annotated[list[str | TokenIds], Field(min_length=1, max_length=256)]
 
 
 class CompletionRequest(SampledRequest):
     """OpenAI's legacy request: prompts as text or token ids. `images`: data URIs for the placeholders of one prompt."""
 
-    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256)]
-    images: list[str] = Field([], max_length=_MAX_ITEMS)
-    max_tokens: int | None = Field(16, ge=0, lt=_MAX_INT)
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    add_special_tokens: bool = True
+    # A text, token ids, or up to 256 of these.
+    prompt: str | TokenIds | Prompts
+    images: list[str] = Field([], max_length=_MAX_ITEMS)  # Data URIs for the image placeholders of one prompt.
+    max_tokens: int | None = Field(16, ge=0, lt=_MAX_INT)  # 0 with echo: score the prompt only.
+    echo: bool = False  # Put the prompt before the text, with its log-probabilities.
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)  # Log-probabilities, with so many alternatives.
+    add_special_tokens: bool = True  # Put the tokens around a text that the tokenizer puts there.
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -441,15 +448,15 @@ class TokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    tools: list[Tool] = Field([], max_length=256)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = False
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    model: str | None = None  # As for samples; all models of a server have one tokenizer.
+    prompt: str | None = None  # A text, or instead of it:
+    messages: Messages | None = None  # A conversation, as in a chat; its images count all their tokens.
+    tools: list[Tool] = Field([], max_length=256)  # As in a chat.
+    add_generation_prompt: bool = True  # As in a chat.
+    continue_final_message: bool = False  # As in a chat.
+    add_special_tokens: bool = True  # As for a prompt of /v1/completions.
+    return_token_strs: bool | None = False  # Give the text of each token, too.
+    chat_template_kwargs: TemplateOptions = TemplateOptions()  # As in a chat.
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -459,10 +466,13 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
+    """vLLM's: token ids."""
+
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=_MAX_INT)]] = Field(max_length=_MAX_ITEMS)
+    model: str | None = None  # As for samples.
+    # Token ids.
+    tokens: list[TokenId] = Field(max_length=_MAX_ITEMS)
 
 
 def parse_body(body: bytes, kind: type[M]) -> M:

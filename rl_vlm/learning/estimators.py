@@ -74,7 +74,10 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
 
 
 class EstimatorError(RLVLMError):
-    """A registered estimator does not keep to the seam."""
+    """A registered estimator does not keep to the seam.
+
+    Do: repair the estimator of your plugin.
+    """
 
 
 Arrays = dict[str, np.ndarray]  # by trajectory id

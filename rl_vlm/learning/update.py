@@ -164,7 +164,10 @@ def make_strategy(learner: LearnerSection, policy: PolicyModel, optimizer: torch
 
 
 class UnfitImagesError(RLVLMError):
-    """The learner makes another number of tokens of an image than the engine did."""
+    """The learner makes another number of tokens of an image than the engine did.
+
+    Do: use one version of transformers and of the model on all machines.
+    """
 
 
 PositionChange = Callable[[MicroBatch], np.ndarray]

@@ -19,7 +19,10 @@ _NOT_CONNECTED = ("ConnectError", "ConnectTimeout", "ConnectionError")
 
 
 class FetchError(RLVLMError):
-    """The hub could not be reached, or the download broke off."""
+    """The hub could not be reached, or the download broke off.
+
+    Do: try again while online, or copy the model's folder here.
+    """
 
 
 def fetch_model(name: str) -> Path:

@@ -25,7 +25,10 @@ DEFAULT_PIXELS = PixelLimits(None, None)
 
 
 class ImageError(UserInputError):
-    """An image that cannot be shown to the model; the message names it."""
+    """An image that cannot be shown to the model; the message names it.
+
+    Do: change the image's size, or `model.min_pixels` and `model.max_pixels`.
+    """
 
 
 class ImageLayout(Protocol):

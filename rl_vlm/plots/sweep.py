@@ -31,5 +31,7 @@ def draw_settings(settings: Mapping[str, Sequence[Sequence[tuple[int, float]]]],
     panel.set_xlabel("iterations")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_ylabel(metric)
+    if metric.endswith("/accuracy"):  # of two runs the interval is often wider than a share can be
+        panel.set_ylim(-0.02, 1.02)
     add_legend(panel, fontsize=9, reverse=True)
     save_figure(figure, [path])

@@ -36,7 +36,10 @@ def make_run_env(config: PreferenceConfig) -> ControlEnv:
 
 
 class CollectionError(RLVLMError):
-    """An environment failed, or no env runner answered in time."""
+    """An environment failed, or no env runner answered in time.
+
+    Do: repair the environment that the message names, then `--resume`.
+    """
 
 
 @contextmanager

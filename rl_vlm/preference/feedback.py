@@ -141,7 +141,10 @@ def _input_shape(settings: PreferenceSection, sizes: tuple[int, int]) -> tuple[i
 
 
 class LabellerDownError(RLVLMError):
-    """Not one question of a session was answered: the labeller is down or refuses every question."""
+    """Not one question of a session was answered: the labeller is down or refuses every question.
+
+    Do: start the labeller again, then `--resume`.
+    """
 
 
 async def label_session(

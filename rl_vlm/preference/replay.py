@@ -114,7 +114,10 @@ _COLUMNS = (*_OF_BATCH, "rewards", "continues", "previous")
 
 
 class NotFiniteError(RLVLMError):
-    """An environment or a reward model gave nan or infinity."""
+    """An environment or a reward model gave nan or infinity.
+
+    Do: repair the environment's rewards or observations, or lower the reward model's learning rate.
+    """
 
 
 class ReplayBuffer:

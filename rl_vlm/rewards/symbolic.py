@@ -22,7 +22,10 @@ MAX_WAIT_S = 300.0  # that a thread waits for the others
 
 
 class GraderError(RLVLMError):
-    """The symbolic grader does not start, has too much to do, or was killed: the comparison is not decided."""
+    """The symbolic grader does not start, has too much to do, or was killed: the comparison is not decided.
+
+    Do: nothing: the group is sampled again. If it is frequent, give the machine more CPUs.
+    """
 
 
 class Reason(StrEnum):

@@ -272,7 +272,10 @@ class EnvPools:
 
 
 class GroupFailedError(RLVLMError):
-    """An episode of the group failed; `reason` is the name under which it is counted."""
+    """An episode of the group failed; `reason` is the name under which it is counted.
+
+    Do: nothing: the group is sampled again; `failures.jsonl` counts the reasons.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

@@ -88,7 +88,10 @@ class Conversation:
 
 
 class ImageAccountingError(RLVLMError):
-    """Engine and client count the tokens of a prompt's images differently."""
+    """Engine and client count the tokens of a prompt's images differently.
+
+    Do: set `model.min_pixels` and `model.max_pixels` alike for server and client.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,10 @@ _MOST_LOST = 64  # lost groups from which on a run ends if they are more than th
 
 
 class TooManyFailuresError(RLVLMError):
-    """Too many groups in a row were lost, or most of all."""
+    """Too many groups in a row were lost, or most of all.
+
+    Do: repair the environment or the server that the message names, then `--resume`.
+    """
 
 
 class GroupBuffer:

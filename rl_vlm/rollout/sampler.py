@@ -24,11 +24,17 @@ _PROBE_WAIT_S = 1.0  # how long a probe waits for runners that do not answer yet
 
 
 class SamplingError(RLVLMError):
-    """No env runner is left, or no group was completed for too long."""
+    """No env runner is left, or no group was completed for too long.
+
+    Do: read the env runners' logs of Ray, then `--resume`.
+    """
 
 
 class RoundAbandonedError(RLVLMError):
-    """The user asked to stop while groups were being sampled."""
+    """The user asked to stop while groups were being sampled.
+
+    Do: nothing: the run saves a checkpoint.
+    """
 
 
 class EnvRunners:

@@ -104,7 +104,10 @@ def _mine(within: int | None) -> Iterator[tuple[psutil.Process, dict[str, Any]]]
 
 
 class InterruptedRun(RLVLMError):
-    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds."""
+    """SIGINT or SIGTERM ended the run; `what_now` says what a resume finds.
+
+    Do: go on with `--resume`.
+    """
 
     def __init__(self, number: int, what_now: str) -> None:
         super().__init__(f"Interrupted by {signal.Signals(number).name}; {what_now}.")

@@ -67,7 +67,10 @@ def equal_rewards(without_advantage: Sequence[float], reward: float) -> str:
 
 
 class NotFiniteError(RLVLMError):
-    """Optimiser steps were skipped, one after the other, because their gradients were not finite."""
+    """Optimiser steps were skipped, one after the other, because their gradients were not finite.
+
+    Do: lower `learner.lr`, or mend your loss.
+    """
 
 
 class SkippedSteps:

@@ -24,7 +24,10 @@ _PACKAGES = ("rl-vlm", "torch", "transformers", "peft", "ray", "vllm")
 
 
 class HubError(RLVLMError):
-    """The hub did not take the upload."""
+    """The hub did not take the upload.
+
+    Do: log in with `hf auth login`, and try again.
+    """
 
 
 def push(run: str | Path, repo: str, *, merge: bool = False, public: bool = False) -> str:

@@ -42,7 +42,10 @@ _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"
 
 
 class RemoteStorageError(RLVLMError):
-    """The remote storage could not be read or written."""
+    """The remote storage could not be read or written.
+
+    Do: see that the address and its credentials are right, then `--resume`.
+    """
 
 
 def is_remote(run_dir: RunDir) -> bool:

@@ -25,7 +25,10 @@ _PROBLEM = "cannot be written, is full, or is too long for the names of Ray's so
 
 
 class ClusterError(RLVLMError):
-    """Ray's own processes did not start, or the cluster to join does not answer."""
+    """Ray's own processes did not start, or the cluster to join does not answer.
+
+    Do: see that the cluster of `RAY_ADDRESS` runs, or unset it for a private one.
+    """
 
 
 def is_loopback(address: str) -> bool:

@@ -84,7 +84,10 @@ _RETRYABLE = (ActorDiedError, ActorUnavailableError, RayActorError, BackPressure
 
 
 class GenerationFailedError(RLVLMError):
-    """A request got no answer within its deadline, or the engine refused it."""
+    """A request got no answer within its deadline, or the engine refused it.
+
+    Do: read the replicas' logs, or raise `serving.request_timeout_s`.
+    """
 
 
 @dataclass(eq=False)

@@ -37,7 +37,10 @@ _HEALTH_CHECK_S = 5.0
 
 
 class ServingError(RLVLMError):
-    """The served policy could not be started, or a version could not be published."""
+    """The served policy could not be started, or a version could not be published.
+
+    Do: read the reason, often memory or a missing model; `rl-vlm doctor MODEL` checks one.
+    """
 
 
 def initial_replicas(serving: ServingSection) -> int:

@@ -237,7 +237,10 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # between attempts that fail: to follow, 
 
 
 class NotLoadedError(RLVLMError):
-    """A version cannot be loaded here."""
+    """A version cannot be loaded here.
+
+    Do: see that all nodes have the files of the adapter.
+    """
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,10 @@ Revision = tuple[str, int]  # of a registry's process, and in it
 
 
 class PublishError(RLVLMError):
-    """A version cannot be published, because it is not new or its bytes differ from the version's first ones."""
+    """A version cannot be published, because it is not new or its bytes differ from the version's first ones.
+
+    Do: let one process alone publish the versions of a name.
+    """
 
 
 @dataclass(frozen=True, slots=True)

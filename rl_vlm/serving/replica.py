@@ -70,7 +70,10 @@ _REPORT_S = 2.0  # how often counts go to Ray's metrics
 
 
 class ReplicaUnavailableError(RLVLMError):
-    """This replica cannot answer now; the client tries again, on any replica."""
+    """This replica cannot answer now; the client tries again, on any replica.
+
+    Do: nothing: the client tries again.
+    """
 
 
 def build_engine(model: Path, config: CommonConfig) -> Engine:

@@ -25,7 +25,10 @@ _ROWS = 128  # tokens whose logits are in memory at a time
 
 
 class OutOfMemoryError(RLVLMError):
-    """A step does not fit into the GPU's memory."""
+    """A step does not fit into the GPU's memory.
+
+    Do: lower `learner.micro_batch_tokens` or `sft.max_length`, or set `learner.gradient_checkpointing`.
+    """
 
 
 class SFTTrainer:

@@ -153,6 +153,7 @@ def _short(value: Any) -> str:
 
 def _markdown(trials: Sequence[TrialResult], settings: Mapping[str, Sequence[TrialResult]], sweep: SweepConfig) -> str:
     finished = sum(trial.finished for trial in trials)
+    least, most = (0.0, 1.0) if sweep.metric.endswith("/accuracy") else (-math.inf, math.inf)
     lines = [
         f"`{sweep.metric}` of {len(trials)} trials, of which {finished} finished; `results.csv` has each.\n",
         "| setting | runs | mean of the last | 95 % interval |",
@@ -162,7 +163,7 @@ def _markdown(trials: Sequence[TrialResult], settings: Mapping[str, Sequence[Tri
         mean, interval = statistics.fmean(_last(members)), "one run"
         if len(members) > 1:
             half = float(student_half_width(np.array(_last(members))))
-            interval = f"{mean - half:.3f} to {mean + half:.3f}"
+            interval = f"{max(mean - half, least):.3f} to {min(mean + half, most):.3f}"
         lines.append(f"| {name} | {len(members)} | {mean:.3f} | {interval} |")
     return "\n".join(lines) + "\n"
 

@@ -49,7 +49,10 @@ _MAX_FAILURES = 2  # of one trial, each from its last checkpoint
 
 
 class SweepError(RLVLMError):
-    """No trial of a sweep came to its end."""
+    """No trial of a sweep came to its end.
+
+    Do: read `error.txt` in a trial's folder.
+    """
 
 
 def run_sweep(config: TrainConfig, sweep: SweepConfig, folder: Path, *, resume: bool = False) -> list[TrialResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -17,6 +18,7 @@ import pytest
 from rl_vlm.cli.app import run as rl_vlm
 from rl_vlm.config import PolicyConfig, load_config
 from rl_vlm.config.recipes import recipe_names
+from rl_vlm.config.sweep import load_sweep
 from rl_vlm.zoo.shapes.environment import shapes_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +68,13 @@ def test_commands_and_configurations_that_are_named_exist(page: Path, capsys: py
 def test_metric_names_are_logged(page: Path) -> None:
     source = "".join(path.read_text() for path in (ROOT / "rl_vlm").rglob("*.py"))
     text = page.read_text()
-    if page.stem in ("slime", "vlm_gym", "rl_vlm_f"):  # in the first column are the other system's names
+    if page.stem in (
+        "slime",
+        "vlm_gym",
+        "rl_vlm_f",
+        "verl",
+        "prime_rl",
+    ):  # in the first column are the other system's names
         text = re.sub(r"^\| [^|]*\|", "", text, flags=re.MULTILINE)
     for name in re.findall(
         r"`((?:policy|mismatch|rollout|weights|value|reward|curriculum|mixture)/[a-z_0-9]+)/?[`=<{]", text
@@ -150,6 +158,79 @@ def test_the_command_for_slimes_environments_passes_a_dry_run(tiny_folder: Path)
     assert rl_vlm([*command, f"model.path={tiny_folder}", "env.kwargs={max_turns: 3}", "--dry-run"]) == 0
 
 
+NAMED_BLOCK = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def test_the_spaces_of_the_tutorial_fit_its_sweeps(tmp_path: Path) -> None:
+    page = ROOT / "docs/tutorial_sweep.md"
+    files = dict(NAMED_BLOCK.findall(page.read_text()))
+    shown = "\n".join(code_blocks(page, "sh")).replace("\\\n", " ")
+    commands = re.findall(r"rl-vlm sweep (\S+) --space (\S+) --run-dir \S+(.*)", shown)
+    assert len(commands) == len(files) == 2
+    for recipe, space, changes in commands:
+        (tmp_path / space).write_text(files[space])
+        run, sweep = load_config(ROOT / f"configs/{recipe}.yaml", changes.split()), load_sweep(tmp_path / space)
+        sweep.check_space(run)
+        sweep.check_evaluations(run)
+
+
+def write_blocks(page: str, folder: Path) -> None:
+    """The files that a page shows, those whose block has a name."""
+    for name, text in NAMED_BLOCK.findall((ROOT / f"docs/{page}.md").read_text()):
+        (folder / name).write_text(text)
+
+
+def test_the_tool_of_the_tutorial_passes_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_blocks("tutorial_image_tool", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert rl_vlm(["envs", "check", "boxes.py", "--answers", "answers.txt"]) == 0
+    assert "from 0 to 1 for the answers given" in capsys.readouterr().out
+    assert len((tmp_path / "boxes.py").read_text().splitlines()) <= 60
+
+
+def test_the_plans_of_the_tutorial_are_those_that_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = json.loads((ROOT / "tests/fixtures/qwen3_vl.json").read_text())["2b"]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    page = ROOT / "docs/tutorial_first_gpu.md"
+    commands = re.findall(r"rl-vlm plan (.+)", "\n".join(code_blocks(page, "sh")).replace("\\\n", " "))
+    plans = code_blocks(page, "text")
+    assert len(commands) == len(plans) == 2
+    for command, plan in zip(commands, plans, strict=True):
+        assert rl_vlm(["plan", *command.split(), f"model.path={tmp_path}"]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert {line for line in plan.splitlines() if line.startswith("  ") and "..." not in line} <= {*printed}
+
+
+def test_verls_data_and_reward_pass_a_dry_run_as_shown(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_blocks("verl", tmp_path)
+    truths = "return float(ground_truth in solution_str and extra_info['index'] == 0)"
+    (tmp_path / "my_score.py").write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {truths}\n"
+    )
+    for split in ("train", "test"):
+        item = shapes_item("count", split, 0)
+        row = {
+            "data_source": "shapes",
+            "prompt": [{"role": "user", "content": "<image>How many shapes?"}],
+            "images": [{"bytes": item.image.png, "path": None}],
+            "reward_model": {"style": "rule", "ground_truth": item.answer},
+            "extra_info": {"split": split, "index": 0},
+        }
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{split}.parquet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert rl_vlm(["train", "run.yaml", "--dry-run", f"model.path={tiny_folder}"]) == 0
+    columns = {name: [row[name]] * 2 for name in ("data_source", "reward_model", "extra_info")}
+    said = [[{"role": "assistant", "content": text}] for text in (item.answer, "?")]
+    assert runpy.run_path("from_verl.py")["score"](said, **columns) == [1.0, 0.0]
+
+
 # The names of RL-VLM-F's prompt.py, with texts of our own.
 PROMPT_PY = """
 goal_env_prompts = {"metaworld_soccer-v2": "to score", "CartPole-v1": "to balance"}
@@ -177,7 +258,7 @@ def test_the_originals_prompts_are_converted_as_shown(tmp_path: Path) -> None:
 CLUSTER_PAGES = [ROOT / "docs" / f"{name}.md" for name in ("cluster", "slurm", "kubernetes", "cloud", "onprem")]
 
 
-@pytest.mark.parametrize("page", CLUSTER_PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*CLUSTER_PAGES, ROOT / "docs/tutorial_first_cluster.md"], ids=lambda page: page.stem)
 def test_the_commands_about_clusters_are_shell_and_name_files_that_there_are(page: Path) -> None:
     for block in code_blocks(page, "sh"):
         subprocess.run(["bash", "-n"], input=block, text=True, check=True, timeout=30)

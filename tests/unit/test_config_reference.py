@@ -1,14 +1,20 @@
 """The reference of the configuration is complete, and its page is the one that the code writes."""
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 import typer
 
 from rl_vlm.cli.app import app, run
-from rl_vlm.config.reference import KINDS, page, reference
+from rl_vlm.cli.errors import documented_errors
+from rl_vlm.cli.reference import Page
+from rl_vlm.config.reference import KINDS, reference
 from rl_vlm.config.section import keys_of, section_of
+from rl_vlm.http.gate import STATUSES
+from rl_vlm.http.reference import _BODIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,10 +39,25 @@ def test_keys_as_a_reader_knows_them() -> None:
     assert "env.mixture" not in {key.name for key in reference(KINDS["preference"])}
 
 
-def test_the_page_is_current() -> None:
-    assert (ROOT / "docs/configuration.md").read_text() == page() + "\n", (
-        "run `rl-vlm config --markdown > docs/configuration.md`"
-    )
+@pytest.mark.parametrize("name", get_args(Page))
+def test_the_pages_are_current(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "--markdown", "--page", name]) == 0
+    command = f"`rl-vlm config --markdown --page {name} > docs/{name}.md`"
+    assert (ROOT / f"docs/{name}.md").read_text() == capsys.readouterr().out, f"run {command}"
+
+
+def test_the_page_of_the_http_api_has_all_of_it() -> None:
+    keys = [key for body in _BODIES.values() for key in reference(body)]
+    assert {key.name for key in keys if not key.meaning} == {"ignored_fields"}  # which clients do not send
+    source = "".join(path.read_text() for path in (ROOT / "rl_vlm/http").glob("*.py") if path.stem != "env_server")
+    raised = {int(status) for status in re.findall(r"RequestError\(\s*(\d{3})", source)}
+    assert {400, 401, 429, 504} <= raised <= STATUSES.keys()
+
+
+def test_every_error_says_when_it_is_raised_and_what_to_do() -> None:
+    known = list(documented_errors())
+    assert {"UserInputError", "EnvCrashError", "SweepError", "ToolCallError"} <= {one.name for one in known}
+    assert not [one.name for one in known if not (one.when and one.remedy)]
 
 
 def test_the_page_of_commands_has_all_of_them() -> None:

@@ -21,7 +21,7 @@ from rl_vlm.config.sweep import SweepConfig, load_sweep
 from rl_vlm.runs import run_folder
 from rl_vlm.runs.lifecycle import InterruptedRun
 from rl_vlm.runs.train import kind_of
-from rl_vlm.sweeps.results import group_by_setting, read_results, write_results
+from rl_vlm.sweeps.results import _markdown, group_by_setting, read_results, write_results
 from rl_vlm.sweeps.sweep import _MARKER, check_folder, run_sweep, write_settings
 from rl_vlm.sweeps.trial import TrialResources, trial_class, trials_at_once
 from rl_vlm.types import UserInputError
@@ -126,7 +126,10 @@ def test_trials_are_ranked_and_those_that_differ_in_the_seed_are_one_setting(tmp
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [row["trial"][-1] for row in rows] == ["c", "b", "a", "d"]
     # Student's interval of .6 and .8: t(.975, 1) = 12.706 times .1.
-    assert "| lr 0.001 | 2 | 0.700 | -0.571 to 1.971 |" in (tmp_path / "results.md").read_text()
+    shown = _markdown(trials, settings, sweep(metric="held_out/reward"))
+    assert "| lr 0.001 | 2 | 0.700 | -0.571 to 1.971 |" in shown
+    # No accuracy lies outside of 0 to 1.
+    assert "| lr 0.001 | 2 | 0.700 | 0.000 to 1.000 |" in (tmp_path / "results.md").read_text()
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     # Of the two checkpoints that were kept, that of the best evaluation.
     assert (tmp_path / "best/adapter/adapter_config.json").read_text() == "of iteration 1"

@@ -200,7 +200,10 @@ def _images(value: Any, shape: Any) -> list[Part]:
 
 
 class ActionError(RLVLMError):
-    """The policy's text is no action; the message tells it why."""
+    """The policy's text is no action; the message tells it why.
+
+    Do: nothing: the policy is told.
+    """
 
 
 class ActionForm:
