@@ -11,7 +11,10 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 
 class StopTraining(RLVLMError):
-    """Raised by a callback: the run ends as if it were complete, and shows the reason."""
+    """A callback ends the run.
+
+    Give the reason: the run evaluates, saves, shows the reason and ends as done.
+    """
 
 
 class Callback:
