@@ -11,9 +11,9 @@ from rl_vlm.types import RLVLMError, UserInputError
 
 
 class StopTraining(RLVLMError):
-    """A callback ends the run.
+    """A callback raises it to end the run, which then evaluates, saves and is done.
 
-    Give the reason: the run evaluates, saves, shows the reason and ends as done.
+    Do: nothing; `stopped_by` in `result.json` is the reason that the callback gave.
     """
 
 
