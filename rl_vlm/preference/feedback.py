@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -214,6 +215,7 @@ class Feedback:
         self._asked_features: list[np.ndarray] = []
         # One loop for all sessions: clients of served models belong to the loop that they were first used in.
         self._loop = asyncio.new_event_loop()
+        self._thread = ThreadPoolExecutor(1)  # in which it runs: the driver's own may have one, as a notebook's has
 
     @property
     def exhausted(self) -> bool:
@@ -330,7 +332,7 @@ class Feedback:
         while not self.stop_requested():
             down: LabellerDownError | None = None
             try:
-                result = self._loop.run_until_complete(self._unless_stopped(ask()))
+                result = self._thread.submit(self._loop.run_until_complete, self._unless_stopped(ask())).result()
                 if result is not None:
                     return result
             except LabellerDownError as error:
@@ -386,6 +388,7 @@ class Feedback:
             self._learn_from(examples, answers)
 
     def close(self) -> None:
+        self._thread.shutdown()
         self._loop.close()
 
 
