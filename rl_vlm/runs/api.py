@@ -31,7 +31,11 @@ class Run:
     """The folder of a run, here or at a URL. Its files are read when they are asked for, so a run that goes on can be
     followed. docs/results.md lists keys and columns."""
 
-    folder: RunDir
+    folder: RunDir  # a path, or the text of a URL
+
+    def __post_init__(self) -> None:
+        if isinstance(self.folder, str) and "://" not in self.folder:
+            object.__setattr__(self, "folder", Path(self.folder))
 
     @property
     def config(self) -> dict[str, Any]:
