@@ -11,7 +11,7 @@ a sentence ... For each, one after the other and each step a command of its own:
   and the share of well-formed answers among those sampled as in training, of which RL lives.
 - `rl-vlm train` with the quickstart's settings for 100 iterations, from the adapter of the fine-tuning and directly.
 
-Both train the vision tower, too, and RL takes half of the quickstart's learning rate: see docs/own_environments.md.
+Both train the vision tower, too, and RL has the learning rate of docs/own_environments.md.
 
 The table has two rows per environment. Its figures are those of the mean reward in the last five iterations.
 `well_formed`, `accuracy` (greedy) and `sampled_formed` are before RL; `first` is the mean reward of the first
@@ -49,7 +49,7 @@ _TIMEOUT_S = 3600.0
 LIMITS = ("rollout.max_new_tokens_per_turn=64", "serving.max_context=2048")
 FINE_TUNING = ("sft.batch_size=16", "sft.epochs=20", "sft.max_length=2048", "sft.eval_every=0", "sft.warmup_steps=5")
 TOWER = "model.lora.target_modules=vision"
-RATE = "learner.lr=1e-3"
+RATE = "learner.lr=3e-4"
 FORMED, RAISED, SOLVED = 0.95, 0.2, 0.9  # of the greedy answers; of the mean reward
 
 
