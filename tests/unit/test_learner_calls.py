@@ -377,12 +377,12 @@ def test_what_was_learned_is_saved_where_sampling_ends_a_run(
         raise RLVLMError("no matter what becomes of it, the first error is told")
 
     monkeypatch.setattr(PolicyRun, "_check_sight", fail)
-    monkeypatch.setattr(PolicyRun, "_checkpoint", save)
+    monkeypatch.setattr(PolicyRun, "checkpoint", save)
     run = PolicyRun.__new__(PolicyRun)
     run.algorithm, run.saved_at = SimpleNamespace(updates=updates), 2
     monkeypatch.setattr(PolicyRun, "_tell_failures", lambda _: None)
     with pytest.raises(type(error), match=str(error)):
-        run._to_the_end()
+        list(run.iterations())
     assert saved == ([5] if saves else [])
 
 
