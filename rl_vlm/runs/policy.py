@@ -228,10 +228,14 @@ class PolicyRun(RunLifecycle):
         while True:
             try:
                 return (yield from self._to_the_end())
-            except LearnerLostError as error:  # beside an update, which replaces learners itself
-                self.display.message(f"{error} Going on from the newest checkpoint.")
-                self.algorithm.replace_lost_learners(error)
-                self._forget_after(self.algorithm.updates)
+            except LearnerLostError as error:
+                self._replace_learners(error)
+
+    def _replace_learners(self, error: Exception) -> None:
+        """Those that died beside an update, which replaces learners itself."""
+        self.display.message(f"{error} Going on from the newest checkpoint.")
+        self.algorithm.replace_lost_learners(error)
+        self._forget_after(self.algorithm.updates)
 
     def _to_the_end(self) -> Iterator[int]:
         from rl_vlm.rollout.rollouts import TooManyFailuresError
@@ -258,8 +262,20 @@ class PolicyRun(RunLifecycle):
             raise
 
     def finish(self) -> None:
-        """Save what was trained."""
+        """Save what was trained, also if a learner dies meanwhile."""
+        from rl_vlm.algorithms.learners import LearnerLostError
+
         self._skipped_steps.check()
+        reached = self.algorithm.updates
+        while True:
+            try:
+                while self.algorithm.updates < reached:  # what new learners have lost
+                    self._iterate()
+                return self._save_all()
+            except LearnerLostError as error:
+                self._replace_learners(error)
+
+    def _save_all(self) -> None:
         self.checkpoint()
         self._save_trained(self.algorithm.checkpoint().adapter)
         if self.config.learner.ema_decay is not None:
