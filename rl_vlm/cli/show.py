@@ -21,7 +21,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60  # of a curve
 _PICTURE_ROWS = 16
 _SCHEMA = 1  # of the JSON
-_CURVES = ("reward/mean", "policy/entropy", "mismatch/kl", "true_episode_reward", "sft/loss")
+_CURVES = ("reward/mean", "policy/entropy", "mismatch/kl", "sft/loss")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -62,9 +62,11 @@ def show(
 ) -> None:
     """Show a run: its outcome, its curves, and episodes with their pictures from the worst to the best."""
     from rich.console import Console
+    from rich.text import Text
 
     from rl_vlm.files import to_jsonable
     from rl_vlm.runs.api import load_run
+    from rl_vlm.safe_text import printable
 
     found = load_run(run)
     chosen = spread(found.newest_trajectories.to_dict("records"), episodes)
@@ -75,9 +77,11 @@ def show(
         return
     console = Console(highlight=False, soft_wrap=True)
     one = summary(found)
-    console.print(f"[bold]{one['folder']}[/]: {one['algorithm']} on {one['environment']}, {one['status']}")
+    title = f"{one['folder']}: {one['algorithm']} on {one['environment']}, {one['status']}"
+    console.print(Text(printable(title), "bold"))
+    progress = found.progress
     for name in _CURVES:
-        if name in (progress := found.progress) and len(values := progress[name].dropna()):
+        if name in progress and len(values := progress[name].dropna()):
             console.print(
                 f"{name:>22}  {curve(values.tolist())}  {_number(values.iloc[0])} → {_number(values.iloc[-1])}"
             )

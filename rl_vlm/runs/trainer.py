@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import selectors
 import subprocess
@@ -101,16 +102,18 @@ def serve(target: str | Path, *overrides: str, timeout_s: float = 600.0) -> Iter
     it does not answer within `timeout_s`, with what it said.
     """
     command = [sys.executable, "-m", "rl_vlm.cli", "serve", str(target), *overrides, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     deadline, said = time.monotonic() + timeout_s, ""
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            while not (found := re.search(r"Serving on (http://\S+)", said)):
-                line = process.stdout.readline() if selector.select(max(deadline - time.monotonic(), 0)) else ""
-                said += line
-                if not line:
+            while not (found := re.search(r"Serving on (http://\S+)\s", said)):
+                # What is there, past any buffer of ours: lines in it would be waited for.
+                ready = selector.select(max(deadline - time.monotonic(), 0))
+                new = os.read(process.stdout.fileno(), 2**16).decode(errors="replace") if ready else ""
+                said += new
+                if not new:
                     raise RLVLMError(f"rl-vlm serve {target} did not start: {said.strip() or 'it said nothing.'}")
         threading.Thread(target=process.stdout.read, daemon=True).start()  # or its pipe would fill up
         yield f"{found[1]}/v1"
