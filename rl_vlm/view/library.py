@@ -39,6 +39,11 @@ class Library:
                 self._readers[name] = RunReader(load_run(folder))
         return self._readers
 
+    def warm(self) -> None:
+        """Read the lists of episodes before anybody asks for them."""
+        for reader in [*self.readers().values()]:
+            reader.episodes()
+
     def _found(self) -> Iterable[tuple[RunDir, str]]:
         for place in self._places:
             if is_remote(place):

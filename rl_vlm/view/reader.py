@@ -146,6 +146,11 @@ class RunReader:
             },
         }  # fmt: skip
 
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics of each iteration that are known."""
+        rows = self._run.progress.to_dict("records")
+        return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
+
     def _rows(self, name: str, stamp: str) -> int:
         return self._once(f"{name}#rows", stamp, lambda _: self._run.parquet(name).metadata.num_rows) or 0
 
@@ -170,9 +175,9 @@ class RunReader:
     def _list(self, kind: str, name: str) -> dict[str, list[Any]]:
         table = self._run.parquet(name).read([*_LISTED.values(), "replica_ids", "images"])
         listed: dict[str, list[Any]] = {column: table[stored].to_pylist() for column, stored in _LISTED.items()}
-        images, count = table["images"].to_pylist(), table.num_rows
+        images, count, iteration = table["images"].to_pylist(), table.num_rows, _number(name)
         return listed | {
-            "id": [f"{kind}-{_number(name)}-{row}" for row in range(count)],
+            "id": [f"{kind}-{iteration}-{row}" for row in range(count)],
             "kind": [kind] * count,
             "sample": ["greedy" if kind == "eval" else "sampled"] * count,
             "replicas": [", ".join(dict.fromkeys(names)) for names in table["replica_ids"].to_pylist()],
