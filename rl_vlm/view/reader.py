@@ -58,8 +58,8 @@ class NotThereError(UserInputError):
 class RunReader:
     """Reads one run again and again while it goes on; a file that has not changed is read once."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, sweep: str = "") -> None:
+        self._run, self._sweep = run, sweep
         self._tables: dict[str, tuple[str, Any]] = {}  # file → its stamp, and what was read of it
 
     # What has changed.
@@ -106,9 +106,9 @@ class RunReader:
         return {
             "folder": str(self._run.folder),
             "name": str(config.get("name", "")),
-            "sweep": "",
+            "sweep": self._sweep,
             "kind": kind,
-            "algorithm": str(algorithm["name"]),
+            "algorithm": str(algorithm.get("name", "grpo")),
             "environment": env.get("id") or " + ".join(_parts(env.get("mixture"))) or "conversations",
             "status": result.get("status", "running"),
             "error": str(result.get("error", "")),
