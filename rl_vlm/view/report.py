@@ -23,6 +23,7 @@ from rl_vlm.view.server import PAGE
 
 PICTURE_BYTES = 14 * 2**20  # of all pictures and films
 _SIDES = (768, 512, 384, 256, 128, 64)  # to which pictures are made smaller until they fit
+_SMALL_BYTES = 4096
 _QUALITY = 82  # of WebP
 
 
@@ -133,6 +134,6 @@ def _smaller(reader: RunReader, names: Iterable[str], side: int) -> Iterable[tup
             smaller = io.BytesIO()
             image.convert("RGB").save(smaller, "WEBP", quality=_QUALITY)
         small = smaller.getvalue()
-        # A drawing may be smaller as it is.
-        keeps = len(content) <= len(small) and max(image.size) < side
+        # A drawing may be smaller as it is, and is sharper.
+        keeps = len(content) <= max(len(small), _SMALL_BYTES) and max(image.size) < side
         yield name, _uri("image/png", content) if keeps else _uri("image/webp", small)
