@@ -22,7 +22,7 @@ export function evaluationsOf(episodes: Episodes, views: View[]): number[] {
   return [...new Set(found)].sort((a, b) => a - b);
 }
 
-const Z = 1.96; // 95 %
+const Z = 1.959964; // 95 %
 
 /** Wilson's interval of a share. */
 export function wilson(right: number, n: number): [number, number] {
