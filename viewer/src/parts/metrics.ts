@@ -35,11 +35,15 @@ export function lineOf(run: Run, key: string, name = label(key)): Line | null {
   return { name, x: table.iteration as number[], y, low: bound("low"), high: bound("high"), exact: table === run.evaluations };
 }
 
-/** A line per key, and one per key of `other`. A single metric is the chart's title, so its lines have the names of the runs. */
+/** A line per key, and one per key of `other`, if there is one. Of a single metric the lines have the names of the runs. */
 export function linesOf(wanted: string[], run: Run, other?: Run | null): Line[] {
   const short = (key: string) => key.replace(/^(eval:)?(reward\/part|[^/]+)\//, "");
-  const name = (key: string, of: Run) => (wanted.length === 1 ? of.line.name : of === run ? short(key) : `${short(key)} of ${of.line.name}`);
-  return [run, other].flatMap((of) => wanted.flatMap((key) => (of ? (lineOf(of, key, name(key, of)) ?? []) : [])).map((line) => ({ ...line, dash: of === other })));
+  const line = (of: Run, key: string) => {
+    const name = wanted.length > 1 ? short(key) + (of === run ? "" : ` of ${of.line.name}`) : other ? of.line.name : label(key);
+    const found = lineOf(of, key, name);
+    return found ? [{ ...found, dash: of === other }] : [];
+  };
+  return [run, other].flatMap((of) => (of ? wanted.flatMap((key) => line(of, key)) : []));
 }
 
 export const measured = (line: Line): boolean => line.y.some((value) => value !== null);
